@@ -8,6 +8,7 @@ the last ones fewer, or none. What is gathered and reduced is padded to as many 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,12 +70,14 @@ class Case:
     shards: int = WORLD
     gathered_as: int = 4
     """Bytes of an element."""
-    inner_gathers: int = 2
-    """In forward, and again in backward where it was resharded between them."""
+    inner_gathers: int = 3
+    """In two forwards, and in backward where it was resharded before."""
     outer_gathers: int = 1
     resharded: dict[str, int] = field(default_factory=lambda: {"yes": 1, "no": 1})
     """The root is kept whole unless it is told otherwise: its backward comes next."""
     offloaded: bool = False
+    unseen: bool = False
+    """`fully_shard` was imported before the monitor came."""
 
     def position(self, rank: int) -> int:
         return rank % self.shards
@@ -96,11 +99,12 @@ def _rows(rows: int, shards: int) -> list[int]:
 
 CASES = {
     "uneven": Case(_with()),
+    "unseen": Case(_with(), unseen=True),
     "hsdp": Case(_hybrid, shards=2),
     "mixed": Case(_mixed, gathered_as=2),
     "offloaded": Case(_offloaded, offloaded=True),
     "kept": Case(_with(reshard_after_forward=False), inner_gathers=1, resharded={"no": 2}),
-    "to_two": Case(_with(reshard_after_forward=2), outer_gathers=2, resharded={"2": 2}),
+    "to_two": Case(_with(reshard_after_forward=2), outer_gathers=3, resharded={"2": 2}),
 }
 
 
@@ -108,12 +112,17 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
     """Train a model that is divided so, and return what the agent would send."""
     from torch.distributed.fsdp import fully_shard
 
-    net, options = Net(), case.options()
-    fully_shard(net.inner, **options)
-    fully_shard(net, **options)
+    net, options, stats = Net(), case.options(), itertools.count(1)
+    divide: Any = fully_shard.__wrapped__ if case.unseen else fully_shard
+    divide(net.inner, **options)
+    divide(net, **options)
+    played = job.instrumentation.data_parallel.memory  # a device that has one byte more at each look
+    played._stat = lambda _: dict.fromkeys(("current", "peak", "allocated"), next(stats))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     shards, unsent = Shards(job.instrumentation.data_parallel), Unsent(job.instrumentation.errors)
     for batch in job.loader(STEPS):
+        with torch.no_grad():
+            net(batch[:0])  # an evaluation gathers, too, but its memory is not that of a step
         net(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

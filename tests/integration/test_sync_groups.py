@@ -484,4 +484,5 @@ def test_shards_and_what_moves_are_as_computed_by_hand(cases: Path, name: str) -
         assert own.all_reduced_bytes == (own.reduced_bytes // case.shards if own.replicas > 1 else 0)
         assert own.unsharded_peak_bytes == case.gathered_as * (inner + outer)
         assert 0 < own.unsharded_ns < own.step_ns and 0 < own.unsharded_mean_bytes < own.unsharded_peak_bytes
+        assert own.after_forward_bytes == own.forward_peak_bytes == 2 * shard_cases.STEPS
         assert own.gather_wait_ns and own.reduce_wait_ns and own.wait_steps == steps

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,15 @@ import pytest
 from played import Played, look
 from plotly.io.json import to_json_plotly
 from sessions import Rank
+from torch.distributed import fsdp
 
 from traceml_ray import wire
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.patch import data_parallel
+from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.patch.shard_traffic import ShardTraffic, part_of_fsdp2
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
 from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.sharding import models
 from traceml_ray.dash_app.app import Refresher
@@ -198,3 +208,64 @@ def test_batch_with_shards_goes_over_the_wire() -> None:
     rank = Rank(0, 1)
     batch = wire.decode(rank.batch(0, sharding=sharding(uneven=[UnevenShard("w", 3, 1, 4)])), wire.RankBatch)
     assert batch.sharding == sharding(uneven=[UnevenShard("w", 3, 1, 4)])
+
+
+@pytest.fixture
+def ours() -> Iterator[Instrumentation]:
+    found = Instrumentation(Recorder(StepRing(8)), Patcher())
+    yield found
+    found.patcher.restore()
+
+
+def test_model_that_is_given_to_deepspeed_is_said_to_be(
+    ours: Instrumentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DeepSpeedEngine:
+        def __init__(self, model: object) -> None:
+            self.module = model
+
+    module, before = types.ModuleType(data_parallel.DEEPSPEED_MODULE), DeepSpeedEngine.__init__
+    module.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, data_parallel.DEEPSPEED_MODULE, module)
+    ours.data_parallel.patch_deepspeed()
+    assert ours.strategy == "single" and DeepSpeedEngine("model").module == "model"
+    assert ours.strategy == "deepspeed"
+    ours.patcher.restore()
+    assert DeepSpeedEngine.__init__ is before
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard there")
+def test_fully_shard_of_an_older_torch_is_found_where_it_was(
+    ours: Instrumentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed._composable.fsdp as composable
+
+    before = composable.fully_shard
+    ours.data_parallel.patch_composable()
+    assert composable.fully_shard is before  # that of today, which is patched elsewhere
+    monkeypatch.delattr(fsdp, "fully_shard")
+    ours.data_parallel.patch_composable()
+    assert composable.fully_shard.__wrapped__ is before and not ours.missing
+    ours.patcher.restore()
+    assert composable.fully_shard is before
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard there")
+def test_fsdp2_that_lacks_a_function_is_told_and_one_that_answers_otherwise_counted(
+    ours: Instrumentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = part_of_fsdp2("_fsdp_param_group")
+    assert groups is not None
+    with monkeypatch.context() as other:
+        other.delattr(groups.FSDPParamGroup, "_to_sharded")
+        ours.data_parallel.patch_fsdp()
+    assert "FSDPParamGroup._to_sharded" in ours.missing["fsdp: bytes"]
+
+    monkeypatch.setattr(groups, "foreach_all_gather", lambda *_: ["no tensor"])
+    before = groups.foreach_all_gather
+    traffic = ShardTraffic(ours.recorder, ours.failed)
+    traffic.patch(ours.patcher)
+    assert groups.foreach_all_gather() == ["no tensor"]
+    assert ours.errors == {"fsdp: bytes: AttributeError": 1}
+    ours.patcher.restore()
+    assert groups.foreach_all_gather is before

@@ -77,7 +77,7 @@ class DeviceMemory:
     def __post_init__(self) -> None:
         self._devices: Devices | None = None
         self._uuids: dict[int, str] = {}
-        self._peaks: dict[int, _Peak] = {}
+        self._peaks: dict[int, Peak] = {}
 
     def sample(self) -> dict[int, dict[str, int]]:
         """Return what is known of each device, by its index as torch counts; empty without one."""
@@ -110,7 +110,7 @@ class DeviceMemory:
             stats = torch.cuda.memory_stats_as_nested_dict(index)
             found = {name: stats[key]["all"]["current"] for name, key in _CURRENT.items()}
             found |= {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}
-            peak = self._peaks.setdefault(index, _Peak()).since(stats["allocated_bytes"]["all"])
+            peak = self._peaks.setdefault(index, Peak()).since(stats["allocated_bytes"]["all"])
         except Exception as error:  # a device that the allocator does not know, or a torch that is another
             self.missing[_ALLOCATOR] = error_text(error)[:200]
             return {}
@@ -130,7 +130,7 @@ class DeviceMemory:
 
 
 @dataclass
-class _Peak:
+class Peak:
     """What torch said of the bytes that are allocated when it was asked last; -1 before."""
 
     current: int = -1
@@ -139,7 +139,7 @@ class _Peak:
 
     def since(self, stat: dict[str, int]) -> int | None:
         """Return the most that was allocated since, see the top of this module."""
-        before = _Peak(self.current, self.peak, self.turnover)
+        before = Peak(self.current, self.peak, self.turnover)
         self.current, self.peak, self.turnover = stat["current"], stat["peak"], stat["allocated"]
         if self.turnover == before.turnover:
             return before.current

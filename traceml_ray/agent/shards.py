@@ -119,6 +119,8 @@ class Shards:
         gather_wait, reduce_wait, wait_steps = self._waited()
         return msgspec.structs.replace(
             known,
+            after_forward_bytes=self._of.memory.after,
+            forward_peak_bytes=self._of.memory.peak,
             steps=moved.steps,
             step_ns=moved.step_ns,
             gathers=moved.gathers,

@@ -9,6 +9,7 @@ from typing import Any
 from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.exchanges import Exchanges
+from traceml_ray.agent.patch.forward_memory import ForwardMemory
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.patch.shard_traffic import ShardTraffic, groups_of, part_of_fsdp2
@@ -36,6 +37,7 @@ class DataParallel:
         self.hybrid = False
         """Several ranks hold the same shard (HSDP)."""
         self.traffic = ShardTraffic(recorder, patcher.failed)
+        self.memory = ForwardMemory(patcher.failed)
         self.group: tuple[int, int] | None = None
         """With whom this rank exchanges gradients, see `wire.RankBatch`; of several groups the largest."""
         self._exchange = recorder.exchange
@@ -80,7 +82,12 @@ class DataParallel:
             patcher.replace(fsdp, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
         patcher.replace(fsdp.FullyShardedDataParallel, "__init__", patcher.after("fsdp", self._add_fsdp))
         self._exchanges.patch_fsdp(patcher)
+        self._patch_fsdp2()
+
+    def _patch_fsdp2(self) -> None:
+        patcher = self._patcher
         patcher.apply("fsdp: bytes", lambda: self.traffic.patch(patcher))
+        patcher.apply("fsdp: memory", lambda: self.memory.patch(patcher))
 
     def patch_composable(self) -> None:
         """Do so for `fully_shard` of a torch before 2.6, whose module has been imported."""
@@ -92,7 +99,7 @@ class DataParallel:
         patcher = self._patcher
         patcher.replace(composable, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
         self._exchanges.patch_fsdp(patcher)
-        patcher.apply("fsdp: bytes", lambda: self.traffic.patch(patcher))
+        self._patch_fsdp2()
 
     def patch_deepspeed(self) -> None:
         """Note that a model is given to DeepSpeed, whose module has been imported."""

@@ -76,10 +76,11 @@ class ShardTraffic:
         self._patched = self._counting_steps = False
         self._boundary = False
         """An optimizer has taken a step since parameters were gathered last."""
-        self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By group: bytes of its whole parameters, as they are gathered."""
-        self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By group that is not sharded: what it holds beside its shards."""
+        self._sizes: dict[int, int] = {}
+        """By id of a group: bytes of its whole parameters, as they are gathered."""
+        self._held: dict[int, int] = {}
+        """By id of a group that is not sharded: what it holds beside its shards."""
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._now = 0
         """Sum of `_held`."""
         self._since = 0
@@ -103,9 +104,9 @@ class ShardTraffic:
         lacking += [f"FSDPParamGroup.{name}" for name in _STATES if not hasattr(group, name)]
         if lacking:
             raise RuntimeError(f"FSDP2 of this torch has no {', '.join(lacking)}")
-        self._patched = True
-        patcher.replace(groups, "foreach_all_gather", self._counting(lambda *_: self._gather))
         patcher.replace(groups, "foreach_reduce", self._counting(self._reducer))
+        self._patched = True
+        patcher.replace(groups, "foreach_all_gather", self._counting(lambda _: self._gather))
         for name in _STATES:
             patcher.replace(group, name, self._following(name == "_to_unsharded"))
         patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
@@ -119,14 +120,14 @@ class ShardTraffic:
 
     def _counting(self, of: Any) -> Make:
         """Return what makes a wrapper that then calls `of(original)(args, keywords, result)`."""
-        from torch.compiler import is_compiling
+        from torch.compiler import is_dynamo_compiling
 
         def make(original: Any) -> Any:
             count = of(original)
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                if not is_compiling():
+                if not is_dynamo_compiling():
                     try:
                         count(args, kwargs, result)
                     except Exception as error:
@@ -139,12 +140,12 @@ class ShardTraffic:
 
     def _following(self, unsharded: bool) -> Make:
         """Return what makes the wrapper of a change of a group's state."""
-        from torch.compiler import is_compiling
+        from torch.compiler import is_dynamo_compiling
 
         def make(original: Any) -> Any:
             def change(group: Any) -> Any:
                 result = original(group)
-                if not is_compiling():
+                if not is_dynamo_compiling():
                     try:
                         self._hold(group, unsharded)
                     except Exception as error:
@@ -165,42 +166,62 @@ class ShardTraffic:
 
     def _gather(self, _args: Any, _keywords: Any, result: Any) -> None:
         if result is not None:
-            self._begin()
+            if self._boundary or not self._began:
+                self._begin()
             self._gathers += 1
             self._gathered += _size(result[0])
 
     def _reducer(self, original: Any) -> Any:
         """Return what counts a reduction; FSDP2 passes its groups by place."""
         names = list(inspect.signature(original).parameters)
+        shards, replicas, wanted = map(
+            names.index, ("reduce_scatter_group", "all_reduce_group", "all_reduce_grads")
+        )
 
         def count(args: Any, keywords: Any, result: Any) -> None:
-            given = {**dict(zip(names, args, strict=False)), **keywords}
+            if keywords:
+                args = inspect.signature(original).bind(*args, **keywords).args
             size = _size(result[0])
             self._reductions += 1
             self._reduced += size
-            if given.get("all_reduce_group") is not None and given.get("all_reduce_grads", True):
-                shards = given.get("reduce_scatter_group")
-                self._all_reduced += size // (1 if shards is None else shards.size())
+            if args[replicas] is not None and args[wanted]:
+                self._all_reduced += size // (1 if args[shards] is None else args[shards].size())
 
         return count
 
     def _hold(self, group: Any, unsharded: bool) -> None:
         """Note what a group holds beside its shards from here on."""
+        key = id(group)
         if unsharded:
-            self._begin()
-            size = self._sizes.get(group) or self._sizes.setdefault(group, _whole(group))
-        else:
-            size = _after_forward(group, self._sizes.get(group, 0))
-        if size == self._held.get(group, 0):
+            if self._boundary:
+                self._begin()
+            size = self._sizes.get(key) or self._know(key, group)
+        elif key not in self._held:
             return
-        now = perf_counter_ns()
-        self._spend(now)
-        if size:
-            self._held[group] = size
         else:
-            del self._held[group]
-        self._now = sum(self._held.values())
-        self._peak = max(self._peak, self._now)
+            size = _after_forward(group, self._sizes.get(key, 0))
+        before = self._held.get(key, 0)
+        if size == before:
+            return
+        self._spend(perf_counter_ns())
+        if size:
+            self._held[key] = size
+        else:
+            del self._held[key]
+        self._now += size - before
+        if self._now > self._peak:
+            self._peak = self._now
+
+    def _know(self, key: int, group: Any) -> int:
+        """Return the bytes of a group's whole parameters; what is kept of it goes when it does."""
+        self._begin()
+
+        def gone(_: object) -> None:
+            for known in (self._sizes, self._held, self._alive):
+                known.pop(key, None)  # type: ignore[attr-defined]
+
+        self._alive[key] = weakref.ref(group, gone)
+        return self._sizes.setdefault(key, _whole(group))
 
     def _spend(self, now: int) -> None:
         if self._now:

@@ -1,0 +1,116 @@
+"""
+What is allocated on the device when the forward of FSDP2's root is over: its peak, before the backward's.
+
+Read from what torch's allocator counts anyway, in the first steps and in one of many from there on. No
+statistic of the script's is reset, so that the peak is not always known: see `agent.device_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from traceml_ray.agent.device_memory import Peak
+from traceml_ray.agent.patch.patcher import Failed, Patcher
+from traceml_ray.agent.patch.shard_traffic import part_of_fsdp2
+
+_PLACE = "fsdp: memory"
+_ALL_UNTIL = 8
+"""So many forwards are all read, then"""
+_PERIOD = 64
+"""one in so many: it takes some 30 µs."""
+Stat = dict[str, int]
+"""torch's `allocated_bytes.all`: `current`, `peak`, `allocated`."""
+
+
+def stat_of(device: Any) -> Stat | None:
+    """Return what torch's allocator says of a device; None where it is none of CUDA's, or has another one."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return None
+    found: Stat = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return found
+
+
+class ForwardMemory:
+    """
+    Reads the memory at both ends of the root's forward; the training thread's.
+
+    Args:
+        failed: counts an exception that is kept away from the training script.
+        stat: reads the allocator of a device.
+    """
+
+    def __init__(self, failed: Failed, stat: Callable[[Any], Stat | None] = stat_of) -> None:
+        self.after: int | None = None
+        """Allocated at the end of the newest forward that was read,"""
+        self.peak: int | None = None
+        """and the most that was in any of them."""
+        self._failed = failed
+        self._stat = stat
+        self._forwards = 0
+        self._began: Peak | None = None
+
+    def patch(self, patcher: Patcher) -> None:
+        """Wrap both ends, once FSDP2 is imported. Raises RuntimeError where this torch lacks one."""
+        import torch
+
+        states = part_of_fsdp2("_fsdp_state")
+        if states is None:
+            return
+        state, is_compiling = states.FSDPState, torch.compiler.is_compiling
+        if not (hasattr(state, "_root_pre_forward") and hasattr(state, "_post_forward")):
+            raise RuntimeError("FSDP2 of this torch has no _root_pre_forward or _post_forward")
+
+        def make_begin(original: Any) -> Any:
+            def begin(own: Any, *args: Any, **kwargs: Any) -> Any:
+                inside = not is_compiling() and _is_root(own) is None
+                result = original(own, *args, **kwargs)
+                if inside and _is_root(own) and torch.is_grad_enabled():
+                    self.begin(getattr(own, "_device", None))
+                return result
+
+            return begin
+
+        def make_end(original: Any) -> Any:
+            def end(own: Any, *args: Any, **kwargs: Any) -> Any:
+                root = not is_compiling() and self._began is not None and _is_root(own)
+                result = original(own, *args, **kwargs)
+                if root:
+                    self.end(getattr(own, "_device", None))
+                return result
+
+            return end
+
+        patcher.replace(state, "_root_pre_forward", make_begin)
+        patcher.replace(state, "_post_forward", make_end)
+
+    def begin(self, device: Any) -> None:
+        """Note what is allocated before the forward, where this one is read."""
+        try:
+            self._forwards += 1
+            due = self._forwards <= _ALL_UNTIL or self._forwards % _PERIOD == 0
+            if due and (stat := self._stat(device)) is not None:
+                self._began = Peak()
+                self._began.since(stat)
+        except Exception as error:
+            self._failed(_PLACE, error)
+
+    def end(self, device: Any) -> None:
+        """Note what is allocated after the forward that `begin` was called for."""
+        try:
+            began, self._began = self._began, None
+            if began is None or (stat := self._stat(device)) is None:
+                return
+            self.after = stat["current"]
+            if (peak := began.since(stat)) is not None:
+                self.peak = max(peak, self.peak or 0)
+        except Exception as error:
+            self._failed(_PLACE, error)
+
+
+def _is_root(state: Any) -> bool | None:
+    """Return whether the forward under way is this state's; None: none is."""
+    root = getattr(getattr(state, "_state_ctx", None), "iter_forward_root", None)
+    return None if root is None else root is state
