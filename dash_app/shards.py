@@ -7,7 +7,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports.sharding import about_model, columns, holding_most, per_step
+from traceml_ray.reports.sharding import Row, about_model, columns, holding_most, per_step
 from traceml_ray.summary_shape import ShardedModel, ShardingInfo
 
 from .components import Columns, marked, panel, part, rank_link, table
@@ -21,7 +21,7 @@ def panels(found: ShardingInfo | None, route: Route) -> list[Any]:
     """Return the panel, none where no model is divided."""
     if not found:
         return []
-    rows = [(int(rank), own) for rank, own in found["per_rank"].items()]
+    rows: list[Row] = [(int(rank), own) for rank, own in found["per_rank"].items()]
     hint = _HINT + f" Of {len(rows):,} ranks those that hold most." * (len(rows) > _MOST)
     rows = holding_most(rows, _MOST)
     shown: Columns = {**columns(rows), ">rank": lambda row: rank_link(row[0], route)}

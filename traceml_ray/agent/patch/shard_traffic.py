@@ -218,7 +218,7 @@ class ShardTraffic:
 
         def gone(_: object) -> None:
             for known in (self._sizes, self._held, self._alive):
-                known.pop(key, None)  # type: ignore[attr-defined]
+                known.pop(key, None)
 
         self._alive[key] = weakref.ref(group, gone)
         return self._sizes.setdefault(key, _whole(group))
