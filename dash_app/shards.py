@@ -7,14 +7,11 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports.sharding import Row, about_model, columns, holding_most, per_step
+from traceml_ray.reports.sharding import Row, about_model, columns, per_step
 from traceml_ray.summary_shape import ShardedModel, ShardingInfo
 
 from .components import Columns, marked, panel, part, rank_link, table
 from .route import Route
-
-_MOST = 64
-"""Ranks that are listed: of more, those that hold most."""
 
 
 def panels(found: ShardingInfo | None, route: Route) -> list[Any]:
@@ -22,8 +19,8 @@ def panels(found: ShardingInfo | None, route: Route) -> list[Any]:
     if not found:
         return []
     rows: list[Row] = [(int(rank), own) for rank, own in found["per_rank"].items()]
-    hint = _HINT + f" Of {len(rows):,} ranks those that hold most." * (len(rows) > _MOST)
-    rows = holding_most(rows, _MOST)
+    total = sum(len(model["ranks"]) for model in found["models"])
+    hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
     shown: Columns = {**columns(rows), ">rank": lambda row: rank_link(row[0], route)}
     body = [_model(found, each) for each in found["models"]]
     listed = table(shown, rows, label="Shards of ranks")

@@ -23,7 +23,7 @@ from torch import nn
 from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
 
-WORLD, STEPS = 4, 4
+WORLD, STEPS = 4, 3
 COUNTED = STEPS - 1
 """In the first step ranks still connect to each other."""
 INNER = [(10, loops.WIDTH), (10, 1)]
@@ -50,16 +50,11 @@ def _hybrid() -> dict[str, Any]:
     return {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
 
 
-def _mixed() -> dict[str, Any]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+def _mixed_and_offloaded() -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-
-
-def _offloaded() -> dict[str, Any]:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {"mp_policy": mixed, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
 @dataclass(frozen=True)
@@ -99,11 +94,9 @@ def _rows(rows: int, shards: int) -> list[int]:
 
 CASES = {
     "uneven": Case(_with()),
-    "unseen": Case(_with(), unseen=True),
     "hsdp": Case(_hybrid, shards=2),
-    "mixed": Case(_mixed, gathered_as=2),
-    "offloaded": Case(_offloaded, offloaded=True),
-    "kept": Case(_with(reshard_after_forward=False), inner_gathers=1, resharded={"no": 2}),
+    "mixed": Case(_mixed_and_offloaded, gathered_as=2, offloaded=True),
+    "kept": Case(_with(reshard_after_forward=False), inner_gathers=1, resharded={"no": 2}, unseen=True),
     "to_two": Case(_with(reshard_after_forward=2), outer_gathers=3, resharded={"2": 2}),
 }
 

@@ -474,6 +474,8 @@ def test_shards_and_what_moves_are_as_computed_by_hand(cases: Path, name: str) -
         assert own.offloaded_bytes == held * case.offloaded
         assert (own.groups, own.shards, own.position) == (2, case.shards, case.position(rank))
         assert (own.replicas, own.resharded) == (WORLD // case.shards, case.resharded)
+        reduced = {"stored": "float32", "reduced": "float32"}
+        assert own.dtypes == {**reduced, "computed": "bfloat16" if name == "mixed" else "float32"}
         assert own.mesh_shape == ([2, 2] if name == "hsdp" else [4])
         assert own.uneven_count == (2 if case.shards == 2 else 4)
         moved = case.inner_gathers * inner + case.outer_gathers * outer

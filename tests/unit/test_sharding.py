@@ -29,11 +29,14 @@ from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.sharding import models
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.reports.sharding import about_model, sharding_of
+from traceml_ray.reports.sharding import about_model, per_step, sharding_of
 from traceml_ray.samples import Sharding, UnevenShard
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.terminal.panel import panel
+from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 
 MB = 1_000_000
@@ -146,7 +149,7 @@ def test_summary_report_and_page_say_who_holds_what(divided: Path) -> None:
     assert "hsdp" in text and "Ranks 0 and 2 hold 2 MB each" in text
     assert "2 replicas of each shard (mesh: replicate 2 × shard 2)" in text
     assert "float32, gathered as bfloat16, gradients reduced as float32" in text
-    assert "Per step 12 MB gathered in 3 all-gathers, 0 B of gradients" in text
+    assert "Per step 12 MB gathered in 3 all-gathers, whole parameters take" in text
     page = (divided / "report.html").read_text()
     assert "How the model is divided" in page and "embed.weight has 3 rows" in page
 
@@ -166,6 +169,22 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
     look(pages, "memory")
     pages.poll()
     assert look(pages, "memory")["sharding"]["models"][0]["replicas"] == 2
+
+    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    for _ in range(2):
+        poll.poll()
+        memory = Choice(pane="memory")
+        shown = poll.made(lambda chosen=memory: take(poll, poll.newest, chosen))[1]
+    lines = " ".join(each.plain.strip() for each in panel(shown, memory, 120, 40))
+    assert "HSDP" in lines and "SHARDS" in lines and "Ranks 0 and 2 hold 2 MB each" in lines
+
+
+def test_of_many_ranks_a_page_asks_for_those_that_hold_most(divided: Path) -> None:
+    with SessionFile(divided / "session.sqlite") as file:
+        found = sharding_of(file, 2)
+    assert found is not None and [*found["per_rank"]] == ["0", "2"]
+    assert found["models"][0]["ranks"] == [0, 1, 2, 3]
+    assert per_step(found, found["models"][0]).startswith("12 MB gathered in 3 all-gathers, ")
 
 
 def test_model_in_words() -> None:

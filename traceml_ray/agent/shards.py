@@ -106,8 +106,8 @@ class Shards:
         state = len(modules), min(self._of.traffic.closed.steps, _FIRST_STEPS)
         changed = False
         if state != self._read_for or now - self._read_at >= _READ_S:
+            self._read_at, self._read_for = now, state  # not again at once where it fails
             before, self._known = self._known, self._read(modules)
-            self._read_at, self._read_for = now, state
             changed = self._known != before
         if self._known is None or not (changed or final or now - self._sent_at >= _SEND_S):
             return None

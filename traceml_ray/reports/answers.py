@@ -235,7 +235,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
     query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.Memory: lambda file, _: memory_of(file),
-    query.Sharding: lambda file, _: sharding_of(file),
+    query.Sharding: lambda file, asked: sharding_of(file, asked.most),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),
 }

@@ -21,14 +21,25 @@ _MAX_RANKS = 32
 _NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
 
 
-def sharding_of(session: SessionFile) -> dict[str, Any] | None:
-    """Return how the model of a file's run is divided (`results.ShardingInfo`); None without FSDP2."""
+def sharding_of(session: SessionFile, most: int | None = None) -> dict[str, Any] | None:
+    """
+    Return how the model of a file's run is divided (`summary_shape.ShardingInfo`), with `most` ranks of each
+    model, those that hold most; None without FSDP2.
+    """
     stored = session.shardings()
     known = {rank: stored[process.id] for rank, process in session.ranks().items() if process.id in stored}
     if not known:
         return None
-    found = [msgspec.to_builtins(each, str_keys=True) for each in models(known)]
-    return {"models": found, "per_rank": {str(rank): _rank(own) for rank, own in known.items()}}
+    found = models(known)
+    chosen = sorted(
+        rank
+        for each in found
+        for rank in sorted(each.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
+    )
+    return {
+        "models": [msgspec.to_builtins(each, str_keys=True) for each in found],
+        "per_rank": {str(rank): _rank(known[rank]) for rank in chosen},
+    }
 
 
 def _rank(own: Sharding) -> dict[str, Any]:
@@ -99,18 +110,19 @@ def _resharded(groups: Mapping[str, int]) -> str:
 
 def per_step(found: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Return what a step of a model moves, of the median rank; "" while that is not known."""
-    ranks = [found["per_rank"][str(rank)] for rank in model["ranks"]]
+    known = found["per_rank"]
+    ranks = [known[str(rank)] for rank in model["ranks"] if str(rank) in known]
 
     def middle(name: str) -> float:
         return median_low([own[name] or 0 for own in ranks])
 
-    if not middle("gathers") and not middle("reductions"):
-        return ""
-    about = [
-        f"{text.size(middle('gathered_bytes'))} gathered in {_times(middle('gathers'), 'all-gather')}",
-        f"{text.size(middle('reduced_bytes'))} of gradients reduced in "
-        f"{_times(middle('reductions'), 'reduce-scatter')}",
-    ]
+    about = []
+    if middle("gathers"):
+        gathers = _times(middle("gathers"), "all-gather")
+        about.append(f"{text.size(middle('gathered_bytes'))} gathered in {gathers}")
+    if middle("reductions"):
+        reductions = _times(middle("reductions"), "reduce-scatter")
+        about.append(f"{text.size(middle('reduced_bytes'))} of gradients reduced in {reductions}")
     if middle("all_reduced_bytes"):
         about.append(f"{text.size(middle('all_reduced_bytes'))} all-reduced between replicas")
     if middle("unsharded_peak_bytes"):

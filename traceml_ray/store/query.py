@@ -158,7 +158,9 @@ class Memory(OfRun[shapes.Memory], frozen=True):
 
 
 class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
-    """How FSDP2 divides the model of the run; None where it does not."""
+    """How FSDP2 divides the model of the run, with those `most` ranks that hold most; None: it does not."""
+
+    most: Count = 64
 
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.sharding import sharding_facts
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.ranks import NAMED, SILENT
@@ -135,9 +136,9 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
 
 def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return what was found about the memory of the ranks, and each in numbers."""
-    found = of.memory
+    found, shards = of.memory, _shards(of, width)
     if found is None or not found.ranks:
-        return [Section("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1)]
+        return [Section("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
     said = [line for sentence in first_words(found) for line in wrap(sentence, width)]
     for each in found.findings:
         lines = wrap(f"{SIGNS[each.severity]} {each.why}", width, TONES[each.severity])
@@ -159,7 +160,13 @@ def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
     listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">of"))
-    return [Section("MEMORY", lambda most: said[:most], len(said), min(3, len(said))), listed]
+    return [Section("MEMORY", lambda most: said[:most], len(said), min(3, len(said))), *shards, listed]
+
+
+def _shards(of: Snapshot, width: int) -> list[Section]:
+    """Return how FSDP2 divides the model, where it does."""
+    said = [line for _, each in sharding_facts(of.sharding).pairs for line in wrap(each, width)]
+    return [Section("SHARDS", lambda most: said[:most], len(said), min(2, len(said)))] if said else []
 
 
 def events_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:

@@ -13,6 +13,7 @@ from traceml_ray.reports.present import present
 from traceml_ray.results import LastOutput
 from traceml_ray.step_shapes import StepTimes
 from traceml_ray.store import query
+from traceml_ray.summary_shape import ShardingInfo
 from traceml_ray.views.events import events_of
 from traceml_ray.views.incident import incident
 from traceml_ray.views.nodes import nodes
@@ -79,6 +80,8 @@ class Snapshot:
     """One for each rank, see `views.ranks`; only where they are shown."""
     memory: Memory | None = None
     """Only where it is shown."""
+    sharding: ShardingInfo | None = None
+    """Only where memory is a pane of its own."""
     events: Sequence[Mapping[str, Any]] = ()
     output: LastOutput | None = None
     """What a rank printed last: the chosen one, else the one that is named; only where it is shown."""
@@ -104,6 +107,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
     memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
+    sharding = poll.ask(query.Sharding(run.id)) if choice.pane == "memory" else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
     output = poll.ask(query.Output(run.id, _subject(run, choice))) if wants_output else None
     return Snapshot(
@@ -119,6 +123,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         dead=[death["rank"] for death in poll.deaths(run)],
         rows=rows,
         memory=memory,
+        sharding=sharding,
         events=events_of(poll, run)[:_EVENTS],
         output=output,
     )

@@ -152,9 +152,9 @@ class DataParallel:
             return
         modules = [module for root in self._roots.modules() for module in root.modules()]
         found = [module for module in modules if isinstance(module, of_fsdp2.FSDPModule)]
-        if found:
-            group = next(iter(groups_of(found)), None)
-            self._add_modules(found, group is None or group.device.type == "cpu")
+        groups = [group for group in groups_of(found) if hasattr(group.mesh_info, "shard_mesh_size")]
+        if groups:  # else they are only replicated
+            self._add_modules(found, groups[0].device.type == "cpu")
 
     def _add_modules(self, modules: list[Any], on_cpu: bool) -> None:
         for module in modules:

@@ -181,11 +181,12 @@ class ShardTraffic:
         def count(args: Any, keywords: Any, result: Any) -> None:
             if keywords:
                 args = inspect.signature(original).bind(*args, **keywords).args
-            size = _size(result[0])
-            self._reductions += 1
-            self._reduced += size
-            if args[replicas] is not None and args[wanted]:
-                self._all_reduced += size // (1 if args[shards] is None else args[shards].size())
+            size, among = _size(result[0]), 1 if args[shards] is None else args[shards].size()
+            if among > 1:  # else it is only copied
+                self._reductions += 1
+                self._reduced += size
+            if args[replicas] is not None and args[wanted] and args[replicas].size() > 1:
+                self._all_reduced += size // among
 
         return count
 
