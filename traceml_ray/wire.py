@@ -105,6 +105,18 @@ class Event(Part, frozen=True):
     data: Annotated[dict[str, Value], FEW] = {}
 
 
+class Placement(Part, frozen=True):
+    """Where a rank is in a job that is not only data parallel."""
+
+    mesh: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
+    """By the name of each dimension of its device mesh: its coordinate, and how large the dimension is."""
+    stages: Annotated[list[Count], FEW] = []
+    """The stages of a pipeline that it has, of `of_stages` in all."""
+    of_stages: Count = 0
+    worker: str = ""
+    """Its name as a worker of torch.distributed.rpc."""
+
+
 class Overhead(Part, frozen=True):
     """What the monitor itself has cost this rank so far (cumulative)."""
 
@@ -179,6 +191,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     output: Annotated[list[Output], FEW] = []
     sharding: Sharding | None = None
     """Where FSDP2 is used; not in every batch."""
+    placement: Placement | None = None
+    """None: the job is only data parallel, as far as is known."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""

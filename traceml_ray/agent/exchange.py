@@ -11,7 +11,10 @@ STREAMED = "exchanged on a device"
 class GradientExchange:
     """Set by the patches of DDP, FSDP and others; read where rows are cut and flagged."""
 
-    __slots__ = ("_clocked", "bracketed", "coupled", "inferred", "on_device", "peers", "reasons", "several")
+    __slots__ = (
+        *("_clocked", "_seen", "_sharded", "bracketed", "coupled", "inferred", "on_device", "peers"),
+        *("reasons", "roles", "several"),
+    )
 
     def __init__(self) -> None:
         self.peers: Callable[[], bool] | None = None
@@ -28,11 +31,28 @@ class GradientExchange:
         """Such a reduction ran on a device: its waits are not on the clock of the rows."""
         self.bracketed = 0
         """In so many functions that wait, whose waits on a device have marks, or are not to be read."""
+        self.roles = False
+        """
+        Ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks), and these waits
+        are on the clock of the rows: they are told apart from the exchange of gradients.
+        """
+        self._seen: set[str] = set()
+        self._sharded = False
         self._clocked = False
 
     def couple(self, reason: str) -> None:
         """Note why waits are not seen."""
         self.reasons.add(reason)
+        self._decide()
+
+    def see(self, reason: str) -> None:
+        """Note why ranks wait for others that do other work, where the CPU's clock shows these waits."""
+        self._seen.add(reason)
+        self._decide()
+
+    def shard(self) -> None:
+        """FSDP waits for this rank's peers inside forward and backward, too: waits are of two kinds there."""
+        self._sharded = True
         self._decide()
 
     def clock(self, on: bool) -> None:
@@ -41,7 +61,9 @@ class GradientExchange:
         self._decide()
 
     def _decide(self) -> None:
-        self.coupled = bool(self.reasons - {STREAMED} if self._clocked else self.reasons)
+        reasons = self.reasons - {STREAMED} if self._clocked else self.reasons
+        self.coupled = bool(reasons or (self._seen and (self._sharded or self._clocked)))
+        self.roles = bool(self._seen) and not self.coupled
 
     @property
     def streamed(self) -> bool:

@@ -27,6 +27,7 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.stages import INFERRED
+from traceml_ray.wire import Placement
 
 
 class Instrumentation:
@@ -54,6 +55,7 @@ class Instrumentation:
     def strategy(self) -> str:
         """How the job is known to be parallel: single, ddp, fsdp2+hsdp, ddp+tp, all_reduce (inferred), …"""
         inferred = self.collectives.reduction + INFERRED if self.recorder.exchange.inferred else ""
+        self.model_parallel.look_again()
         own, others = self.data_parallel, sorted(self.model_parallel.strategies)
         known = [own.engine, own.strategy, HYBRID * own.hybrid, inferred, *others]
         return "+".join(filter(None, known)) or "single"
@@ -62,6 +64,12 @@ class Instrumentation:
     def group(self) -> tuple[int, int] | None:
         """With whom this rank exchanges gradients, see `wire.RankBatch`."""
         return self.data_parallel.group
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where this rank is in a job that is not only data parallel."""
+        known = self.model_parallel.placement
+        return known
 
     def when_rank(self, then: Callable[[], None]) -> None:
         """Before `install`: have `then` called once this process joins a process group or takes a step."""
@@ -106,6 +114,7 @@ class Instrumentation:
             (data_parallel.FSDP_MODULE, "fsdp", self.data_parallel.patch_fsdp),
             (data_parallel.DEEPSPEED_MODULE, "deepspeed", self.data_parallel.patch_deepspeed),
             (data_parallel.COMPOSABLE_MODULE, "fsdp", self.data_parallel.patch_composable),
+            (model_parallel.MESH_MODULE, "mesh", self.model_parallel.patch_mesh),
             (model_parallel.TENSOR_MODULE, "tp", self.model_parallel.patch_tensor),
             (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),

@@ -244,6 +244,7 @@ class RankAgent:
             ),
             strategy=patches.strategy,
             group=patches.group,
+            placement=self.guard("placement", lambda: patches.placement),
         )
         taken, room = self.unsent.take()
         taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}

@@ -22,6 +22,7 @@ from traceml_ray.stages import (
     POST_SYNC,
     PREPARE,
     SEGMENT_BITS,
+    SYNC_WAIT,
 )
 
 MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
@@ -31,7 +32,7 @@ class Rows:
     """Numbers the rows of one process and puts those that are whole into the ring."""
 
     __slots__ = (
-        *("cuts", "depth", "device", "first", "flags", "pending"),
+        *("cuts", "depth", "device", "exchange_ns", "first", "flags", "pending"),
         *("ring", "segment", "step", "stepped", "synced"),
     )
 
@@ -51,6 +52,11 @@ class Rows:
         self.flags = 0
         self.synced = False
         """That backward has exchanged gradients."""
+        self.exchange_ns: int | None = None
+        """
+        How long that took of the pending `sync_wait`, where the rest of it was for ranks that do other work: such
+        a row becomes two, of which only the second one ends in an exchange.
+        """
         self.stepped = False
         """An optimizer has taken a step since."""
         self.first = True
@@ -60,6 +66,7 @@ class Rows:
     def leave(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
         """Leave a row pending."""
         (self.pending, self.cuts), self.flags, self.synced, self.stepped = taken, flags, synced, False
+        self.exchange_ns = None
 
     def take_back(self) -> tuple[list[int], list[Cut]]:
         """Return times and cuts of the pending row, which goes on."""
@@ -103,7 +110,11 @@ class Rows:
         self.step += lost
 
     def _emit(self) -> None:
-        (row, cuts), flags = self.take_back(), self.flags
+        (row, cuts), flags, exchange = self.take_back(), self.flags, None
+        if self.exchange_ns is not None and not self.first:
+            exchange = [*[0] * SYNC_WAIT, self.exchange_ns]
+            row[SYNC_WAIT] -= self.exchange_ns
+            flags |= FLAG_NO_PEERS
         if not row[DATA]:
             flags |= FLAG_NO_DATA
         if not row[FORWARD]:
@@ -119,3 +130,6 @@ class Rows:
             self.ring.push(key, flags, row)
         else:
             self.device.put(key, flags, row, cuts)
+        if exchange is not None:
+            self.segment = min(self.segment + 1, MAX_SEGMENT)
+            self.ring.push(self.step << SEGMENT_BITS | self.segment, self.flags, exchange)

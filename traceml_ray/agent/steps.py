@@ -38,8 +38,8 @@ class Steps:
     """The state machine of one process; `understand` takes its marks in order, under the lock of the log."""
 
     __slots__ = (
-        *("_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step", "_scaling"),
-        *("_split", "_step_in_backward", "manual", "now", "partition", "rows", "size", "spans", "sums"),
+        *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
+        *("_scaling", "_split", "_step_in_backward", "manual", "now", "partition", "rows", "size", "spans", "sums"),
     )
 
     def __init__(self, ring: StepRing, exchange: GradientExchange, now: int) -> None:
@@ -71,6 +71,8 @@ class Steps:
         self._scaling = False
         """A `GradScaler` step has begun, and no optimizer in it."""
         self._before_sync: list[int] = []
+        self._apart_ns = 0
+        """What of the open row's `sync_wait` was over when this rank's own gradients were done."""
 
     def understand(self, mark: int, now: int) -> None:
         """Do what `mark` means, at the time `now`."""
@@ -187,6 +189,8 @@ class Steps:
         if self.rows.depth:
             self._to(SYNC_WAIT)
             self._split = True
+            if self._exchange.roles:
+                self._apart_ns = self.partition.times[SYNC_WAIT]
 
     def _backward_end(self) -> None:
         if self._backward_over():
@@ -213,9 +217,13 @@ class Steps:
         flags = 0 if synced else FLAG_NO_PEERS
         if not self._split:
             flags |= FLAG_NO_SPLIT
-        if self._exchange.coupled:
+        apart = synced and self._exchange.roles
+        if self._exchange.coupled or (apart and not self._split):
             flags |= FLAG_COUPLED
+        exchange_ns = max(0, self.partition.times[SYNC_WAIT] - self._apart_ns)
         self._leave(flags, synced)
+        if apart and self._split:
+            self.rows.exchange_ns = exchange_ns
         if self._reduced_inside:
             self._infer()
         if self._step_in_backward:

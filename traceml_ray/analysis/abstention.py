@@ -8,6 +8,7 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.roles import bubbles
 from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, SEGMENT_BITS, STAGES, SYNC_WAIT
 
@@ -24,6 +25,7 @@ TENSOR = (
     "Tensor-parallel collectives run inside forward and backward, so waiting cannot be separated from work "
     f"there: {_ONLY}"
 )
+_NO_REPLICA = "Each of these ranks has a part of the model of its own, and no other rank does the same work"
 HIDDEN = (
     "Ranks take turns in being late, and wait for each other inside forward and backward. Their sums do not "
     f"show whether a rank's lateness adds to that of another or is hidden behind it: {_ONLY}"
@@ -119,6 +121,28 @@ def no_sync(evidence: Evidence, least: float) -> str:
         f"These ranks wait for each other in collectives, {text.ns(waits_ns)} a step on average, but none of "
         f"these is known to be the exchange of gradients: {_ONLY}"
     )
+
+
+def of_roles(evidence: Evidence, waited_ns: Int64) -> str:
+    """
+    Return why ranks that wait for others that do other work cannot be compared, or "": their replicas can be.
+
+    `waited_ns` (K, R) is how long they waited for these on the way to each exchange.
+    """
+    window = evidence.window
+    if not evidence.rows.synced.any():
+        return _NO_REPLICA + _bubble(window) + f": {_ONLY}"
+    return "" if waited_ns.any(axis=0).all() else coupled(window)
+
+
+def _bubble(window: Window) -> str:
+    """Return which of the ranks waits most for the others."""
+    known = bubbles(window)
+    if known is None:
+        return ""
+    most = int(np.argmax(known))
+    who = text.ranks([int(window.ranks[most])])
+    return f". They wait for each other for {text.share(float(known.mean()))} of their time ({who} most, {text.share(float(known[most]))})"
 
 
 def unclear(window: Window) -> str:

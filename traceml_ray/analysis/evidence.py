@@ -11,6 +11,7 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
+from traceml_ray.analysis.roles import several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
 from traceml_ray.stages import (
@@ -60,7 +61,6 @@ class Rows:
     synced: Bool
     host: Int64 | None = None
     leads: UInt8 | None = None
-
 
 def comparable(window: Window) -> Rows:
     """Return the rows with merged stages merged alike on every rank, step by step."""
@@ -134,7 +134,7 @@ class Evidence:
     one (the real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages;
     `by_step` (S, R, 6): that of whole steps. `persistent` (R, 6): its median over steps ÷ mean step.
     `exposed_excess` (R, 6): what of it moved the frontier, shared among the leaders, ÷ elapsed time.
-    `local_ns` (K, R): sum of a rank's local stages.
+    `local_ns` (K, R): sum of a rank's local stages, and what it waited for ranks of other roles.
 
     On a device clock `hosts` is the hosts' part, where it is known, and what a stage takes where the host is
     late is held against the other hosts' time as well; `peers` is the evidence without that.
@@ -280,6 +280,8 @@ def gather(window: Window) -> Evidence:
     else:
         excess *= local
         local_ns = (by_rank * local).sum(axis=2)
+    if several(window):
+        local_ns = local_ns + waited_apart_ns(window, rows.synced).T
     by_step = _by_step(window, excess)
     evidence = Evidence(
         window=window,

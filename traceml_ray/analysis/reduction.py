@@ -65,7 +65,7 @@ def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | No
     rank will do.
     """
     history = StepHistory(limits, deep=True)
-    history.know({own.rank: Who(own.node, own.group, own.strategy) for own in ranks})
+    history.know({own.rank: Who(own.node, own.group, own.strategy, own.role) for own in ranks})
     return Reduction(history, Replay(None, limits, baseline), processes_of(ranks))
 
 

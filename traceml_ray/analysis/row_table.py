@@ -19,11 +19,12 @@ Places = slice | npt.NDArray[np.intp]
 
 
 class Who(NamedTuple):
-    """What is known of a rank: its node as it is shown, whom it exchanges gradients with, its strategy."""
+    """What is known of a rank: its node as it is shown, whom it exchanges gradients with, strategy and role."""
 
     node: str
     group: Group | None = None
     strategy: str | None = None
+    role: str | None = None
 
 
 class RowTable:
@@ -215,7 +216,7 @@ class RowTable:
             d, flags = d[:, common[inside]], flags[:, common[inside]]
         host, leads = host_part(d, flags)
         d = d[..., :N_STAGES]
-        nodes, groups, strategies = zip(*who, strict=True) if who else ((), (), ())
+        nodes, groups, strategies, roles = zip(*who, strict=True) if who else ((), (), (), ())
         return Window(
             keys=keys[common],
             ranks=np.asarray(ranks, np.int64),
@@ -227,6 +228,7 @@ class RowTable:
             lacking=keys[inside][seen[inside] & ~common[inside]] if len(found) else keys[seen],
             groups=groups,
             strategies=frozenset(filter(None, strategies)),
+            roles=roles,
             host=None if host is None else host.transpose(1, 0, 2),
             leads=None if leads is None else leads.transpose(1, 0, 2),
         )

@@ -18,6 +18,7 @@ from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.hosts import held, host_bound
 from traceml_ray.analysis.labels import LABELS, Label, Pattern
 from traceml_ray.analysis.onset import onset
+from traceml_ray.analysis.roles import several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
 from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
@@ -175,6 +176,8 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
         return abstention.coupled(window)
+    if several(window) and (alone := abstention.of_roles(evidence, waited_apart_ns(window, evidence.rows.synced))):
+        return alone
     if not evidence.rows.synced.any():
         return abstention.no_sync(evidence, thresholds.min_excess)
     alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)

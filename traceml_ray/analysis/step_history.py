@@ -88,7 +88,7 @@ class StepHistory(KeptSteps):
 
     def take(self, found: Sequence[RankRows]) -> None:
         """Take rows of some ranks."""
-        self.know({rows.rank: Who(rows.node, rows.group, rows.strategy) for rows in found})
+        self.know({rows.rank: Who(rows.node, rows.group, rows.strategy, rows.role) for rows in found})
         alike: dict[tuple[bytes, int], list[RankRows]] = {}
         for rows in found:
             alike.setdefault((rows.keys.tobytes(), rows.rows.shape[1]), []).append(rows)

@@ -39,6 +39,8 @@ class RankRows:
     strategy: str | None = None
     process_id: int = 0
     """Tells one process of the rank from the next."""
+    role: str | None = None
+    """What work it does, where not all ranks do the same, see `roles`."""
 
     def take(self, which: slice | Bool | Int64) -> RankRows:
         """Return the rows of `which` alone."""
@@ -70,6 +72,8 @@ class Window:
     """Where `d` is of device events: the rows of the hosts, int64 ns (K, R, 6), and"""
     leads: UInt8 | None = None
     """how far each host was ahead, (K, R, 3): bit s of `late`, `full`, `sure` is of stage s, see `Hosts`."""
+    roles: tuple[str | None, ...] = ()
+    """That of each rank, as `groups`."""
 
     @property
     def coverage(self) -> float:
@@ -203,6 +207,7 @@ class Window:
             expected=expected,
             missing=tuple(missing),
             groups=tuple(self.groups[place] for place in places),
+            roles=tuple(self.roles[place] for place in places) if self.roles else (),
             host=None if host is None else host.transpose(1, 0, 2)[places].transpose(1, 0, 2),
             leads=None if leads is None else leads.transpose(1, 0, 2)[places].transpose(1, 0, 2),
         )

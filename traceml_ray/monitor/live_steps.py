@@ -193,19 +193,16 @@ class LiveRun:
         """How many ranks the job has, as far as they have reported it."""
         self.processes: dict[int, int] = {}
         """By rank, the id of the rank process."""
-        self._known: list[tuple[int, str, int | None, int | None, str | None]] = []
+        self._known: list[tuple[int, Who]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 
     def know(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
-        """Note node, group and strategy of the ranks."""
+        """Note node, group, strategy and role of the ranks."""
         self.ranks, self.world = ranks, world_size(ranks, None)
-        known = [
-            (process.id, labels[process.id], process.group_first, process.group_size, process.strategy)
-            for process in ranks.values()
-        ]
+        who = {rank: Who(labels[s.id], s.group, s.strategy, s.role) for rank, s in ranks.items()}
+        known = [(process.id, who[rank]) for rank, process in ranks.items()]
         if known != self._known:
             self._known = known
-            who = {rank: Who(labels[s.id], s.group, s.strategy) for rank, s in ranks.items()}
             self.history.know(who)
 
     def rows_of(self, processes: dict[int, int]) -> list[RankRows]:
@@ -213,7 +210,10 @@ class LiveRun:
         same = [rank for rank, process in self.processes.items() if processes.get(rank) == process]
         lines = {rank: self.history.table.line(rank, 1 << 20) for rank in same}
         who = self.history.who
-        return [RankRows(rank, who[rank].node, *line, *who[rank][1:]) for rank, line in lines.items()]
+        return [
+            RankRows(rank, who[rank].node, *line, who[rank].group, who[rank].strategy, role=who[rank].role)
+            for rank, line in lines.items()
+        ]
 
     def put(self, found: list[tuple[int, Rows]]) -> None:
         """Put rows of ranks that have the same keys."""

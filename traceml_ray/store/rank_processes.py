@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.analysis.roles import role_of
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 
@@ -69,6 +70,8 @@ class RankProcess:
     sent_bytes: int | None = None
     group_first: int | None = None
     group_size: int | None = None
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Where it is in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -76,6 +79,11 @@ class RankProcess:
         if self.group_first is None or self.group_size is None:
             return None
         return self.group_first, self.group_size
+
+    @property
+    def role(self) -> str | None:
+        """What work it does, where not all ranks of the job do the same."""
+        return role_of(self.placement) if self.placement else None
 
     @property
     def rank(self) -> int | None:
@@ -153,10 +161,13 @@ class RankProcess:
             changed, self.memory_from = True, batch.memory_from
         if batch.environment and batch.environment != self.environment:
             changed, self.environment = True, batch.environment
+        placement = msgspec.structs.asdict(batch.placement) if batch.placement else {}
+        if placement and placement != self.placement:
+            changed, self.placement = True, placement
         return changed
 
 
-_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment")
+_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement")
 _PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
 COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""
@@ -179,12 +190,15 @@ def to_row(process: RankProcess) -> tuple[Any, ...]:
     return (*_plain(process), *map(_dump, _json(process)), *identity)
 
 
-def from_row(row: tuple[Any, ...]) -> RankProcess:
-    """Return the process of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
-    values = dict(zip(COLUMNS, row, strict=True))
+def from_row(values: dict[str, Any]) -> RankProcess:
+    """
+    Return the process of a row by column; a file that was written before lacks the newest.
+
+    Raises ValueError, LookupError, TypeError, msgspec.ValidationError for nonsense.
+    """
     identity = [values.pop(name) for name in _IDENTITY]
     for name in _JSON:
-        values[name] = {} if values[name] == "{}" else json.loads(values[name])
+        values[name] = {} if values.get(name, "{}") == "{}" else json.loads(values[name])
     for name in ("final", "lost"):
         values[name] = bool(values[name])
     who = None if identity[0] is None else msgspec.convert(identity, RankIdentity)

@@ -166,7 +166,7 @@ class Retention:
         for run, known in by_run(processes).items():
             ranks = {rank: process for rank, process in shown(known).items() if process.stored}
             found = [
-                RankRows(rank, labels[s.id], *_columns(by_process[s.id]), s.group, s.strategy, s.id)
+                RankRows(rank, labels[s.id], *_columns(by_process[s.id]), s.group, s.strategy, s.id, s.role)
                 for rank, s in ranks.items()
                 if s.id in by_process
             ]

@@ -53,7 +53,7 @@ class SessionFile(SampleReader, StepReader, OutputReader):
 
     def processes(self) -> list[RankProcess]:
         """Return every rank process of every run, in order of first appearance."""
-        return [from_row(row) for row in self._all("SELECT * FROM rank_process ORDER BY id")]
+        return [from_row(row) for row in self._dicts("SELECT * FROM rank_process ORDER BY id")]
 
     def run_id(self) -> str | None:
         """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
@@ -103,7 +103,7 @@ class SessionFile(SampleReader, StepReader, OutputReader):
         ranks = shown(of_run(processes, self.run_id()))
         columns = self._columns([*ranks.values()], since, top, last)
         found = [
-            RankRows(rank, labels[s.id], *columns[s.id], s.group, s.strategy, s.id)
+            RankRows(rank, labels[s.id], *columns[s.id], s.group, s.strategy, s.id, s.role)
             for rank, s in ranks.items()
             if s.id in columns
         ]

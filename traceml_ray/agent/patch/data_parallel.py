@@ -179,6 +179,7 @@ class DataParallel:
     def _add_sharded(self, strategy: str, module: Any, on_cpu: bool) -> None:
         """On the CPU `Collectives` sees every wait inside forward and backward; else it is on a stream."""
         self.strategy = strategy
+        self._exchange.shard()
         self._roots.add(module)
         if self.group is None or self.group[1] > 1:
             self._exchange.peers = self._exchanges.of_fsdp
