@@ -1,9 +1,9 @@
 """
 Rows of ranks that train a pipeline with data-parallel replicas of each stage, without processes.
 
-Each rank runs its micro-batches in the order of its schedule, waits for what it receives, and exchanges gradients
-with its replicas at the end of its last backward. All of this is max-plus, computed for many windows of one job
-at once: arrays of shape (seeds,), ms.
+Each rank runs its micro-batches in the order of its schedule, waits for what it receives, and exchanges
+gradients with its replicas at the end of its last backward. All of this is max-plus, computed for many
+windows of one job at once: arrays of shape (seeds,), ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from traceml_ray.analysis.window import Window
-from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_PEERS, FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_NO_PEERS,
+    FORWARD,
+    N_STAGES,
+    POST_SYNC,
+    SEGMENT_BITS,
+    SYNC_WAIT,
+)
 
 WARM = 5
 Op = tuple[int, int]
@@ -22,7 +31,7 @@ Op = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`work[s]` is what a forward of stage s takes for one micro-batch, ms; a backward takes twice as long."""
+    """`work[s]` is what a forward of stage s takes for one micro-batch, ms; a backward takes twice that."""
 
     work: tuple[float, ...] = (2.0, 2.0)
     replicas: int = 2
@@ -32,6 +41,8 @@ class Pipeline:
     post_ms: float = 2.0
     exchange_ms: float = 3.0
     send_ms: float = 0.1
+    least_ms: float = 0.01
+    """What a wait takes where there is nothing to wait for."""
     noise: float = 0.05
     unmarked: bool = False
     """What ranks wait for other stages is not seen: it is in what comes next."""
@@ -111,7 +122,7 @@ def _step(
                 if 0 <= source < depth:
                     if (source, kind, micro) not in done:
                         break
-                    wait = np.maximum(0, done[source, kind, micro] + job.send_ms - now[rank])
+                    wait = np.maximum(job.least_ms, done[source, kind, micro] + job.send_ms - now[rank])
                     taken[rank, 0, kind if job.unmarked else SYNC_WAIT] += wait
                     now[rank] += wait
                 times = noise[rank, 2 + micro + job.micro * (kind == BACKWARD)]

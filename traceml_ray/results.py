@@ -192,6 +192,16 @@ class Suspect(TypedDict):
     """What a step gets shorter when this one alone is fixed."""
 
 
+class RoleInfo(TypedDict):
+    """The ranks that have the same place in a pipeline and among tensor-parallel ranks."""
+
+    role: str
+    size: int
+    """How many they are."""
+    bubble: float | None
+    """Share (0..1) of their time in which they wait for ranks of other roles; None: not seen."""
+
+
 class VerdictInfo(TypedDict):
     """What is wrong, where, what it costs, and what to do. The README says what each label means."""
 
@@ -296,6 +306,8 @@ class LiveVerdict(VerdictInfo):
     suspects: list[Suspect]
     exposed_ms: list[float] | None
     """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
+    roles: list[RoleInfo]
+    """Empty where all ranks do the same work, as far as is known."""
     episodes: list[TimedEpisode] | None
     """Of the run, the costliest first; None: not known, as where a running session is read from its file."""
     brief: Brief | None

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from traceml_ray.results import Suspect, VerdictInfo
+from traceml_ray.results import RoleInfo, Suspect, VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -236,6 +236,7 @@ class VerdictChange(VerdictInfo):
     t_ns: int
     suspects: list[Suspect]
     exposed_ms: list[float] | None
+    roles: list[RoleInfo]
 
 
 class DeathInfo(TypedDict):

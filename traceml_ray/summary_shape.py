@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from traceml_ray.results import Brief, LastOutput, RunInfo, Suspect, TimedEpisode, VerdictInfo, WholeLedger
+from traceml_ray.results import (
+    Brief,
+    LastOutput,
+    RoleInfo,
+    RunInfo,
+    Suspect,
+    TimedEpisode,
+    VerdictInfo,
+    WholeLedger,
+)
 
 
 class SummaryNode(TypedDict):
@@ -149,6 +158,10 @@ class SummaryRank(TypedDict):
     missing: dict[str, str]
     """What could not be patched, and why."""
     errors: dict[str, int]
+    role: str | None
+    """Its place in a pipeline and among tensor-parallel ranks: "pp=1 tp=0"; None: all do the same work."""
+    placement: dict[str, Any]
+    """By dimension of its device `mesh` coordinate and size; the `stages` of a pipeline that it has."""
 
 
 class MemoryOfRank(TypedDict):
@@ -335,6 +348,8 @@ class Summary(TypedDict):
     spans: list[SpanStatistics]
     verdict: VerdictInfo
     suspects: list[Suspect]
+    roles: list[RoleInfo]
+    """Where not all ranks do the same work."""
     verdicts: list[VerdictInfo]
     """Every change of verdict."""
     episodes: list[TimedEpisode]

@@ -69,6 +69,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "node_key": node or None,
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
+            "mesh": process.placement.get("mesh") or {},
+            "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
@@ -82,6 +84,12 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "axis": spine,
         **_steps(cache, run, rank, spine["range"]),
     }
+
+
+def _bubble(run: RunState, role: str | None) -> float | None:
+    """Return the share of its time in which a rank of this role waits for other roles."""
+    roles = (run.verdict or {}).get("roles") or ()
+    return next((one["bubble"] for one in roles if one["role"] == role), None)
 
 
 def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
@@ -273,6 +281,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "state": text.words(rank["state"]),
         "last step": rank["last_step"],
         "now in": text.words(rank["open_stage"] or text.NA),
+        **_role_facts(rank),
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
         **({} if (idle := rank["gpu_idle_pct"]) is None else {"GPU idle": text.percent(idle)}),
@@ -282,6 +291,14 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         **({} if (code := rank["exit_code"]) is None else {"exit code": code}),
         **({"not seen": ", ".join(unseen)} if unseen else {}),
     }
+
+
+def _role_facts(rank: Mapping[str, Any]) -> dict[str, str]:
+    """Return where the rank is in a job that is not only data parallel."""
+    mesh = ", ".join(f"{name} {at} of {size}" for name, (at, size) in rank["mesh"].items())
+    waits = "" if rank["bubble"] is None else text.share(rank["bubble"])
+    known = {"role": rank["role"], "device mesh": mesh, "waits for other roles": waits}
+    return {name: value for name, value in known.items() if value}
 
 
 def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:

@@ -25,6 +25,7 @@ _WITH_PROCESSES = 6
 _KEYS: listing.Keys = {
     "rank": lambda row: row["rank"],
     "node": lambda row: row["node"],
+    "role": lambda row: row["role"],
     "local rank": lambda row: row["local_rank"],
     "state": lambda row: row["state"],
     "exit code": lambda row: row["exit_code"],
@@ -52,11 +53,13 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         if process := run.ranks.get(row["rank"]):
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
     suspects = {(each["rank"], each["stage"]) for each in (run.verdict or {}).get("suspects") or ()}
-    return {"chosen": chosen, "states": dict(states), "suspects": suspects}
+    roles = any(process.role for process in run.ranks.values())
+    return {"chosen": chosen, "states": dict(states), "suspects": suspects, "roles": roles}
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    return f"rank {row['rank']} {row['node']} {row['hostname']} {row['state']} {row['open_stage']}"
+    who = f"rank {row['rank']} {row['node']} {row['hostname']} {row['role'] or ''}"
+    return f"{who} {row['state']} {row['open_stage']}"
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
@@ -95,6 +98,7 @@ def _columns(view: Mapping[str, Any], route: Route) -> Columns:
     return {
         ">rank": lambda row: rank_link(row["rank"], route),
         "node": lambda row: node_link(row["node_key"], row["node"], route),
+        **({"role": lambda row: row["role"] or ""} if view["roles"] else {}),
         ">local rank": lambda row: text.plain(row["local_rank"]),
         ">GPU": lambda row: text.plain(row["gpu"]),
         "state": _state,

@@ -33,8 +33,8 @@ class GradientExchange:
         """In so many functions that wait, whose waits on a device have marks, or are not to be read."""
         self.roles = False
         """
-        Ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks), and these waits
-        are on the clock of the rows: they are told apart from the exchange of gradients.
+        Ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks), and their rows
+        show it: these waits are told apart from the exchange of gradients.
         """
         self._seen: set[str] = set()
         self._sharded = False

@@ -68,8 +68,7 @@ class Instrumentation:
     @property
     def placement(self) -> Placement | None:
         """Where this rank is in a job that is not only data parallel."""
-        known = self.model_parallel.placement
-        return known
+        return self.model_parallel.placement
 
     def when_rank(self, then: Callable[[], None]) -> None:
         """Before `install`: have `then` called once this process joins a process group or takes a step."""

@@ -54,8 +54,8 @@ class Rows:
         """That backward has exchanged gradients."""
         self.exchange_ns: int | None = None
         """
-        How long that took of the pending `sync_wait`, where the rest of it was for ranks that do other work: such
-        a row becomes two, of which only the second one ends in an exchange.
+        How long that took of the pending `sync_wait`, where the rest was for ranks that do other work: such a
+        row becomes two, of which only the second one ends in an exchange.
         """
         self.stepped = False
         """An optimizer has taken a step since."""

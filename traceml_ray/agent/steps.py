@@ -39,7 +39,18 @@ class Steps:
 
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
-        *("_scaling", "_split", "_step_in_backward", "manual", "now", "partition", "rows", "size", "spans", "sums"),
+        *(
+            "_scaling",
+            "_split",
+            "_step_in_backward",
+            "manual",
+            "now",
+            "partition",
+            "rows",
+            "size",
+            "spans",
+            "sums",
+        ),
     )
 
     def __init__(self, ring: StepRing, exchange: GradientExchange, now: int) -> None:

@@ -142,7 +142,8 @@ def _bubble(window: Window) -> str:
         return ""
     most = int(np.argmax(known))
     who = text.ranks([int(window.ranks[most])])
-    return f". They wait for each other for {text.share(float(known.mean()))} of their time ({who} most, {text.share(float(known[most]))})"
+    share, largest = text.share(float(known.mean())), text.share(float(known[most]))
+    return f". They wait for each other for {share} of their time ({who} most, {largest})"
 
 
 def unclear(window: Window) -> str:

@@ -62,6 +62,7 @@ class Rows:
     host: Int64 | None = None
     leads: UInt8 | None = None
 
+
 def comparable(window: Window) -> Rows:
     """Return the rows with merged stages merged alike on every rank, step by step."""
     d, flags, host, leads = window.d, window.flags, window.host, window.leads

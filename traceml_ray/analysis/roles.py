@@ -1,8 +1,8 @@
 """
 Which ranks do the same work, and how long each waits for ranks that do other work.
 
-A *role* is a rank's place in all dimensions of the job that are not data parallel: the stage of a pipeline, the
-coordinate among tensor-parallel ranks. Its *replicas*, the ranks of the same role, have the same work.
+A *role* is a rank's place in all dimensions of the job that are not data parallel: the stage of a pipeline,
+the coordinate among tensor-parallel ranks. Ranks of the same role, its *replicas*, have the same work.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
 )
 """Names of dimensions along which ranks do the same work on other data."""
+_MOST = 64
 _PIPELINE = ("pp", "pipe", "pipeline", "stage")
 
 
 class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of a role, and what share of their time they wait for ranks of other roles."""
+    """How many ranks a role has, and what share of their time they wait for ranks of other roles."""
 
     role: str
-    ranks: tuple[int, ...]
+    size: int
     bubble: float | None
     """0..1, the mean over its ranks; None: these waits are not seen."""
 
@@ -54,7 +55,7 @@ def waited_apart_ns(window: Window, synced: Bool) -> Int64:
     """
     Return how long each rank waited for other roles on its way to each exchange, ns (K, R).
 
-    Where that is known it is a row of its own: one that is not `synced` (K,), before one of the same step that is.
+    Where it is known it has rows of its own: not `synced` (K,), each before one of its step that is.
     """
     steps = window.keys >> SEGMENT_BITS
     before = np.zeros(len(steps), np.bool_)
@@ -69,11 +70,12 @@ def bubbles(window: Window) -> Float | None:
         return None
     apart = window.flags & FLAG_NO_PEERS != 0
     waited: Float = np.where(apart, window.d[:, :, SYNC_WAIT], 0).sum(axis=0).astype(float)
-    return waited / np.maximum(window.d.sum(axis=(0, 2)), 1)
+    share: Float = waited / np.maximum(window.d.sum(axis=(0, 2)), 1)
+    return share
 
 
 def shares(window: Window) -> tuple[RoleShare, ...]:
-    """Return the roles of `window` and their bubbles, in order of their lowest rank."""
+    """Return the roles of `window`, in order of their lowest rank; of very many, the first."""
     known = bubbles(window)
     of: dict[str, list[int]] = {}
     for place, role in enumerate(window.roles):
@@ -82,8 +84,8 @@ def shares(window: Window) -> tuple[RoleShare, ...]:
     return tuple(
         RoleShare(
             role=role,
-            ranks=tuple(window.ranks[places].tolist()),
+            size=len(places),
             bubble=None if known is None else float(known[places].mean()),
         )
-        for role, places in of.items()
+        for role, places in [*of.items()][:_MOST]
     )

@@ -19,7 +19,7 @@ Places = slice | npt.NDArray[np.intp]
 
 
 class Who(NamedTuple):
-    """What is known of a rank: its node as it is shown, whom it exchanges gradients with, strategy and role."""
+    """A rank: its node as it is shown, whom it exchanges gradients with, its strategy, and its role."""
 
     node: str
     group: Group | None = None

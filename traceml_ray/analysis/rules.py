@@ -176,7 +176,9 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
         return abstention.coupled(window)
-    if several(window) and (alone := abstention.of_roles(evidence, waited_apart_ns(window, evidence.rows.synced))):
+    if several(window) and (
+        alone := abstention.of_roles(evidence, waited_apart_ns(window, evidence.rows.synced))
+    ):
         return alone
     if not evidence.rows.synced.any():
         return abstention.no_sync(evidence, thresholds.min_excess)

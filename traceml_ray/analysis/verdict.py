@@ -15,6 +15,7 @@ from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
 from traceml_ray.analysis.onset import Timing, late_steps, onset
+from traceml_ray.analysis.roles import RoleShare, shares
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Window
@@ -23,7 +24,7 @@ from traceml_ray.stages import BACKWARD, STAGES
 DEFAULTS = Thresholds()
 _MAX_SUSPECTS = 5
 _OFTEN = 0.6
-_OF_WINDOW = ("to_step", "coverage", "window_steps", "suspects", "exposed_ms", "mean_step_ms")
+_OF_WINDOW = ("to_step", "coverage", "window_steps", "suspects", "exposed_ms", "mean_step_ms", "roles")
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +113,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of a hang: those of the rank that blocks first, then the others', each kind once."""
     machine: tuple[Anomaly, ...] | None = None
     """Anomalies at that time on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
+    roles: tuple[RoleShare, ...] = ()
+    """Where ranks do different work: what each role waits for the others."""
 
     @property
     def meaning(self) -> Meaning:
@@ -146,6 +149,19 @@ def assess(
 
     Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
     """
+    verdict, evidence = _of_groups(window, thresholds, whole_run, baseline, followed)
+    if any(window.roles):
+        verdict = msgspec.structs.replace(verdict, roles=shares(window))
+    return verdict, evidence
+
+
+def _of_groups(
+    window: Window,
+    thresholds: Thresholds,
+    whole_run: bool,
+    baseline: Baseline | None,
+    followed: tuple[int, ...],
+) -> tuple[Verdict, Evidence | None]:
     groups = window.by_group()
     if len(groups) == 1:
         return _assess(window, thresholds, whole_run, baseline)

@@ -179,7 +179,7 @@ class Answers:
             return self._verdict_now(asked.run)
         summary = self._reported(asked.run)
         exposed = [stage["exposed_ms"] for stage in summary["stages"]] or None
-        more = {"suspects": summary["suspects"], "episodes": summary["episodes"], "brief": summary["brief"]}
+        more = {name: summary[name] for name in ("suspects", "roles", "episodes", "brief")}
         return {**summary["verdict"], **more, "exposed_ms": exposed}
 
     def _summary(self, asked: query.Summary) -> Any:

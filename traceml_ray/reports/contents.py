@@ -231,6 +231,7 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         ">rank": str,
         "name": lambda rank: ranks[rank]["name"] or "",
         "node": lambda rank: text.plain(ranks[rank]["node"]),
+        **({"role": lambda rank: ranks[rank].get("role") or ""} if _have_roles(summary) else {}),
         ">busy ms": lambda rank: _figure(busy.get(rank)),
         ">to median": lambda rank: text.percent(over.get(rank), sign=True),
         **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
@@ -239,6 +240,25 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         "end": lambda rank: _end(ranks[rank]),
     }
     return Table(title, columns, listed)
+
+
+def _have_roles(summary: dict[str, Any]) -> bool:
+    return any(rank.get("role") for rank in summary["ranks"].values())
+
+
+def roles_table(summary: dict[str, Any]) -> Table:
+    """Return what the ranks of each role wait for those of others; none where all do the same work."""
+    members: dict[str, list[int]] = {}
+    for number, rank in summary["ranks"].items():
+        members.setdefault(rank.get("role") or "", []).append(int(number))
+    columns: Columns = {
+        "role": lambda one: one["role"],
+        ">ranks": lambda one: str(one["size"]),
+        "": lambda one: text.ranges(members.get(one["role"], [])),
+        ">bubble": lambda one: text.share(one["bubble"]),
+    }
+    title = "Roles (bubble: the share of their time in which ranks wait for those of other roles)"
+    return Table(title, columns, summary.get("roles") or [])
 
 
 def _end(rank: dict[str, Any]) -> str:

@@ -187,6 +187,8 @@ def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> di
         "exit_reason": death.reason if death else None,
         "missing": process.missing,
         "errors": process.errors,
+        "role": process.role,
+        "placement": process.placement,
     }
 
 

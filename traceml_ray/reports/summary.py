@@ -129,6 +129,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, 
         "spans": _spans(spans, whole),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
+        "roles": msgspec.to_builtins(performance.roles),
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": _episodes(judged, verdicts, facts, lines),
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
@@ -297,7 +298,7 @@ def _covers(facts: RunFacts, whole: Whole | None) -> dict[str, Any] | None:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(verdict)
-    for name in ("suspects", "exposed_ms"):  # these have a place of their own
+    for name in ("suspects", "exposed_ms", "roles"):  # these have a place of their own
         del fields[name]
     return fields
 

@@ -31,6 +31,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
         laid_out(contents.nodes_table(summary)),
+        laid_out(contents.roles_table(summary)),
         laid_out(contents.ranks_table(summary)),
         laid_out(sharding_table(summary.get("sharding"))),
         laid_out(contents.suspects_table(summary)),

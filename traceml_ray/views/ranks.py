@@ -21,7 +21,7 @@ NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
 _NO_TIMES: dict[str, Any] = {"busy_ms": None, "over": None, "stages": {}}
 _NO_REPORT: dict[str, Any] = {
     **dict.fromkeys(
-        ("node", "node_key", "local_rank", "gpu", "exit_code", "last_step", "open_stage", "death")
+        ("node", "node_key", "role", "local_rank", "gpu", "exit_code", "last_step", "open_stage", "death")
     ),
     "hostname": "",
     "state": SILENT,
@@ -78,5 +78,6 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
         "local_rank": identity.local_rank if identity else None,
         "last_step": process.last_step,
         "open_stage": None if process.ended else process.stage,
+        "role": process.role,
         "state": process.end or ("running" if rank in reporting else "silent"),
     }

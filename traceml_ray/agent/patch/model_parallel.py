@@ -1,6 +1,6 @@
 """
-Jobs that are not only data parallel: where a rank is in its device mesh and its pipeline, and whether it is seen
-how long it waits for ranks that do other work.
+Jobs that are not only data parallel: where a rank is in its device mesh and its pipeline, and whether its
+waits for ranks that do other work are seen.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def places(found: Charted) -> Markup:
     return join(
         block("", contents.suspects_table(summary), wide=True),
         block("", contents.nodes_table(summary), wide=True),
+        block("", contents.roles_table(summary), wide=True),
         block("", contents.ranks_table(summary), wide=True),
     )
 
