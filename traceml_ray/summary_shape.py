@@ -161,7 +161,12 @@ class SummaryRank(TypedDict):
     role: str | None
     """Its place in a pipeline and among tensor-parallel ranks: "pp=1 tp=0"; None: all do the same work."""
     placement: dict[str, Any]
-    """By dimension of its device `mesh` coordinate and size; the `stages` of a pipeline that it has."""
+    """
+    By dimension of its device `mesh` its coordinate and the size; the `stages` of a pipeline that it has; its
+    name as a `worker` of torch.distributed.rpc.
+    """
+    serves: bool
+    """It only serves others over RPC: it takes no steps, and is not missing."""
 
 
 class MemoryOfRank(TypedDict):

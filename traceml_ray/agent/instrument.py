@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from traceml_ray.agent.patch import (
     backward,
     checkpoint,
     collectives,
     data_parallel,
     dataloader,
+    distributed_autograd,
     model_parallel,
     optimizer,
     process_group,
@@ -25,6 +28,7 @@ from traceml_ray.agent.patch import (
 from traceml_ray.agent.patch.data_parallel import HYBRID
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.span_sums import MAX_NAME_CHARS
 from traceml_ray.agent.spans import Spans
 from traceml_ray.stages import INFERRED
 from traceml_ray.wire import Placement
@@ -58,7 +62,7 @@ class Instrumentation:
         self.model_parallel.look_again()
         own, others = self.data_parallel, sorted(self.model_parallel.strategies)
         known = [own.engine, own.strategy, HYBRID * own.hybrid, inferred, *others]
-        return "+".join(filter(None, known)) or "single"
+        return "+".join(filter(None, known)) or ("rpc" if self.rpc.worker else "single")
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -68,7 +72,8 @@ class Instrumentation:
     @property
     def placement(self) -> Placement | None:
         """Where this rank is in a job that is not only data parallel."""
-        return self.model_parallel.placement
+        known, worker = self.model_parallel.placement, self.rpc.worker
+        return replace(known or Placement(), worker=worker[:MAX_NAME_CHARS]) if worker else known
 
     def when_rank(self, then: Callable[[], None]) -> None:
         """Before `install`: have `then` called once this process joins a process group or takes a step."""
@@ -118,6 +123,16 @@ class Instrumentation:
             (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),
             (ray_data.MODULE, "ray_data", lambda: ray_data.patch(patcher, self.recorder)),
+            (
+                distributed_autograd.MODULE,
+                "backward",
+                lambda: distributed_autograd.patch(patcher, self.recorder),
+            ),
+            (
+                distributed_autograd.OPTIMIZER_MODULE,
+                "optimizer",
+                lambda: distributed_autograd.patch_optimizer(patcher, self.recorder),
+            ),
             (rpc.MODULE, "rpc", lambda: self.rpc.patch(patcher)),
             (checkpoint.MODULE, "checkpoint", lambda: checkpoint.patch(patcher, self.spans)),
             (

@@ -111,8 +111,14 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
     if len(window.ranks) == 1:
         share = evidence.frontier.exposed.sum(axis=0) / evidence.total_ns
         stage = int(np.argmax(share))
+        alone = "A single rank waits for no other."
+        if "rpc" in window.strategies:
+            alone = (
+                f"Only {_who(window, [0])} takes steps. The other workers serve it over RPC: waiting for "
+                "them is part of its stages."
+            )
         return (
-            f"A single rank waits for no other. Of {text.ns(evidence.mean_step_ns)} a step, "
+            f"{alone} Of {text.ns(evidence.mean_step_ns)} a step, "
             f"`{STAGES[stage]}` takes {text.share(float(share[stage]))}."
         )
     if finding.causes:

@@ -17,7 +17,7 @@ from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
+from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
 from traceml_ray.store.session_file import SessionFile
 
 MAX_ARRIVED = 1 << 21
@@ -190,7 +190,9 @@ class LiveRun:
         """Reads the rows that were stored before this history began."""
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
-        """How many ranks the job has, as far as they have reported it."""
+        """How many ranks the job has, as far as they have reported it,"""
+        self.training = 0
+        """and how many of these may take steps."""
         self.processes: dict[int, int] = {}
         """By rank, the id of the rank process."""
         self._known: list[tuple[int, Who]] = []
@@ -199,6 +201,7 @@ class LiveRun:
     def know(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """Note node, group, strategy and role of the ranks."""
         self.ranks, self.world = ranks, world_size(ranks, None)
+        self.training = training(ranks, self.world)
         who = {rank: Who(labels[s.id], s.group, s.strategy, s.role) for rank, s in ranks.items()}
         known = [(process.id, who[rank]) for rank, process in ranks.items()]
         if known != self._known:
@@ -249,8 +252,8 @@ class LiveRun:
 
     def advance(self) -> None:
         """Reduce the steps that are whole."""
-        holding, waited = awaited(self.ranks, self.world, self._patience_ns, self.history.reported())
-        self.history.advance(holding, waited, self.world)
+        holding, waited = awaited(self.ranks, self.training, self._patience_ns, self.history.reported())
+        self.history.advance(holding, waited, self.training)
 
 
 def _keep(kept: list[Rows], rows: Rows) -> None:

@@ -36,7 +36,7 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
-from traceml_ray.store.rank_processes import RankProcess, generations
+from traceml_ray.store.rank_processes import RankProcess, generations, serving
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
 from traceml_ray.store.session_file import SessionFile
@@ -193,8 +193,9 @@ class LiveJudge:
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, process in ranks.items() if _reports(process, deadline)]
-            world = own.world
-            missing = missing_of(world, live)
+            world, serves = own.world, serving(ranks)
+            missing = missing_of(world, {*live, *serves})
+            live = [rank for rank in live if rank not in serves]
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(process.lost for process in processes)
             found = deaths([], self._fatal, processes) if died else []
@@ -222,7 +223,8 @@ class LiveJudge:
         if which != state.which:
             self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
-        window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
+        expected = own.training + sum(rank >= world for rank in live)
+        window = own.history.window(live, expected, missing, steps)
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
         self._kept.keep(run, which, state.judge, state.began)

@@ -231,7 +231,7 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         ">rank": str,
         "name": lambda rank: ranks[rank]["name"] or "",
         "node": lambda rank: text.plain(ranks[rank]["node"]),
-        **({"role": lambda rank: ranks[rank].get("role") or ""} if _have_roles(summary) else {}),
+        **({"role": lambda rank: _role(ranks[rank])} if any(map(_role, ranks.values())) else {}),
         ">busy ms": lambda rank: _figure(busy.get(rank)),
         ">to median": lambda rank: text.percent(over.get(rank), sign=True),
         **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
@@ -242,8 +242,11 @@ def ranks_table(summary: dict[str, Any]) -> Table:
     return Table(title, columns, listed)
 
 
-def _have_roles(summary: dict[str, Any]) -> bool:
-    return any(rank.get("role") for rank in summary["ranks"].values())
+def _role(rank: Mapping[str, Any]) -> str:
+    """Return what work a rank does, where not all do the same; older summaries do not say."""
+    worker = (rank.get("placement") or {}).get("worker")
+    serves = ", serves, no steps" * bool(rank.get("serves"))
+    return " ".join(filter(None, [rank.get("role"), f"RPC {worker}{serves}" if worker else ""]))
 
 
 def roles_table(summary: dict[str, Any]) -> Table:

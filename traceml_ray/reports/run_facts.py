@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import Any
 
 from traceml_ray.analysis.parallelism import mode
@@ -15,7 +16,7 @@ from traceml_ray.reports.deaths import Death, culprits, deaths
 from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import DeathInfo
 from traceml_ray.store.nodes import label_nodes, node_key
-from traceml_ray.store.rank_processes import RankProcess, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, serving, shown, world_size
 from traceml_ray.store.runs import is_own, of_run
 from traceml_ray.store.session_file import SessionFile
 
@@ -47,6 +48,11 @@ class RunFacts:
     def fact(self, name: str) -> Any:
         """What is known of the run; of the session, before it has any."""
         return (self.run or self.meta).get(name)
+
+    @cached_property
+    def serving(self) -> set[int]:
+        """Ranks that only serve others over RPC."""
+        return serving(self.ranks)
 
     @property
     def stored(self) -> int:
@@ -189,6 +195,7 @@ def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> di
         "errors": process.errors,
         "role": process.role,
         "placement": process.placement,
+        "serves": process.rank in facts.serving,
     }
 
 

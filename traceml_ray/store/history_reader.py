@@ -13,7 +13,7 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
-from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
+from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
 from traceml_ray.store.session_file import SessionFile
 
 SLICE_ROWS = 1 << 18
@@ -57,6 +57,10 @@ class HistoryReader:
         """How many ranks the job has, as far as they have said so."""
         return world_size(self.ranks, None)
 
+    @property
+    def _training(self) -> int:
+        return training(self.ranks, self.world)
+
     def read(self, most: int = SLICE_ROWS) -> None:
         """Read on, about `most` rows. Raises `SessionFileError`."""
         self.ranks = self.session.ranks()
@@ -82,7 +86,7 @@ class HistoryReader:
             self.read(most)
             stored = sum(process.stored for process in self.ranks.values())
             progress.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
-        self._run.finish(self.world)
+        self._run.finish(self._training)
 
     def _begin(self) -> None:
         self._run = (self._kept() if self._since == 0 else None) or Reduction(StepHistory(self._limits))
@@ -103,9 +107,9 @@ class HistoryReader:
 
     def _add(self, found: Sequence[RankRows]) -> None:
         known = self.history.reported() | {own.rank for own in found}
-        holding, waited = awaited(self.ranks, self.world, self._patience_ns, known)
+        holding, waited = awaited(self.ranks, self._training, self._patience_ns, known)
         if not self.whole:  # of a rank that has been read to its end nothing is waited for
             ends, none = self.history.ends(), (-1, -1)
             last = {rank: process.last_key or 0 for rank, process in self.ranks.items()}
             holding = {rank for rank, key in last.items() if ends.get(rank, none)[1] < key}
-        self._run.add(found, holding, waited, self.world)
+        self._run.add(found, holding, waited, self._training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
@@ -84,6 +84,16 @@ class RankProcess:
     def role(self) -> str | None:
         """What work it does, where not all ranks of the job do the same."""
         return role_of(self.placement) if self.placement else None
+
+    @property
+    def worker(self) -> str | None:
+        """Its name as a worker of torch.distributed.rpc, None where it is none."""
+        return self.placement.get("worker") or None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is such a worker that has taken no step so far: others have work for it."""
+        return self.worker is not None and self.last_key is None
 
     @property
     def rank(self) -> int | None:
@@ -330,6 +340,17 @@ def world_size(ranks: dict[int, RankProcess], launched: int | None) -> int:
     if newest is None or newest.identity is None:
         return min(launched or 0, MAX_RANKS)
     return max(ranks) + 1 if newest.identity.source == NUMBERED else newest.identity.world_size
+
+
+def serving(ranks: Mapping[int, RankProcess]) -> set[int]:
+    """Return the ranks (see `shown`) that only serve others over RPC; none where no rank takes steps."""
+    found = {rank for rank, process in ranks.items() if process.serves}
+    return found if len(found) < len(ranks) else set()
+
+
+def training(ranks: Mapping[int, RankProcess], world: int) -> int:
+    """Return how many of the ranks of the job, `world` in all, may take steps."""
+    return max(0, world - len(serving(ranks)))
 
 
 def age(process: RankProcess) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import shown, world_size
+from traceml_ray.store.rank_processes import shown, training, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
@@ -177,7 +177,9 @@ class Retention:
             try:
                 if state.kept is not None:
                     lack = ranks.keys() - state.kept.history.reported() - {own.rank for own in found}
-                    state.kept.add(found, state.processes, len(lack), world_size(ranks, None))
+                    state.kept.add(
+                        found, state.processes, len(lack), training(ranks, world_size(ranks, None))
+                    )
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 

@@ -18,6 +18,7 @@ from .values import rounded
 
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
+SERVES = "serves RPC, no steps"
 _NO_TIMES: dict[str, Any] = {"busy_ms": None, "over": None, "stages": {}}
 _NO_REPORT: dict[str, Any] = {
     **dict.fromkeys(
@@ -72,12 +73,13 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
     """Return which rank of its node a rank is, and what it is doing; `reporting` as of the run."""
     process = run.ranks[rank]
     reporting = run.reporting() if reporting is None else reporting
+    going = SERVES if process.serves else "running"
     identity = process.identity
     return {
         "rank": rank,
         "local_rank": identity.local_rank if identity else None,
         "last_step": process.last_step,
-        "open_stage": None if process.ended else process.stage,
+        "open_stage": None if process.ended or process.serves else process.stage,
         "role": process.role,
-        "state": process.end or ("running" if rank in reporting else "silent"),
+        "state": process.end or (going if rank in reporting else "silent"),
     }

@@ -27,6 +27,16 @@ class RpcCalls:
         self.recording = False
         self._failed = failed
         self._running: set[object] = set()
+        self._worker = ""
+
+    @property
+    def worker(self) -> str:
+        """The name of this process as a worker, also when it is one no longer; "" where it was none."""
+        if not self._worker and is_on():
+            from torch.distributed.rpc import api
+
+            self._worker = str(api.get_worker_info().name)
+        return self._worker
 
     @property
     def recorded_run(self) -> bool:
