@@ -44,12 +44,21 @@ class Pipeline:
     least_ms: float = 0.01
     """What a wait takes where there is nothing to wait for."""
     noise: float = 0.05
+    exchange_first: bool = False
+    """The last gradient is sent once gradients were exchanged, as DDP in torch's pipelines does it."""
     unmarked: bool = False
     """What ranks wait for other stages is not seen: it is in what comes next."""
 
     @property
     def ranks(self) -> int:
         return len(self.work) * self.replicas
+
+    def step_ms_of(self, stage: int) -> float:
+        """How long a rank of `stage` works in a step, with its exchange."""
+        return self.data_ms + self.post_ms + self.exchange_ms + 3 * self.work[stage] * self.micro
+
+    def ranks_of(self, stage: int) -> range:
+        return range(stage * self.replicas, (stage + 1) * self.replicas)
 
     @property
     def step_ms(self) -> float:
@@ -81,54 +90,66 @@ def windows(job: Pipeline, slow: Slow | None, seeds: int, steps: int = 50, seed:
     now = np.zeros((job.ranks, seeds))
     rows = []
     for _ in range(WARM + steps):
-        taken = np.zeros((job.ranks, 2, N_STAGES, seeds))
         noise = np.maximum(0.2, 1 + job.noise * rng.standard_normal((job.ranks, 2 + 2 * job.micro, seeds)))
-        for replica in range(job.replicas):
-            _step(job, slow, replica, now, taken, noise)
-        for stage in range(len(job.work)):
-            own = slice(stage * job.replicas, (stage + 1) * job.replicas)
-            leave = now[own].max(axis=0) + job.exchange_ms
-            taken[own, 1, SYNC_WAIT] = leave - now[own]
-            now[own] = leave
-        rows.append(taken)
+        step = _Step(job, slow, now, noise)
+        step.run()
+        rows.append(step.taken)
     d = np.rint(np.array(rows[WARM:]) * 1e6).astype(np.int64)  # (steps, ranks, 2, 6, seeds)
     return [_window(job, d[..., at]) for at in range(seeds)]
 
 
-def _step(
-    job: Pipeline, slow: Slow | None, replica: int, now: np.ndarray, taken: np.ndarray, noise: np.ndarray
-) -> None:
-    """Run a step of one replica of the pipeline up to its exchanges."""
-    depth, done = len(job.work), dict[tuple[int, int, int], np.ndarray]()
-    left = {stage: job.order(stage) for stage in range(depth)}
+class _Step:
+    """A step of all ranks: `now` (ranks, seeds) goes on, `taken` (ranks, 2, 6, seeds) is what it took; ms."""
 
-    def work(stage: int, of: int, ms: np.ndarray) -> None:
-        rank = stage * job.replicas + replica
-        if slow is not None and (slow.rank, slow.stage) == (rank, of):
-            ms = ms + slow.ms / (job.micro if of in (FORWARD, BACKWARD) else 1)
-        taken[rank, 0, of] += ms
-        now[rank] += ms
+    def __init__(self, job: Pipeline, slow: Slow | None, now: np.ndarray, noise: np.ndarray) -> None:
+        self.job, self.slow, self.now, self.noise = job, slow, now, noise
+        self.taken = np.zeros((job.ranks, 2, N_STAGES, now.shape[1]))
+        self.left = [job.order(rank // job.replicas) for rank in range(job.ranks)]
+        self.done: dict[tuple[int, int, int], np.ndarray] = {}
+        """By rank, FORWARD or BACKWARD, and micro-batch: when its result is sent."""
 
-    for stage in range(depth):
-        rank = stage * job.replicas + replica
-        work(stage, POST_SYNC, job.post_ms * noise[rank, 0])
-        work(stage, DATA, job.data_ms * noise[rank, 1])
-    while any(left.values()):
-        for stage in range(depth):
-            rank = stage * job.replicas + replica
-            while left[stage]:
-                kind, micro = left[stage][0]
-                source = stage - 1 if kind == FORWARD else stage + 1
-                if 0 <= source < depth:
-                    if (source, kind, micro) not in done:
-                        break
-                    wait = np.maximum(job.least_ms, done[source, kind, micro] + job.send_ms - now[rank])
-                    taken[rank, 0, kind if job.unmarked else SYNC_WAIT] += wait
-                    now[rank] += wait
-                times = noise[rank, 2 + micro + job.micro * (kind == BACKWARD)]
-                work(stage, kind, job.work[stage] * (1 + (kind == BACKWARD)) * times)
-                done[stage, kind, micro] = now[rank].copy()
-                del left[stage][0]
+    def run(self) -> None:
+        for rank in range(self.job.ranks):
+            self.work(rank, POST_SYNC, self.job.post_ms * self.noise[rank, 0])
+            self.work(rank, DATA, self.job.data_ms * self.noise[rank, 1])
+        over: set[int] = set()
+        while len(over) < len(self.job.work):
+            for rank in range(self.job.ranks):
+                while self.left[rank] and self.turn(rank, *self.left[rank][0]):
+                    del self.left[rank][0]
+            for stage in range(len(self.job.work)):
+                if stage not in over and not any(map(self.left.__getitem__, self.job.ranks_of(stage))):
+                    self.exchange([*self.job.ranks_of(stage)])
+                    over.add(stage)
+
+    def work(self, rank: int, of: int, ms: np.ndarray) -> None:
+        if self.slow is not None and (self.slow.rank, self.slow.stage) == (rank, of):
+            ms = ms + self.slow.ms / (self.job.micro if of in (FORWARD, BACKWARD) else 1)
+        self.taken[rank, 0, of] += ms
+        self.now[rank] += ms
+
+    def turn(self, rank: int, kind: int, micro: int) -> bool:
+        """Run what is next on a rank; False where what that needs has not been sent yet."""
+        job, stage = self.job, rank // self.job.replicas
+        source = rank + job.replicas * (1 if kind == BACKWARD else -1)
+        if 0 <= source < job.ranks:
+            if (source, kind, micro) not in self.done:
+                return False
+            wait = np.maximum(job.least_ms, self.done[source, kind, micro] + job.send_ms - self.now[rank])
+            self.taken[rank, 0, kind if job.unmarked else SYNC_WAIT] += wait
+            self.now[rank] += wait
+        times = self.noise[rank, 2 + micro + job.micro * (kind == BACKWARD)]
+        self.work(rank, kind, job.work[stage] * (1 + (kind == BACKWARD)) * times)
+        if not (job.exchange_first and (kind, micro) == (BACKWARD, job.micro - 1)):
+            self.done[rank, kind, micro] = self.now[rank].copy()
+        return True
+
+    def exchange(self, ranks: list[int]) -> None:
+        leave = self.now[ranks].max(axis=0) + self.job.exchange_ms
+        self.taken[ranks, 1, SYNC_WAIT] = leave - self.now[ranks]
+        self.now[ranks] = leave
+        for rank in ranks:
+            self.done.setdefault((rank, BACKWARD, self.job.micro - 1), leave)
 
 
 def _window(job: Pipeline, d: np.ndarray) -> Window:

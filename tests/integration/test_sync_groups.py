@@ -23,10 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from integration import loops, shard_cases
+from integration import loops, parallel_cases, shard_cases
 from torch import nn
 from unit.sample_windows import align, judge
 
+from traceml_ray.analysis.roles import role_of
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.samples import Sharding
 from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
@@ -240,6 +241,12 @@ CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "logging": (logging, 1, "forward"),
     "chunks_ddp": (chunks_ddp, 1, "data"),
     "chunks_fsdp2": (chunks_fsdp2, 1, "data"),
+    "pipeline_forward": (parallel_cases.pipeline, 1, "forward"),
+    "pipeline_backward": (parallel_cases.pipeline, 2, "backward"),
+    "pipeline_healthy": (parallel_cases.pipeline, 0, ""),
+    "pipeline_alone": (parallel_cases.pipeline_alone, 1, "forward"),
+    "tensor_forward": (parallel_cases.tensor, 1, "forward"),
+    "tensor_alone": (parallel_cases.tensor_alone, 1, "forward"),
 }
 """What is trained, and which rank is slow in what."""
 
@@ -260,6 +267,8 @@ def main(folder: Path) -> None:
             job.instrumentation.remove()
         of = job.instrumentation
         result = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
+        placement = msgspec.structs.asdict(of.placement) if of.placement else {}
+        result["role"] = role_of(placement)
         (folder / f"{name}.{rank}.json").write_text(json.dumps({**result, "strategy": of.strategy}))
     for name, shard_case in shard_cases.CASES.items() if HAS_FSDP2 else ():
         job = loops.Job("", rank, WORLD)
@@ -304,7 +313,9 @@ def ranks_of(folder: Path, name: str) -> list[RankRows]:
         flags = np.array([row["flags"] for row in rows], dtype=np.uint8)
         values = np.array([row["row"] for row in rows], dtype=np.int64).reshape(len(rows), len(STAGES))
         group = None if result["group"] is None else tuple(result["group"])
-        found.append(RankRows(rank, "node-0", keys, flags, values, group, result["strategy"]))
+        found.append(
+            RankRows(rank, "node-0", keys, flags, values, group, result["strategy"], role=result["role"])
+        )
     return found
 
 
@@ -379,6 +390,43 @@ def test_reduction_after_the_optimizer_is_no_exchange_of_gradients(cases: Path) 
     assert {rank.strategy for rank in ranks} == {"single"}
     assert (verdict.label, verdict.rank) == ("accounting_only", None)
     assert verdict.why.startswith("These ranks wait for each other in collectives, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "replicas"),
+    [
+        ("pipeline_forward", "pp=0", "0 and 1"),
+        ("pipeline_backward", "pp=1", "2 and 3"),
+        ("tensor_forward", "tp=1", "1 and 3"),
+    ],
+)
+def test_late_rank_is_named_among_those_that_do_the_same_work(
+    cases: Path, name: str, role: str, replicas: str
+) -> None:
+    ranks = ranks_of(cases, name)
+    _, late, stage = CASES[name]
+    assert ranks[late].role == role and not any((rank.flags & FLAG_COUPLED).any() for rank in ranks)
+    verdict = judge(align(ranks, WORLD))
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
+    assert verdict.why.startswith(f"In role {role} (ranks {replicas}): "), verdict.why
+    assert len(verdict.roles) == 2 and all(0 < (one.bubble or 0) < 0.9 for one in verdict.roles)
+
+
+def test_ranks_of_a_pipeline_that_are_even_are_healthy(cases: Path) -> None:
+    verdict = judge(align(ranks_of(cases, "pipeline_healthy"), WORLD))
+    assert verdict.label == "healthy", verdict.why
+
+
+@pytest.mark.parametrize(("name", "role"), [("pipeline_alone", "pp=1"), ("tensor_alone", "tp=1")])
+def test_ranks_without_a_replica_are_not_judged_but_their_bubble_is_known(
+    cases: Path, name: str, role: str
+) -> None:
+    ranks = ranks_of(cases, name)
+    assert ranks[1].role == role
+    verdict = judge(align(ranks, WORLD))
+    assert (verdict.label, verdict.rank) == ("accounting_only", None)
+    assert "no other rank does the same work" in verdict.why and "of their time" in verdict.why
+    assert [one.size for one in verdict.roles] == [1] * 4
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [("chunks_ddp", 1), ("chunks_fsdp2", 2)])

@@ -64,6 +64,7 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
         lacking=np.setdiff1d(inside, keys),
         groups=tuple(own.group for own in live),
         strategies=frozenset(own.strategy for own in live if own.strategy),
+        roles=tuple(own.role for own in live),
     )
 
 

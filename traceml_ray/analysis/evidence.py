@@ -11,7 +11,7 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
-from traceml_ray.analysis.roles import several, waited_apart_ns
+from traceml_ray.analysis.roles import several, waited_apart_ns, waited_elsewhere
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
 from traceml_ray.stages import (
@@ -211,6 +211,11 @@ class Evidence:
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
         arrivals, last = self._arrivals()
         waited[last] = arrivals - self._arrivals(*causes)[0]
+        if self.window.arrived is not None:
+            late = np.zeros(self.local_ns.shape, np.int64)
+            for cause in causes:
+                late[:, cause.places] += np.maximum(self.excess[:, cause.places, cause.stage], 0)
+            waited[last] = np.maximum(waited[last], waited_elsewhere(self.window, last, late))
         return waited
 
     def _arrivals(self, *fixed: Cause) -> tuple[Int64, Int64]:

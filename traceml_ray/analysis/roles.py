@@ -7,7 +7,8 @@ the coordinate among tensor-parallel ranks. Ranks of the same role, its *replica
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,17 +52,56 @@ def several(window: Window) -> bool:
     return any({"pp", "tp"} & {*strategy.split("+")} for strategy in window.strategies)
 
 
-def waited_apart_ns(window: Window, synced: Bool) -> Int64:
+def on_the_way(window: Window, synced: Bool) -> Bool:
     """
-    Return how long each rank waited for other roles on its way to each exchange, ns (K, R).
-
-    Where it is known it has rows of its own: not `synced` (K,), each before one of its step that is.
+    Return the rows (K,) in which ranks wait for other roles on their way to an exchange, where that is known:
+    those not `synced` (K,) before one of the same step that is.
     """
     steps = window.keys >> SEGMENT_BITS
-    before = np.zeros(len(steps), np.bool_)
+    before: Bool = np.zeros(len(steps), np.bool_)
     before[:-1] = ~synced[:-1] & synced[1:] & (steps[:-1] == steps[1:])
-    waited: Int64 = np.where(before[:, None], window.d[:, :, SYNC_WAIT], 0)
+    return before
+
+
+def waited_apart_ns(window: Window, synced: Bool) -> Int64:
+    """Return how long each rank waited for other roles on its way to each exchange, ns (K, R)."""
+    waited: Int64 = np.where(on_the_way(window, synced)[:, None], window.d[:, :, SYNC_WAIT], 0)
     return waited
+
+
+def beside_each_other(groups: Sequence[Window]) -> list[Window]:
+    """
+    Return the windows of roles whose ranks stand for the same replicas, in this order, with what each replica
+    waited for in the others; as they are where there are none, or not all ranks report.
+    """
+    first = groups[0]
+    if not several(first) or any(len(each.ranks) != first.expected or each.missing for each in groups):
+        return [*groups]
+    synced: Bool = (first.flags & FLAG_NO_PEERS == 0).any(axis=1)
+    arrived, held = (np.empty((*first.flags.shape, len(groups)), np.int64) for _ in range(2))
+    for at, each in enumerate(groups):
+        waited = waited_apart_ns(each, synced)
+        arrived[..., at] = each.d[:, :, :SYNC_WAIT].sum(axis=2) + waited
+        middle = (waited.shape[1] - 1) // 2
+        usual = np.partition(waited, middle, axis=1)[:, middle]
+        held[..., at] = np.maximum(waited - usual[:, None], 0)
+    return [replace(each, arrived=arrived, held=held) for each in groups]
+
+
+def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
+    """
+    Return how long roles wait at their own exchanges because ranks of this `window` are `late`, ns (K, R); of
+    each step (S,), whose rows end at `last`, the longest.
+
+    What a rank that is late holds up first may be another role of its replica, which then comes late to its
+    exchange: by so much, at most, as it waited longer for others than its own replicas did.
+    """
+    assert window.arrived is not None and window.held is not None
+    starts = np.concatenate(([0], last[:-1] + 1))
+    arrived, held = (np.add.reduceat(each, starts, axis=0) for each in (window.arrived, window.held))
+    without = arrived - np.minimum(np.add.reduceat(late, starts, axis=0)[:, :, None], held)
+    saved: Int64 = (arrived.max(axis=1) - without.max(axis=1)).max(axis=1)
+    return saved
 
 
 def bubbles(window: Window) -> Float | None:

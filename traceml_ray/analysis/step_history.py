@@ -14,6 +14,7 @@ import numpy.typing as npt
 from traceml_ray.analysis.busy import busy_ns, frontiers, idle_ns
 from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.kept_steps import KeptSteps
+from traceml_ray.analysis.roles import on_the_way, several
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_sums import IDLE, UNREAD, Array, Block
 from traceml_ray.analysis.step_times import Timeline
@@ -354,6 +355,8 @@ class StepHistory(KeptSteps):
         block.busy[where] = busy_ns(rows).T / 1e6
         block.d[where] = rows.d.transpose(1, 0, 2) / 1e6
         block.count[where] = 1
+        if several(window):
+            block.rows[at[on_the_way(window, rows.synced)]] = 0
         idle = idle_ns(window)
         if idle is not None:
             block.have_device()[..., IDLE][where] = idle.transpose(1, 0, 2) / 1e6

@@ -15,7 +15,7 @@ from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
 from traceml_ray.analysis.onset import Timing, late_steps, onset
-from traceml_ray.analysis.roles import RoleShare, shares
+from traceml_ray.analysis.roles import RoleShare, beside_each_other, shares
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Window
@@ -165,6 +165,7 @@ def _of_groups(
     groups = window.by_group()
     if len(groups) == 1:
         return _assess(window, thresholds, whole_run, baseline)
+    groups = beside_each_other(groups)
     found = [(group, *_assess(group, thresholds, whole_run)) for group in groups]
     times = 1 / max(thresholds.keep_group, 1e-9)
     group, verdict, evidence = max(

@@ -74,6 +74,10 @@ class Window:
     """how far each host was ahead, (K, R, 3): bit s of `late`, `full`, `sure` is of stage s, see `Hosts`."""
     roles: tuple[str | None, ...] = ()
     """That of each rank, as `groups`."""
+    arrived: Int64 | None = None
+    """Of one role of several: how long each replica was on the way to the exchange of each role, how much"""
+    held: Int64 | None = None
+    """longer than the other replicas it waited for roles on that way, ns (K, R, roles), see `roles`."""
 
     @property
     def coverage(self) -> float:
@@ -146,6 +150,8 @@ class Window:
             lacking=lacking,
             host=None if self.host is None else self.host[which],
             leads=None if self.leads is None else self.leads[which],
+            arrived=None if self.arrived is None else self.arrived[which],
+            held=None if self.held is None else self.held[which],
         )
 
     def copied(self) -> Window:

@@ -98,6 +98,9 @@ def _inferred(window: Window) -> str:
 
 def in_group(group: Window, why: str) -> str:
     """Return `why` with the group of ranks, one of several, that it is about."""
+    roles = {*group.roles}
+    if len(roles) == 1 and None not in roles:
+        return f"In role {roles.pop()} ({text.ranks(group.ranks.tolist())}): {why}"
     return f"In the group of {text.ranks(group.ranks.tolist())}: {why}" if len(group.ranks) else why
 
 
