@@ -450,7 +450,7 @@ def test_independent_ranks_are_not_judged_against_each_other(cases: Path, name: 
 
 
 @pytest.mark.parametrize("strategy", ["tp", "pp", "ddp+tp"])
-def test_tensor_parallel_layers_and_pipeline_stages_are_flagged_as_coupled(strategy: str) -> None:
+def test_waits_of_tensor_parallel_layers_and_pipeline_stages_are_seen_on_the_cpu(strategy: str) -> None:
     import torch.distributed._functional_collectives as functional
 
     job, wait = loops.Job(), functional.wait_tensor
@@ -472,7 +472,10 @@ def test_tensor_parallel_layers_and_pipeline_stages_are_flagged_as_coupled(strat
             parallelize_module(module=net, device_mesh=mesh, parallelize_plan=plan)
         if "ddp" in strategy:
             nn.parallel.DistributedDataParallel(loops.Net())
-        assert job.instrumentation.strategy == strategy and job.recorder.exchange.coupled
+        exchange = job.recorder.exchange
+        assert job.instrumentation.strategy == strategy and exchange.roles and not exchange.coupled
+        exchange.clock(True)  # on a device streams wait, not the training thread
+        assert exchange.coupled and not exchange.roles
         train(job, loops.Net())
     finally:
         job.instrumentation.remove()
