@@ -39,18 +39,8 @@ class Steps:
 
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
-        *(
-            "_scaling",
-            "_split",
-            "_step_in_backward",
-            "manual",
-            "now",
-            "partition",
-            "rows",
-            "size",
-            "spans",
-            "sums",
-        ),
+        *("_scaling", "_split", "_step_in_backward", "manual", "now", "partition"),
+        *("rows", "size", "spans", "sums"),
     )
 
     def __init__(self, ring: StepRing, exchange: GradientExchange, now: int) -> None:
@@ -233,8 +223,7 @@ class Steps:
             flags |= FLAG_COUPLED
         exchange_ns = max(0, self.partition.times[SYNC_WAIT] - self._apart_ns)
         self._leave(flags, synced)
-        if apart and self._split:
-            self.rows.exchange_ns = exchange_ns
+        self.rows.exchange_ns = exchange_ns if apart and self._split else None
         if self._reduced_inside:
             self._infer()
         if self._step_in_backward:

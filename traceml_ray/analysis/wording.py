@@ -14,6 +14,7 @@ from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.onset import Timing
+from traceml_ray.analysis.roles import several
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import (
     BACKWARD,
@@ -99,7 +100,7 @@ def _inferred(window: Window) -> str:
 def in_group(group: Window, why: str) -> str:
     """Return `why` with the group of ranks, one of several, that it is about."""
     roles = {*group.roles}
-    if len(roles) == 1 and None not in roles:
+    if len(roles) == 1 and None not in roles and several(group):
         return f"In role {roles.pop()} ({text.ranks(group.ranks.tolist())}): {why}"
     return f"In the group of {text.ranks(group.ranks.tolist())}: {why}" if len(group.ranks) else why
 
