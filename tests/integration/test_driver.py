@@ -283,6 +283,7 @@ def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
     assert (session.folder / "report.txt").exists()
 
 
+@pytest.mark.long
 def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_actors.py"
     ran = subprocess.run(

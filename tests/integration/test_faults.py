@@ -61,7 +61,7 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "rank", "ms", "ranks", "steps", "stage"),
     [
-        ("backward", 1, 60, 2, 70, "backward"),
+        pytest.param("backward", 1, 60, 2, 70, "backward", marks=pytest.mark.long),
         pytest.param("optimizer", 2, 30, 3, 80, "post_sync", marks=pytest.mark.long),
     ],
 )

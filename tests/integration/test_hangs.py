@@ -223,6 +223,7 @@ def test_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callable
     assert {event["rank"] for event in summary["events"] if event["kind"] == "stacks"} == {0, 1, 2}
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_killed_rank_is_named_at_once_with_its_signal(launch: Callable[..., Launch]) -> None:
     job = launch(2, "none")

@@ -19,6 +19,7 @@ from traceml_ray.traces.sources import of_files, of_profile
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rpc_pipeline.py"
 
 
+@pytest.mark.long
 def test_pipeline_is_recorded_on_all_workers(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "3", "--recorded", "2", "--profile", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)

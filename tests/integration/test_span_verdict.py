@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.test_faults import check_ledger, launch, summary_of
+import pytest
+from integration.test_faults import GAIN_TOLERANCE, check_ledger, launch, summary_of
 
 SCRIPT = """
 import time
@@ -39,7 +40,7 @@ dist.destroy_process_group()
 """
 
 
-def test_slow_checkpoint_inside_a_user_stage_is_named(tmp_path: Path) -> None:
+def test_slow_checkpoint_inside_a_user_stage_is_named_with_its_cost(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = launch(tmp_path, "s", 2, 120, script=(str(script),))
@@ -48,6 +49,9 @@ def test_slow_checkpoint_inside_a_user_stage_is_named(tmp_path: Path) -> None:
     verdict = summary["verdict"]
     named = verdict["label"], verdict["stage"], verdict["rank"], verdict["span"]
     assert named == ("straggler", "post_sync", 1, "checkpoint"), verdict["why"]
+    planted = 19 / sum(stage["exposed_ms"] for stage in summary["stages"])
+    assert verdict["cost_pct"] / 100 == pytest.approx(planted, rel=GAIN_TOLERANCE)
+    assert "straggler: rank 1" in done.stderr
     assert summary["verdicts"][-1]["span"] == "checkpoint"
     parts = {part["name"]: part for part in summary["spans"] if part["stage"] == "post_sync"}
     assert parts["checkpoint"]["worst_rank"] == parts["keep"]["worst_rank"] == 1
