@@ -32,6 +32,8 @@ FRAMEWORKS := .venv-frameworks
 # Ranks share one machine here: one thread each, or they slow each other down.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without compiled files each of a thousand processes compiles this package anew, and each pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"

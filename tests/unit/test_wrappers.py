@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import pickle
 import threading
@@ -47,7 +48,8 @@ class Replacing(Patcher):
         super().replace(owner, name, make)
 
     def when_imported(self, module: str, name: str, patch: Callable[[], object]) -> None:
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:  # others' engines may not be there
+            importlib.import_module(module)
         super().when_imported(module, name, patch)
 
 
