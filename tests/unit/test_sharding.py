@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import sqlite3
 import sys
@@ -27,6 +28,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.sharding import models
+from traceml_ray.cli import main
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.sharding import about_model, per_step, sharding_of
@@ -215,6 +217,15 @@ def test_file_of_before_has_no_shards_and_takes_some(tmp_path: Path, divided: Pa
     writer.close()
     with SessionFile(path) as again:
         assert again.shardings() == {process.id: sharding()}
+
+
+def test_shards_are_exported_with_a_column_for_each_field(divided: Path, tmp_path: Path) -> None:
+    assert main(["export", str(divided), "--format", "csv", "-o", str(tmp_path / "tables")]) == 0
+    with (tmp_path / "tables" / "shards.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["shard_bytes"] for row in rows] == [str((2 - at % 2) * MB) for at in range(4)]
+    assert rows[1]["mesh_dims"] == '["replicate","shard"]' and '"embed.weight",3,1' in rows[1]["uneven"]
+    assert rows[0]["optimizer_bytes"] == ""
 
 
 def test_shards_are_in_an_excerpt(tmp_path: Path, divided: Path) -> None:

@@ -132,6 +132,16 @@ def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
     return Table(columns, batches)
 
 
+def _shards(session: SessionFile, _: Chosen) -> Iterator[Batch]:
+    """Yield how the model of each process is divided."""
+    found = [(process, *msgspec.structs.astuple(own)) for process, own in sorted(session.shardings().items())]
+    if found:
+        yield {
+            name: [msgspec.json.encode(each).decode() if kind == "text" else each for each in column]
+            for (name, kind), column in zip(_SHARDS.items(), zip(*found, strict=True), strict=True)
+        }
+
+
 def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
@@ -167,6 +177,7 @@ def _of_nodes() -> dict[str, Kind]:
 
 
 _PROCESS: dict[str, Kind] = {"process": "integer"}
+_SHARDS = _PROCESS | _kinds(wire.Sharding)
 _NODE: dict[str, Kind] = {"node_id": "text"}
 _CLOCK: dict[str, Kind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
 TABLES: dict[str, Table] = {
@@ -178,6 +189,7 @@ TABLES: dict[str, Table] = {
     "node_samples": _stored("node_sample", _NODE | _kinds(wire.NodeSample)),
     "clocks": _stored("clock", _NODE | _CLOCK),
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
+    "shards": Table(_SHARDS, _shards),
     "output": _stored("output", _PROCESS | _kinds(wire.Output)),
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
