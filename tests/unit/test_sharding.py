@@ -299,3 +299,17 @@ def test_fsdp2_that_lacks_a_function_is_told_and_one_that_answers_otherwise_coun
     assert ours.errors == {"fsdp: bytes: AttributeError": 1}
     ours.patcher.restore()
     assert groups.foreach_all_gather is before
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard there")
+def test_hooks_that_dynamo_passes_over_are_not_wrapped(ours: Instrumentation) -> None:
+    """It would trace the wrapper, and break the graph where it calls the hook."""
+    state = part_of_fsdp2("_fsdp_state").FSDPState  # type: ignore[union-attr]
+    group = part_of_fsdp2("_fsdp_param_group").FSDPParamGroup  # type: ignore[union-attr]
+    hooks = [(state, name) for name in ("_pre_forward", "_post_forward", "_pre_backward")]
+    hooks += [(group, name) for name in ("pre_backward", "post_backward")]
+    before = [vars(owner)[name] for owner, name in hooks]
+    inner = state._register_pre_backward_hook
+    ours.data_parallel.patch_fsdp()
+    assert [vars(owner)[name] for owner, name in hooks] == before
+    assert state._register_pre_backward_hook is not inner and not ours.missing

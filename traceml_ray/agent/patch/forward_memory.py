@@ -15,6 +15,11 @@ from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.patch.shard_traffic import part_of_fsdp2
 
 _PLACE = "fsdp: memory"
+_END = "_register_pre_backward_hook"
+"""
+What the hook after a forward calls last. Not that hook itself: Dynamo, which passes over it, would trace a
+wrapper, and break the graph there.
+"""
 _ALL_UNTIL = 8
 """So many forwards are all read, then"""
 _PERIOD = 64
@@ -60,8 +65,8 @@ class ForwardMemory:
         if states is None:
             return
         state, is_compiling = states.FSDPState, torch.compiler.is_compiling
-        if not (hasattr(state, "_root_pre_forward") and hasattr(state, "_post_forward")):
-            raise RuntimeError("FSDP2 of this torch has no _root_pre_forward or _post_forward")
+        if not (hasattr(state, "_root_pre_forward") and hasattr(state, _END)):
+            raise RuntimeError(f"FSDP2 of this torch has no _root_pre_forward or {_END}")
 
         def make_begin(original: Any) -> Any:
             def begin(own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +89,7 @@ class ForwardMemory:
             return end
 
         patcher.replace(state, "_root_pre_forward", make_begin)
-        patcher.replace(state, "_post_forward", make_end)
+        patcher.replace(state, _END, make_end)
 
     def begin(self, device: Any) -> None:
         """Note what is allocated before the forward, where this one is read."""
