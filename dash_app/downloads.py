@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from flask import Flask, Response, redirect, request
 
@@ -15,6 +15,7 @@ from traceml_ray.store import query
 from traceml_ray.views.source import Source
 
 from .bundles import PATH
+from .route import SCOPE
 from .session_pages import SessionPages
 
 _CHUNK = 1 << 20
@@ -52,6 +53,18 @@ def serve(server: Flask, session: SessionPages) -> None:
 def is_page() -> bool:
     """Return whether the button of a page has sent this request, and no program."""
     return "text/html" in request.accept_mimetypes.values()
+
+
+def back(values: dict[str, str], asked: Collection[str], path: str = "") -> Response:
+    """
+    Lead back to the page whose button it was, or to `path`, with `values` in the URL in place of what it had
+    `asked` before.
+    """
+    page = urlsplit(request.referrer or "")
+    given = {name: value for name, value in parse_qsl(page.query) if name not in asked}
+    kept = {name: value for name, value in given.items() if not path or name in SCOPE} | values
+    target = f"/{(path or page.path).lstrip('/')}" + (f"?{urlencode(kept)}" if kept else "")
+    return cast("Response", redirect(target, 303))
 
 
 def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:

@@ -314,6 +314,38 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure
     return figure([trace], "ms", "", hovermode=False, bargap=0.25, **axes)
 
 
+def icicle(boxes: Sequence[drawing.Box]) -> Figure:
+    """Return layers as boxes, ms wide, each above those that are inside it; the model is on top."""
+    depth = max((box.depth for box in boxes), default=0)
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "name": "ms",
+        "y": [-box.depth for box in boxes],
+        "x": rounded([box.width for box in boxes]),
+        "base": rounded([box.start for box in boxes]),
+        "text": [box.label for box in boxes],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "constraintext": "none",
+        "textangle": 0,
+        "textfont": {"color": "#fff", "size": 10},
+        "customdata": [box.name for box in boxes],
+        "width": 0.92,
+        "marker": {
+            "color": [box.colour for box in boxes],
+            "line": {"color": "rgba(255,255,255,.5)", "width": 1},
+        },
+        "hovertemplate": "%{customdata}: %{x:,} ms<extra></extra>",
+    }
+    axes: dict[str, Any] = {
+        "xaxis": {"fixedrange": True},
+        "yaxis": {"visible": False, "fixedrange": True, "range": [-depth - 0.5, 0.5], "rangemode": "normal"},
+        "margin": {"l": 8, "r": 8, "t": 6, "b": 38},
+    }
+    return figure([trace], "ms of a step, forward and backward", "", hovermode="closest", bargap=0, **axes)
+
+
 def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure:
     """Return rows under each other, by name: a bar with the ms of each stage."""
     names = [*times][::-1]  # the first is on top

@@ -6,19 +6,16 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from flask import Flask, Response, redirect, request
+from flask import Flask, Response, request
 
 from traceml_ray.store import query
 from traceml_ray.store.profiles import ProfileInfo, remove_profile, trace_name
 
 from . import trace_job
 from .breakdowns import is_here, pieces, traces_of
-from .downloads import is_page
+from .downloads import back, is_page
 from .profiles import FIELDS, PATH, TABLE, TRACE, request_of
-from .route import SCOPE
 from .session_pages import SessionPages
 from .trace_job import Job, JobError
 
@@ -36,12 +33,12 @@ def serve(server: Flask, session: SessionPages) -> None:
             wanted = request_of(request.form)
         except ValueError as error:
             if is_page():  # which says the same of these values
-                return _back({name: request.form[name] for name in FIELDS if name in request.form})
+                return back({name: request.form[name] for name in FIELDS if name in request.form}, _ASKED)
             return _plain(str(error), 400)
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.StartProfile(asked, wanted))
         if is_page():
-            return _back({"asked": asked})
+            return back({"asked": asked}, _ASKED)
         return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
 
     def download(profile: str, name: str) -> Response:
@@ -71,7 +68,7 @@ def serve(server: Flask, session: SessionPages) -> None:
             remove_profile(Path(info.path).parents[1], profile)
         pages.renew()
         if is_page():
-            return _back({}, "/profiles")
+            return back({}, _ASKED, "/profiles")
         return Response("{}\n", mimetype="application/json")
 
     server.add_url_rule(PATH, "profile-ask", ask, methods=["POST"])
@@ -100,15 +97,6 @@ def _made(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Respon
 
     headers = {"Content-Length": str(size)}
     return Response(sent(), headers=headers, mimetype=_KINDS.get(name, "application/gzip"))
-
-
-def _back(values: dict[str, str], path: str = "") -> Response:
-    """Lead back to the page whose button it was, or to `path`, with `values` in the URL."""
-    page = urlsplit(request.referrer or "")
-    given = {name: value for name, value in parse_qsl(page.query) if name not in _ASKED}
-    kept = {name: value for name, value in given.items() if not path or name in SCOPE} | values
-    target = f"/{(path or page.path).lstrip('/')}" + (f"?{urlencode(kept)}" if kept else "")
-    return cast("Response", redirect(target, 303))
 
 
 def _plain(sentence: str, status: int) -> Response:

@@ -16,6 +16,7 @@ _PATHS = {
     "rank": "rank",
     "ranks": "ranks",
     "step": "step",
+    "layers": "layers",
     "memory": "memory",
     "profiles": "profiles",
     "profile": "profile",

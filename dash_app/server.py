@@ -16,7 +16,7 @@ from dash import fingerprint
 from dash.exceptions import DependencyException
 from flask import Flask, Response, jsonify, request
 
-from . import app, downloads, metrics, profile_files
+from . import app, downloads, layer_requests, metrics, profile_files
 from .security import Guard
 from .session_pages import SessionPages
 
@@ -43,6 +43,7 @@ def create_app(
     server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(session))
     downloads.serve(server, session)
     profile_files.serve(server, session)
+    layer_requests.serve(server, session)
     server.register_error_handler(DependencyException, lambda _: ("", 404))  # of a file that does not exist
     dashboard = app.build(session, server=server, poll_s=poll_s)
     guard.scripts = dashboard.csp_hashes()

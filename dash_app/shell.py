@@ -10,6 +10,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile
 from traceml_ray.views.incident import incident
 from traceml_ray.views.run_state import RunState
@@ -36,13 +37,14 @@ PARTS = ("nav", "session", "verdict-strip", "problem")
 _TABS = {
     "overview": "Overview",
     "ranks": "Ranks",
+    "layers": "Layers",
     "memory": "Memory",
     "profiles": "Profiles",
     "events": "Events",
     "sessions": "Sessions",
     "health": "Health",
 }
-_SOMETIMES = ("memory", "profiles")
+_SOMETIMES = ("layers", "memory", "profiles")
 """Tabs that are there where the session has something of it."""
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
@@ -95,9 +97,16 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
 def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict[str, Any]:
     return {
         **session_facts(cache, run),
+        "layers": state in RUNNING or _has_layers(cache, run),
         "profiles": state in RUNNING or bool(run and profiles.found(cache, run)),
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
+
+
+def _has_layers(cache: SessionCache, run: RunState | None) -> bool:
+    """Return whether layers of a run that is over have been measured."""
+    found = None if run is None else cache.ask(query.Layers(run.id), lambda _: True)
+    return found is not None and bool(found.ranks)
 
 
 def _by_operation(

@@ -41,6 +41,11 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         help="Show the session beneath the job's output, where that is a terminal (as traceml-ray top).",
     )
     add(
+        "--deep",
+        action="store_true",
+        help="Measure each layer of the model, too, in as many steps as cost at most 3 %% of a step.",
+    )
+    add(
         "--dashboard",
         type=_dashboard_port,
         metavar="[=PORT]",
@@ -89,6 +94,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         out=args.out,
         interval=args.interval,
         channel=args.channel,
+        deep=args.deep or None,
         ray_address=args.ray_address
         or os.environ.get("TRACEML_RAY_ADDRESS")
         or os.environ.get("RAY_ADDRESS"),

@@ -72,7 +72,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     All others are those of `traceml_ray.start`; they are for a session that this callback makes, and what
     concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `device_clock`, `memory_history`,
-    `debug`) for those of this run.
+    `deep`, `debug`) for those of this run.
 
     Raises SettingError for a keyword or value that cannot be used.
     """
@@ -111,6 +111,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         idle_ttl: float | None = None,
         device_clock: str | None = None,
         memory_history: bool | None = None,
+        deep: bool | None = None,
         debug: bool | None = None,
         baseline: str | os.PathLike[str] | None = None,
         thresholds: Thresholds | Mapping[str, float] | None = None,

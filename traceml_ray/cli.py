@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from traceml_ray import __version__, progress, session
-from traceml_ray.commands import compare, completion, export, sessions
+from traceml_ray.commands import compare, completion, export, layers, sessions
 from traceml_ray.commands.help import EXIT_CODES, Formatter, ending
 from traceml_ray.files import write_file
 from traceml_ray.launchers.arguments import add_command, marked
@@ -272,6 +272,10 @@ def _add_more(commands: Any) -> None:
     )
     sessions.add_arguments(command)
     _folder(command)
+    about = "Say where the time of a step goes inside the model, layer by layer, and on which rank."
+    command = _command(commands, "layers", layers.run, about)
+    _session(command)
+    layers.add_arguments(command)
     about = "Write a session as parquet or CSV, or as one trace for Perfetto."
     command = _command(commands, "export", export.run, about)
     _session(command)

@@ -47,6 +47,7 @@ def start(
     idle_ttl: float | None = None,
     device_clock: str | None = None,
     memory_history: bool | None = None,
+    deep: bool | None = None,
     debug: bool | None = None,
     baseline: str | os.PathLike[str] | None = None,
     thresholds: Thresholds | Mapping[str, float] | None = None,
@@ -91,6 +92,8 @@ def start(
             does once a device has confirmed it. Default: `auto`.
         memory_history: have torch record each allocation on a CUDA device, and write its record when memory
             runs out, for PyTorch's memory viewer. Default: False.
+        deep: measure the time and memory of each layer, in as many steps as cost at most 3 % of a step.
+            Default: False.
         debug: raise what is swallowed and counted otherwise, or print it where a thread has to go on.
             Default: False.
         baseline: name or path of a stored session that was good: what steps are expected to cost.

@@ -16,9 +16,11 @@ import msgspec
 import psutil
 
 from traceml_ray import __version__, progress, text, wire
+from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
+from traceml_ray.layer_call import ask_layers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.config import About, ActorConfig, current_config, forget
@@ -42,8 +44,7 @@ from traceml_ray.summary_shape import Summary
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
 _T = TypeVar("_T")
-_CHUNK = 4 << 20
-_POLL_S = 0.2
+_CHUNK, _POLL_S = 4 << 20, 0.2
 
 
 class StartError(RuntimeError):
@@ -184,6 +185,13 @@ class Session:
     def profiles(self) -> list[ProfileInfo]:
         """Return the profiles of the session, the oldest first."""
         return self._ask(query.Profiles()).done
+
+    def layers(self, steps: int | None = None, run: str | None = None, timeout: float = 300.0) -> Layers:
+        """
+        Return the time and memory of each layer of the model: as measured so far or, with `steps`, in so many
+        steps to come, of the ranks that have by then. Raises ValueError, StartError.
+        """
+        return ask_layers(self._ask, steps, run, timeout)
 
     def status(self) -> Status:
         """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""

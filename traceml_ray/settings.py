@@ -70,6 +70,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Have torch record the stack of each allocation on a CUDA device; the record is written when memory runs
     out, in the format of PyTorch's memory viewer. Each allocation then costs time on the training thread.
     """
+    deep: bool = False
+    """
+    Measure the time and memory of each layer of the model, in as many steps as cost at most 3 % of a step;
+    the other steps are as without.
+    """
     nice: int = 10
     """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
     debug: bool = False

@@ -369,6 +369,8 @@ class Summary(TypedDict):
     """Null where no model is divided by FSDP2."""
     profiles: list[ProfileFound]
     """The oldest first."""
+    layers: dict[str, Any]
+    """What was measured of each layer, as `Session.layers` has it."""
     system: System
     events: list[EventInfo]
     """The newest thousand."""

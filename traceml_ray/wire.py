@@ -25,6 +25,11 @@ from traceml_ray.codec import encode as encode
 from traceml_ray.codec import size_of as size_of
 from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
+from traceml_ray.layer_messages import MAX_LAYER_STEPS as MAX_LAYER_STEPS
+from traceml_ray.layer_messages import LayersCommand as LayersCommand
+from traceml_ray.layer_messages import LayersRequest as LayersRequest
+from traceml_ray.layer_messages import LayerSum as LayerSum
+from traceml_ray.layer_messages import LayerWindow as LayerWindow
 from traceml_ray.profile_messages import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
 from traceml_ray.profile_messages import Capture as Capture
 from traceml_ray.profile_messages import ProfileCommand as ProfileCommand
@@ -193,6 +198,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     """Where FSDP2 is used; not in every batch."""
     placement: Placement | None = None
     """None: the job is only data parallel, as far as is known."""
+    layers: Annotated[list[LayerWindow], FEW] = []
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -225,7 +231,8 @@ class Command(Part, frozen=True):
     (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
 
     `profile`: record steps with torch's profiler, see `ProfileCommand`. `trace`: send the trace of profile
-    `profile` again from `offset` on, where `process` is meant.
+    `profile` again from `offset` on, where `process` is meant. `layers`: measure the layers of some
+    steps, see `LayersCommand`.
     """
 
     name: str
@@ -355,13 +362,14 @@ class Finished(Message, tag="finished", frozen=True):
 
 class Request(Message, tag="request", frozen=True):
     """
-    A person to the relay, over the rank socket: a bundle is wanted, or a profile. The reply is Finished
-    (noted).
+    A person to the relay, over the rank socket: a bundle is wanted, a profile, or the time of layers. The
+    reply is Finished (noted).
     """
 
     request: Name
     """Its id, which will be in the manifest of what is made."""
     profile: ProfileRequest | None = None
+    layers: LayersRequest | None = None
 
 
 class Run(Message, tag="run", frozen=True):

@@ -15,6 +15,7 @@ from typing import Any
 from . import (
     events,
     health,
+    layers,
     memory,
     node,
     overview,
@@ -33,6 +34,7 @@ PAGES: dict[str, ModuleType] = {
     "rank": rank,
     "ranks": ranks,
     "step": step,
+    "layers": layers,
     "memory": memory,
     "profiles": profiles,
     "profile": profile,

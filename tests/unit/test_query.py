@@ -22,7 +22,7 @@ from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.store import query
 
 COMMANDS = {
-    *(query.Dump, query.StartProfile, query.RemoveProfile),
+    *(query.Dump, query.StartProfile, query.StartLayers, query.RemoveProfile),
     *(query.Snapshot, query.ReadFile, query.Discard),
 }
 OF_TIME = ("version", "token")
@@ -54,6 +54,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.RankTimes(run), query.RankTimes(run, whole=True), query.StepSample(run),
         query.RankTimes(run, first=10, last=30), query.Times(run, first=10, last=30),
         query.Times(run, first=500, last=501),
+        query.Layers(run), query.Layers(run, "a"),
         query.Step(run, 0), query.Step(run, 7), query.Step(run, 1 << 40),
     ]  # fmt: skip
 

@@ -46,6 +46,7 @@ def test_settings_each_have_a_variable():
         "idle_ttl": ("5", 5.0),
         "device_clock": ("1", "1"),
         "memory_history": ("1", True),
+        "deep": ("1", True),
         "nice": ("0", 0),
         "debug": ("true", True),
         "baseline": ("good", "good"),

@@ -43,6 +43,7 @@ _NAMES = (
     "agent_buffer_bytes",
     "device_clock",
     "memory_history",
+    "deep",
     "output_lines",
 )
 _VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
@@ -173,6 +174,7 @@ def stop(events: list[wire.Event] | None = None) -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.guard("profile", agent.captures.abandon)
+        agent.guard("layers", agent.layers.abandon)
         agent.instrumentation.remove()
         agent.guard("memory history", agent.history.remove)
         agent.close(events)
@@ -201,6 +203,7 @@ def _in_child() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         atexit.unregister(_at_exit)
+        agent.layers.forked()
         agent.instrumentation.remove()
         agent.output.remove()
         agent.channel.forked()

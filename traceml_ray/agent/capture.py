@@ -179,7 +179,7 @@ class _Capture:
         if self._profiler.cannot:
             self.end("refused", self._profiler.cannot)
         elif not self.serves:
-            self._recorder.at_step = self.at_step
+            self._recorder.each_step(self.at_step)
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
         self._reason = reason[:_REASON_CHARS]
@@ -206,8 +206,7 @@ class _Capture:
             self._recorder.new_iterator()
 
     def _disarm(self) -> None:
-        if self._recorder.at_step == self.at_step:
-            self._recorder.at_step = None
+        self._recorder.no_step(self.at_step)
 
     # -- the training thread -------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.agent.cuda import cuda_api
+from traceml_ray.agent.cuda import CudaApi, cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
 from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.instrument import Instrumentation
@@ -43,6 +45,7 @@ class DeviceUse:
         self._decided = False
         self._noted: dict[str, int] = {}
         self._waits: ShardedWaits | None = None
+        self._make_another: Callable[[], DeviceApi] | None = None
 
     def turn(self) -> None:
         """Read what the device is done with, after the log is settled."""
@@ -65,8 +68,9 @@ class DeviceUse:
         if self.clock is not None and not self._leave():
             self.clock.flush()
 
-    def begin(self, api: DeviceApi) -> None:
-        """Read `api` from here on."""
+    def begin(self, api: DeviceApi, another: Callable[[], DeviceApi] | None = None) -> None:
+        """Read `api` from here on; `another` makes one more of the same device."""
+        self._make_another = another
         exchange = self._recorder.exchange
         clock = DeviceClock(api, self._ring, self._recorder.clock, lambda: exchange.streamed)
         self._decided = True
@@ -88,6 +92,11 @@ class DeviceUse:
         if clock is None or not clock.sharded or not clock.waited_steps:
             return None
         return clock.waited[0], clock.waited[1], clock.waited_steps
+
+    @property
+    def another(self) -> Callable[[], DeviceApi] | None:
+        """What makes another way to the device whose clock is read, with events of its own; None: none is."""
+        return None if self.clock is None else self._make_another
 
     def standing(self, step: int) -> OpenStage | None:
         """Return where the device is, if that is behind its host, whose step this is."""
@@ -118,7 +127,8 @@ class DeviceUse:
         why = self._refusal(torch, devices)
         if not why:
             try:
-                self.begin(cuda_api(devices.pop().index))
+                index = devices.pop().index
+                self.begin(cuda_api(index), functools.partial(CudaApi, index))
             except Exception as error:
                 self._ours.errors.note("device clock", error)
                 why = error_text(error)

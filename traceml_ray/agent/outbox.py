@@ -27,6 +27,8 @@ class Batch(msgspec.Struct, gc=False):
     """Where the first of its pieces of a trace begins."""
     lines: int = 0
     """Of output."""
+    windows: int = 0
+    """Of layers."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""

@@ -28,6 +28,7 @@ from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy
 from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.layer_sampler import LayerSampler
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.memory_history import MemoryHistory
 from traceml_ray.agent.memory_samples import MemorySampler
@@ -109,6 +110,7 @@ class RankAgent:
         )
         self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
         self.shards = Shards(ours.data_parallel, self.device)
+        self.layers = LayerSampler(ours, self.device, settings.deep)
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
@@ -173,6 +175,7 @@ class RankAgent:
         self.guard("memory", self._sample_memory)
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
+        self.unsent.layers += self.guard("layers", functools.partial(self.layers.turn, final)) or []
         self.unsent.output += self.guard("output", lambda: self.output.take(time.time_ns())) or []
         while self._enqueue(final):
             pass
@@ -207,7 +210,7 @@ class RankAgent:
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
         piece, lines = batch.pieces[0].offset if batch.pieces else None, lines_of(batch.output)
-        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, lines)
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, lines, windows=len(batch.layers))
         if data is None:
             self._lose(made)
             return more
@@ -253,11 +256,8 @@ class RankAgent:
         ), room
 
     def _errors(self) -> dict[str, int]:
-        """
-        Return what went wrong by place, and what was lost before it was in a batch.
-
-        Dictionaries that other threads count in are copied whole: they may not change in a loop over them.
-        """
+        """Return what went wrong by place, and what was lost before it was in a batch."""
+        # Other threads count in these: copied whole, they do not change in a loop over them.
         recorder = self.recorder
         found = dict(self.instrumentation.errors)
         found.update({f"channel.{kind}": n for kind, n in dict(self.channel.errors).items()})
@@ -275,6 +275,7 @@ class RankAgent:
         self.instrumentation.errors.count("spans lost with their batch", batch.spans)
         self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
         self.instrumentation.errors.count("lines of output lost with their batch", batch.lines)
+        self.instrumentation.errors.count("windows of layers lost with their batch", batch.windows)
         if batch.piece is not None:
             self.captures.lose(batch.piece)
 
@@ -300,8 +301,8 @@ class RankAgent:
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
-        if command.name in ("profile", "trace") and self._is_meant(command):
-            self.captures.obey(command)
+        if command.name in ("profile", "trace", "layers") and self._is_meant(command):
+            (self.layers if command.name == "layers" else self.captures).obey(command)
         if command.name not in ("where", "dump") or asked in self._dumped:
             return
         if run is not None and (self.identity is None or run != self.identity.job_id):
@@ -315,7 +316,7 @@ class RankAgent:
         self.unsent.events.append(event)
 
     def _is_meant(self, command: wire.Command) -> bool:
-        """Return whether a command about a profile is for this rank process."""
+        """Return whether a command about a profile, or layers, is for this rank process."""
         if command.name == "trace":
             return command.args.get("process") == self.process_id
         who = self.identity

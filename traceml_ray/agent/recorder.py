@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import unwrap
-from threading import get_ident
+from threading import Lock, get_ident
 from time import perf_counter_ns
 from typing import Any
 
@@ -27,18 +27,41 @@ SILENT_OWNER_NS = 5_000_000_000
 class Recorder(MarkLog):
     """The marks of one process; methods named `*_begin` and `*_end` are marks."""
 
-    __slots__ = ("at_step", "exchange", "iterator")
+    __slots__ = ("_at_each", "_each_lock", "at_step", "exchange", "iterator")
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
         self.exchange = GradientExchange()
         super().__init__(clock, Steps(ring, self.exchange, clock()))
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
+        self._at_each: list[Callable[[], object]] = []
+        self._each_lock = Lock()
         self.at_step: Callable[[], object] | None = None
         """
         Called by the training thread once an optimizer has taken its step, and at the first wait for an
-        iterator, while a profile is wanted.
+        iterator, while a profile is wanted or layers are measured; see `each_step`.
         """
+
+    def each_step(self, call: Callable[[], object]) -> None:
+        """Have `call` called at each step, beside what is called already."""
+        with self._each_lock:
+            self._at_each = [*self._at_each, call]
+            self._call_each()
+
+    def no_step(self, call: Callable[[], object]) -> None:
+        """Have it called no longer."""
+        with self._each_lock:
+            self._at_each = [other for other in self._at_each if other != call]
+            self._call_each()
+
+    def _call_each(self) -> None:
+        several = self._at_each
+
+        def all_of_them() -> None:
+            for call in several:
+                call()
+
+        self.at_step = None if not several else several[0] if len(several) == 1 else all_of_them
 
     @property
     def sums(self) -> SpanSums:

@@ -13,7 +13,9 @@ _ITEM_BYTES = 28 * 1024
 _FIXED_BYTES = 7 * 1024
 """Of a batch, for what is neither these nor rows."""
 
-_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece, wire.Output)
+_Item = TypeVar(
+    "_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece, wire.Output, wire.LayerWindow
+)
 
 
 class Unsent:
@@ -32,11 +34,12 @@ class Unsent:
         self.pieces: list[wire.TracePiece] = []
         self.output: list[wire.Output] = []
         self.sharding: wire.Sharding | None = None
+        self.layers: list[wire.LayerWindow] = []
         self._errors = errors
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        return bool(self.events or self.spans or self.memory or self.pieces or self.output)
+        return bool(self.events or self.spans or self.memory or self.pieces or self.output or self.layers)
 
     def take(self) -> tuple[dict[str, Any], int]:
         """Take what fits into the next batch; return it by field, and how many bytes rows may have there."""
@@ -44,11 +47,12 @@ class Unsent:
         spans, room = self._fitting(self.spans, room)
         memory, room = self._fitting(self.memory, room)
         output, room = self._fitting(self.output, room)
+        layers, room = self._fitting(self.layers, room)
         pieces, room = self._fitting(self.pieces, room)
         sources, self.memory_from = self.memory_from, {}
         sharding, self.sharding = self.sharding, None
         taken = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
-        taken |= {"output": output, "sharding": sharding}
+        taken |= {"output": output, "sharding": sharding, "layers": layers}
         return taken, wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:

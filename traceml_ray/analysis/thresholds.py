@@ -243,3 +243,20 @@ class ShardLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SHARDS = ShardLimits()
+
+
+class LayerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From where on a layer takes longer on a rank than on others; these cannot be set. Shares are 0..1."""
+
+    steps: int = 5
+    """With fewer steps measured a rank is not compared."""
+    least_ms: float = 0.3
+    """An excess is at least so large,"""
+    of_layer: float = 0.15
+    """that share of what the layer takes elsewhere,"""
+    of_model: float = 0.01
+    """that of what all layers take,"""
+    errors: float = 4.0
+    """and so many standard errors, with how far the peers are apart counted as one."""
+    slower: float = 1.15
+    """A rank whose layers all take so many times as long is slower as a whole."""

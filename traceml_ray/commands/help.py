@@ -25,6 +25,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "traceml-ray profile --ranks 0,5 --steps 3",
         "traceml-ray profile --diff 5,median --stage forward",
     ),
+    "layers": ("traceml-ray layers lr3", "traceml-ray layers --steps 20"),
     "stop": ("traceml-ray stop lr3",),
     "analyze": (
         "traceml-ray analyze traceml-sessions/lr3",

@@ -18,6 +18,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import failed
+from traceml_ray.monitor.layer_requests import LayerRequests
 from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
@@ -61,8 +62,7 @@ class AggregatorCore:
     ) -> None:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
-        self._clock = clock
-        self._ticks = ticks
+        self._clock, self._ticks = clock, ticks
         self._writer = SessionWriter(
             self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds,
             output_lines=settings.output_lines,
@@ -81,14 +81,15 @@ class AggregatorCore:
             settings, self._writer, self.errors, clock, ticks, self._judge.running, self._judge.peer,
             self.commit,
         )  # fmt: skip
+        self._layers = LayerRequests(self.errors, self._judge.running, lambda: ticks() / 1e9)
         self._intake = RelayIntake(
-            self._writer, recent, self._steps, memory, self._judge, self._bundling, self._profiling, clock,
-            self.errors,
+            self._writer, recent, self._steps, memory, self._judge, self._bundling, self._profiling,
+            self._layers, clock, self.errors,
         )  # fmt: skip
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
-            profile=self._profiling.ask,
+            profile=self._profiling.ask, layers=self._layers.ask,
         )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,
@@ -128,7 +129,8 @@ class AggregatorCore:
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
-        commands, brief = self._judge.commands + self._profiling.commands, self._judge.brief
+        commands, brief = [*self._judge.commands, *self._profiling.commands], self._judge.brief
+        commands += self._layers.commands
         return wire.encode(
             wire.RelayReply(wire.VERSION, stored, commands, brief, self.pace.tick_s, self._clock())
         )
@@ -164,6 +166,7 @@ class AggregatorCore:
             self.errors.swallow("judge", error)
         self._bundling.write_due()
         self._profiling.turn()
+        self._layers.turn()
 
     def end(self, data: bytes) -> bytes:
         """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""

@@ -53,14 +53,16 @@ class LiveAnswers(Answers):
         used: Callable[[], None],
         request: Callable[[str], None],
         profile: Callable[[wire.ProfileRequest, str], None],
+        layers: Callable[[wire.LayersRequest, str], None],
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
         self._writer, self._judge, self._live = writer, judge, steps
         self._flush, self._commit, self._used = flush, commit, used
-        self._request, self._profile = request, profile
+        self._request, self._profile, self._layers = request, profile, layers
         self._by_kind[query.Dump] = self._dump
         self._by_kind[query.StartProfile] = self._start_profile
+        self._by_kind[query.StartLayers] = self._start_layers
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
         self._by_kind[query.Memory] = self._memory
         self._by_kind[query.Snapshot] = self._snapshot
@@ -107,6 +109,10 @@ class LiveAnswers(Answers):
     def _start_profile(self, asked: query.StartProfile) -> None:
         with self._writer.lock:
             self._profile(asked.request, asked.id)
+
+    def _start_layers(self, asked: query.StartLayers) -> None:
+        with self._writer.lock:
+            self._layers(asked.request, asked.id)
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""

@@ -22,6 +22,7 @@ import msgspec
 from traceml_ray import v1, wire
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
+from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
@@ -234,11 +235,13 @@ class RelayCore:
 
     def _hand_on(self, asked: wire.Request) -> None:
         """Have the aggregator know what a person asks for."""
-        now, profile = time.time_ns(), asked.profile
-        if profile is None:
-            event = wire.Event("bundle_request", now, data={"request": asked.request})
+        now = time.time_ns()
+        if asked.profile is not None:
+            event = wire.Event(REQUEST_EVENT, now, data=asked.profile.event_data(asked.request))
+        elif asked.layers is not None:
+            event = wire.Event(LAYERS_EVENT, now, data=asked.layers.event_data(asked.request))
         else:
-            event = wire.Event(REQUEST_EVENT, now, data=profile.event_data(asked.request))
+            event = wire.Event("bundle_request", now, data={"request": asked.request})
         self._add_events([event])
 
     def _replied(self, reply: wire.RelayReply) -> None:

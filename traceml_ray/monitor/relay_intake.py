@@ -16,6 +16,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.bundling import Bundling
+from traceml_ray.monitor.layer_requests import LayerRequests
 from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
@@ -43,6 +44,7 @@ class RelayIntake:
         judge: takes events of rank processes.
         bundling: takes events,
         profiling: and these with what ranks say of their captures.
+        layers: takes requests.
         clock: wall clock in ns.
         errors: the aggregator's, by place.
     """
@@ -54,6 +56,7 @@ class RelayIntake:
     judge: LiveJudge
     bundling: Bundling
     profiling: Profiling
+    layers: LayerRequests
     clock: Callable[[], int]
     errors: Errors
 
@@ -139,6 +142,8 @@ class RelayIntake:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)
             self.memory.add_span(process.id, span)
+        for window in batch.layers:
+            writer.add_layers(process, window)
         self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
@@ -157,6 +162,7 @@ class RelayIntake:
             self.writer.add_event(event, process, node_id)
         self.bundling.take(event, process)
         self.profiling.take(event)
+        self.layers.take(event)
         if process is not None:
             self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 

@@ -14,6 +14,7 @@ from traceml_ray import results
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.files import page_of
+from traceml_ray.reports.layer_report import layers_answer
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
@@ -236,6 +237,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.Memory: lambda file, _: memory_of(file),
     query.Sharding: lambda file, asked: sharding_of(file, asked.most),
+    query.Layers: lambda file, asked: layers_answer(file, asked.asked),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,12 @@ HEAT_COLOURS: dict[float, tuple[int, int, int, float]] = {
 HEAT_MISSING = (139, 147, 156, 0.6)
 HEAT_MARKS = (0.25, 0.5, 1, 2, 4)
 """Under the scale."""
+_NARROW = 0.002
+"""Share of the model below which a layer is no box of an icicle."""
+_CHARS = 150
+"""That fit across one."""
+_DEPTHS = ("#6b7785", "#3b6fc4", "#1b9696")
+"""Of boxes, by how deep they lie."""
 _SPIKE = 3.0
 """A value this many times over the 98th percentile does not set the scale."""
 Array = np.ndarray[Any, Any]
@@ -47,6 +53,18 @@ class Bar(NamedTuple):
     width: float
     colour: str
     label: str
+
+
+class Box(NamedTuple):
+    """A layer in an icicle: from `start`, `width` wide (ms), `depth` boxes below the model."""
+
+    name: str
+    label: str
+    """What fits into it."""
+    depth: int
+    start: float
+    width: float
+    colour: str
 
 
 def css(colour: tuple[int, int, int, float]) -> str:
@@ -81,6 +99,33 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[B
         bars.append(Bar(text.words(stage), min(at, at + change), abs(change), colour, label))
         at += change
     return [*bars, Bar("since", 0.0, total[1], GREY, text.ms(total[1]))]
+
+
+def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -> list[Box]:
+    """
+    Return layers (`analysis.layer_times.Layer` as dicts) as boxes, what is inside a layer below it, in the
+    order of the model; ORANGE are those of `named`. Boxes too narrow to be seen are left out.
+    """
+    inside: dict[int | None, list[int]] = {}
+    for index, one in enumerate(layers):
+        inside.setdefault(one["parent"], []).append(index)
+    whole = sum(layers[index]["total_ms"] for index in inside.get(None, ()))
+    boxes: list[Box] = []
+    waiting = [(inside.get(None, []), 0, 0.0)]
+    while waiting:
+        children, depth, start = waiting.pop()
+        for index in children:
+            one, name = layers[index], layers[index]["name"]
+            width = one["total_ms"]
+            if width >= _NARROW * whole > 0:
+                colour = ORANGE if name in named else _DEPTHS[depth % len(_DEPTHS)]
+                fits = int(_CHARS * width / whole)
+                label = name.rpartition(".")[2] or "model"
+                label = label if len(label) <= fits else ""
+                boxes.append(Box(name or "model", label, depth, start, width, colour))
+                waiting.append((inside.get(index, []), depth + 1, start))
+            start += width
+    return boxes
 
 
 def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:

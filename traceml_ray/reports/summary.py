@@ -30,6 +30,7 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.layer_report import layers_answer, layers_block
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
 from traceml_ray.reports.output import beside_failure
@@ -138,6 +139,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, 
         "output": beside_failure(facts, verdict, found),
         "memory": memory_block(facts, memory),
         "sharding": sharding_of(session),
+        "layers": layers_block(layers_answer(session)),
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),

@@ -9,6 +9,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.reports import contents
 from traceml_ray.reports.heading import files, title
+from traceml_ray.reports.layer_report import layers_facts, layers_table
 from traceml_ray.reports.layout import WIDTH, laid_out, page
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
@@ -27,9 +28,11 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(profile_facts(summary)),
         laid_out(memory_facts(summary["memory"], failed)),
         laid_out(sharding_facts(summary.get("sharding"))),
+        laid_out(layers_facts(summary.get("layers", {}))),  # older summaries have none
         laid_out(contents.steps_facts(summary)),
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
+        laid_out(layers_table(summary.get("layers", {}))),
         laid_out(contents.nodes_table(summary)),
         laid_out(contents.roles_table(summary)),
         laid_out(contents.ranks_table(summary)),

@@ -20,6 +20,13 @@ class StartProfile(Request[None], frozen=True):
     request: wire.ProfileRequest
 
 
+class StartLayers(Request[None], frozen=True):
+    """Have the layers of some steps measured; `id` will be in what is measured."""
+
+    id: wire.Name
+    request: wire.LayersRequest
+
+
 class RemoveProfile(Request[bool], frozen=True):
     """Remove a profile; whether there was one of that id."""
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__, results, step_shapes, summary_shape, wire
+from traceml_ray.analysis import layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
@@ -28,6 +29,7 @@ from traceml_ray.store.commands import Dump as Dump
 from traceml_ray.store.commands import ReadFile as ReadFile
 from traceml_ray.store.commands import RemoveProfile as RemoveProfile
 from traceml_ray.store.commands import Snapshot as Snapshot
+from traceml_ray.store.commands import StartLayers as StartLayers
 from traceml_ray.store.commands import StartProfile as StartProfile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.request import A as A
@@ -161,6 +163,12 @@ class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
     """How FSDP2 divides the model of the run, with those `most` ranks that hold most; None: it does not."""
 
     most: Count = 64
+
+
+class Layers(OfRun[layer_times.Layers], frozen=True):
+    """What was measured of the layers, or only for the request `asked` (its id); `ranks` may be empty."""
+
+    asked: str = ""
 
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):

@@ -38,9 +38,10 @@ _KEYED = {
     "node": NODE,
     "relay": ("incarnation", "last_seq"),
     "sharding": ("process", "body"),
+    "layer_window": ("id", "process", *wire.LayerWindow.__struct_fields__),
 }
 """Tables with one row for each value of their first column."""
-ADDED = ("sharding",)
+ADDED = ("sharding", "layer_window")
 """Tables that files of this SCHEMA may lack: whoever reads one finds them empty, who writes it makes them."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""

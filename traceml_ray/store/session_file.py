@@ -25,6 +25,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
+from traceml_ray.store.layer_windows import LayerReader
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.output import OutputReader
 from traceml_ray.store.rank_processes import RankProcess, from_row, shown
@@ -34,7 +35,7 @@ from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.step_reader import StepReader
 
 
-class SessionFile(SampleReader, StepReader, OutputReader):
+class SessionFile(SampleReader, StepReader, OutputReader, LayerReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 

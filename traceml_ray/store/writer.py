@@ -25,6 +25,7 @@ from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
 from traceml_ray.settings import Settings
 from traceml_ray.store.fence import Fence, identity
+from traceml_ray.store.layer_windows import LAYER_WINDOWS, to_layer_row
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.output import OutputRetention
@@ -182,6 +183,11 @@ class SessionWriter:
         values = msgspec.structs.asdict(output) | {"lines": "\n".join(output.lines) or None}
         self._add("output", (process.id, *values.values()))
 
+    def add_layers(self, process: RankProcess, window: wire.LayerWindow) -> None:
+        """Add a window of a rank process's layers, in place of its oldest one where there are many."""
+        row = to_layer_row(process, window)
+        self._pending.layers[row[0]] = row
+
     def add_event(
         self,
         event: wire.Event,
@@ -306,6 +312,7 @@ class SessionWriter:
             (_NODES, [node.to_row() for node in work.nodes.values()]),
             (_RELAYS, [*work.relays.items()]),
             (_SHARDINGS, [*work.shardings.items()]),
+            (LAYER_WINDOWS, [*work.layers.values()]),
         ]
 
     def _write(self, changes: list[tuple[str, list[Any]]]) -> None:
@@ -345,6 +352,8 @@ class _Pending:
     nodes: dict[str, Node] = field(default_factory=dict)
     relays: dict[str, int] = field(default_factory=dict)
     shardings: dict[int, str] = field(default_factory=dict)
+    layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """By the place of a window in its table."""
     row_bytes: int = 0
 
     def follow(self, later: _Pending) -> None:
@@ -357,6 +366,7 @@ class _Pending:
         self.nodes |= later.nodes
         self.relays |= later.relays
         self.shardings |= later.shardings
+        self.layers |= later.layers
         self.row_bytes += later.row_bytes
 
 

@@ -47,6 +47,7 @@ def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
     yield "The heatmap", sections.ranks_by_time(found)
     yield "The charts", sections.times_by_step(found)
     yield "The stages", sections.step_tables(found)
+    yield "The layers", sections.layers(found)
     yield "The change", sections.before_and_since(found)
     yield "Nodes and ranks", sections.places(found)
     yield "Memory", sections.memory(found)

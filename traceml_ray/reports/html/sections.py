@@ -15,6 +15,7 @@ from traceml_ray.reports.headlines import cost, named, since
 from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
 from traceml_ray.reports.html.heatmap import heatmap
+from traceml_ray.reports.layer_report import layers_facts, layers_table
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
@@ -199,6 +200,15 @@ def _lines(lines: Sequence[str]) -> Markup:
     """Return lines as they are, the last ones of many, the ends of long ones."""
     kept = [line if len(line) <= _MAX_LINE else f"…{line[1 - _MAX_LINE :]}" for line in lines[-_MAX_LINES:]]
     return tag("pre", "\n".join(kept), tabindex=0) if kept else NOTHING
+
+
+def layers(found: Charted) -> Markup:
+    """Return where the time goes inside the model, where that was measured."""
+    block_ = found.summary.get("layers", {})
+    return join(
+        panel("Layers", facts(layers_facts(block_)), wide=True),
+        block("", layers_table(block_), wide=True),
+    )
 
 
 def memory(found: Charted) -> Markup:

@@ -1,0 +1,224 @@
+"""Where the time of a step goes inside the model: each layer, what is in it, and rank beside rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from dash import html
+
+from traceml_ray import text
+from traceml_ray.analysis.layer_times import Layer, Layers
+from traceml_ray.layer_messages import MAX_LAYER_STEPS
+from traceml_ray.reports.drawing import icicle
+from traceml_ray.reports.layer_report import NONE_LONGER, about_layers, layer_name, region_of
+from traceml_ray.store import query
+from traceml_ray.views.run_state import RunState
+
+from .. import figures, listing, profiles
+from ..components import Columns, aria, chart, marked, panel, part, rank_link, table, trail
+from ..route import Route
+from ..session_cache import SessionCache
+
+PATH = "/layers"
+"""Of what the form posts."""
+_BESIDE = 20
+"""Layers that are shown rank beside rank."""
+_KEYS: listing.Keys = {
+    "layer": lambda one: one.name,
+    "class": lambda one: one.kind,
+    "calls": lambda one: one.calls,
+    "forward": lambda one: one.forward_ms,
+    "backward": lambda one: one.backward_ms,
+    "with those inside": lambda one: one.total_ms,
+    "outputs": lambda one: one.output_bytes,
+    "parameters": lambda one: one.parameter_bytes,
+    "gradients": lambda one: one.gradient_bytes,
+    "largest": lambda one: one.worst_ms,
+}
+_NOTHING = (
+    "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
+    "`traceml_ray.start(deep=True)` or TRACEML_DEEP=1; and for some steps of a job that runs, by "
+    "`traceml-ray layers SESSION --steps 20` or on this page."
+)
+_WHAT = (
+    "ms and bytes of a step, medians of the ranks; forward and backward are without the layers inside. "
+    "Outputs: what its calls return, an estimate of its activations. Largest: forward and backward on the "
+    "rank where they take longest."
+)
+
+
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """Return the layers of the run; in the URL `steps` fills the form, `asked` is this browser's request."""
+    found = cache.ask(query.Layers(run.id))
+    asked = route.get("asked")
+    of_request = cache.ask(query.Layers(run.id, asked)) if asked else None
+    layers = found.layers if found else []
+    return {
+        "layers": found,
+        "chosen": listing.choose(
+            layers, route, lambda one: f"{layer_name(one)} {one.kind} {one.region}", _KEYS
+        ),
+        "answered": len(of_request.ranks) if of_request else 0,
+        "world": sum(not process.ended for process in run.ranks.values()),
+        "of_run": run.id,
+    }
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    head = [html.H1("Layers"), listing.field(route, "layers")]
+    body: list[Any] = [trail(route, ("layers", None)), html.Div(head, className="title-row")]
+    found: Layers | None = view["layers"]
+    if view["state"] == "live" and not route.get("session"):
+        body.append(panel("Measure the steps to come", part(_form(view, route)), part(_asked(view, route))))
+    if found is None or not found.ranks:
+        return html.Div([*body, part(html.P(marked(_NOTHING), id="layers-missing", className="empty"))])
+    body += [
+        part(html.Div(_found(found), id="layers-found")),
+        _icicle(found, route),
+        panel("Layers", part(html.Div(_layers(view, route), id="layers-table"))),
+    ]
+    if len(found.ranks) > 1:
+        body.append(panel("Rank beside rank", part(html.Div(_beside(found, route), id="layers-ranks"))))
+    return html.Div(body)
+
+
+def _form(view: Mapping[str, Any], route: Route) -> html.Form:
+    """Return the form that has the layers of some steps measured."""
+    given = {"name": "steps", "type": "number", "min": 1, "max": MAX_LAYER_STEPS, "required": True}
+    steps = profiles.field(
+        "input",
+        id="layers-steps",
+        defaultValue=route.get("steps") or "20",
+        className="goto short",
+        inputMode="numeric",
+        **given,
+    )
+    fields = html.Label([html.Span("Steps"), steps], htmlFor="layers-steps")
+    hint = "All ranks measure the same steps, as many of them as cost at most 3 % of the time."
+    return html.Form(
+        [
+            html.Div(fields, className="fields"),
+            html.P(hint, className="hint"),
+            profiles.field("input", type="hidden", name="run", value=view["of_run"]),
+            html.Button("Measure layers"),
+        ],
+        id="layers-form",
+        action=PATH,
+        method="post",
+        **aria(label="Measure the layers of the steps to come"),
+    )
+
+
+def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
+    """Return how far the request of this browser is."""
+    said = ""
+    if route.get("asked"):
+        done, of = view["answered"], text.count(view["world"], "rank")
+        said = f"{done:,} of {of} have measured them." if done else "Asked for: they are being measured …"
+    return html.Div(said, id="layers-asked", **aria(live="polite"))
+
+
+def _found(found: Layers) -> list[Any]:
+    """Return which layer takes longer on a rank, or that none does, and what that is of."""
+    waits = any("waits for other ranks" in limit for limit in found.limits)
+    sentences = [f"{one.why[:1].upper()}{one.why[1:]}." for one in found.findings]
+    if not sentences and len(found.ranks) > 1 and not waits:
+        sentences = [NONE_LONGER]
+    tone = "warning" if found.findings else "good" if sentences else "info"
+    about = [about_layers(msgspec.structs.asdict(found)), *found.limits]
+    shown = [html.P(marked(sentence)) for sentence in sentences]
+    return [
+        html.Div(shown, className=f"callout {tone}") if shown else None,
+        *(html.P(marked(line), className="hint") for line in about),
+    ]
+
+
+def _icicle(found: Layers, route: Route) -> Any:
+    named = {one.layer for one in found.findings}
+    boxes = icicle([msgspec.structs.asdict(one) for one in found.layers], named)
+    figure = figures.icicle(boxes)
+    rows = max((box.depth for box in boxes), default=0) + 1
+    return chart(
+        "layers-icicle",
+        "The model: forward and backward of each layer, with what is inside it below",
+        figure,
+        "Time of each layer with the layers inside it",
+        route,
+        colours={"takes longer on one rank": figures.ORANGE} if named - {None} else None,
+        height=60 + 26 * rows,
+        rows=_tree(found),
+    )
+
+
+def _tree(found: Layers) -> Any:
+    columns: Columns = {
+        "layer": layer_name,
+        ">with those inside, ms": lambda one: text.number(one.total_ms, aligned=True),
+        ">of the model": lambda one: text.share(one.share),
+    }
+    return table(columns, found.layers, label="Time of each layer with the layers inside it")
+
+
+def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
+    found: Layers = view["layers"]
+    named = {one.layer: one for one in found.findings}
+    several, again = len(found.ranks) > 1, any(one.recomputed for one in found.layers)
+
+    def largest(one: Layer) -> Any:
+        shown = text.number(one.worst_ms, aligned=True)
+        return html.B(f"▲ {shown}", className="sev warning") if one.name in named else shown
+
+    columns: Columns = {
+        "layer": lambda one: html.Code(layer_name(one)),
+        "class": lambda one: f"{one.kind}{region_of(one)}",
+        ">calls": lambda one: text.number(one.calls),
+        **({">recomputed": lambda one: text.number(one.recomputed)} if again else {}),
+        ">forward": lambda one: text.number(one.forward_ms, aligned=True),
+        ">backward": lambda one: text.number(one.backward_ms, aligned=True),
+        ">with those inside": lambda one: text.number(one.total_ms, aligned=True),
+        ">of the model": lambda one: text.share(one.share),
+        **(
+            {">largest": largest, ">on rank": lambda one: rank_link(one.worst_rank, route)} if several else {}
+        ),
+        ">outputs": lambda one: text.size(one.output_bytes),
+        ">parameters": lambda one: text.size(one.parameter_bytes),
+        ">gradients": lambda one: text.size(one.gradient_bytes),
+    }
+    chosen = view["chosen"]
+    heads = listing.heads(columns, _KEYS, route)
+    rows = table(columns, chosen.items, heads=heads, empty="No layer is like that.", label="Layers")
+    return [rows, listing.pages(chosen, route, "layer"), html.P(_WHAT, className="hint")]
+
+
+def _beside(found: Layers, route: Route) -> list[Any]:
+    """Return the layers that take longest, with a column for each of some ranks."""
+    order = sorted(range(len(found.layers)), key=lambda at: -_longest(found, at))[:_BESIDE]
+    stands_out = {(one.layer, one.rank) for one in found.findings}
+
+    def cell(rank: int) -> Any:
+        def shown(at: int) -> Any:
+            value = text.number(found.per_rank_ms[rank][at], aligned=True)
+            named = (found.layers[at].name, rank) in stands_out
+            return html.B(f"▲ {value}", className="sev warning") if named else value
+
+        return shown
+
+    columns: Columns = {
+        "layer": lambda at: html.Code(layer_name(found.layers[at])),
+        **{f">rank {rank}": cell(rank) for rank in found.per_rank_ms},
+    }
+    which = "" if len(found.per_rank_ms) == len(found.ranks) else " Of many ranks, those that take longest."
+    hint = f"Forward and backward, ms a step, without the layers inside; the {_BESIDE} largest.{which}"
+    heads: Mapping[str, Any] = {
+        f">rank {rank}": rank_link(rank, route, "rank ") for rank in found.per_rank_ms
+    }
+    rows = table(columns, sorted(order), heads=heads, label="Layers, rank beside rank")
+    return [rows, html.P(hint, className="hint")]
+
+
+def _longest(found: Layers, at: int) -> float:
+    values: Sequence[float | None] = [own[at] for own in found.per_rank_ms.values()]
+    return max((value for value in values if value is not None), default=0.0)

@@ -1,0 +1,38 @@
+"""Windows of layers as a rank sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from traceml_ray.analysis.layer_times import REST
+from traceml_ray.layer_messages import OTHERS, LayerSum, LayerWindow
+
+MS = 1_000_000
+NAMES = {
+    "": 0.5,
+    "blocks.0": 1.0,
+    "blocks.0.qkv": 2.0,
+    "blocks.0.mlp": 4.0,
+    "blocks.1": 1.0,
+    "blocks.1.qkv": 2.0,
+}
+NAMES |= {"blocks.1.mlp": 4.0, "head": 3.0}
+
+
+def window(
+    times: dict[str, tuple[float, float]], steps: int = 40, noise: float = 0.05, **more: Any
+) -> LayerWindow:
+    """A window of layers that take so many ms a step in forward and backward."""
+    layers = []
+    for name, (forward, backward) in times.items():
+        mean = forward + backward
+        squares = steps * (mean**2 + (noise * mean) ** 2) * 1e12
+        kind = OTHERS if name == REST else "Linear"
+        own = name if name != REST else ""
+        ns = [round(steps * ms * MS) for ms in (forward, backward)]
+        layers.append(LayerSum(own, kind, "", steps, 0, *ns, squares, 1000, 400, None))
+    usual: dict[str, Any] = {
+        "number": 0, "t_ns": 0, "first_step": 8, "last_step": 90, "every": 2, "clock": "host",
+        "accelerated": False, "waits": False, "cost_ns": 2 * MS, "spent_ns": 100 * MS,
+    }  # fmt: skip
+    return LayerWindow(steps=steps, layers=layers, **{**usual, **more})

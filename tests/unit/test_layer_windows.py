@@ -1,0 +1,157 @@
+"""Layers from the wire to every face, and the way of a request to the ranks."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_layers import NAMES, window
+from played import Played, look
+from sessions import aggregation
+
+from traceml_ray import cli, wire
+from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.layer_call import ask_layers
+from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
+from traceml_ray.monitor import layer_requests
+from traceml_ray.store import query
+from traceml_ray.store.layer_windows import WINDOWS
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.views.source import StoredSource
+
+TOKEN = {"Authorization": "Bearer secret"}
+LATE, LAYER = 5, "blocks.1.mlp"
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    made = Played(tmp_path / "demo", late=None)
+    for _ in range(8):
+        made.play(5)
+    return made
+
+
+def measured(played: Played, n: int = 1, **more: Any) -> None:
+    """All ranks send `n` windows; LATE takes 12 ms longer in LAYER."""
+    for number in range(n):
+        for node, relay in enumerate(played.relays):
+            batches = []
+            for rank in played.ranks:
+                if rank.identity.node_rank == node:
+                    late = {LAYER: 12.0} if rank.identity.global_rank == LATE else {}
+                    times = {name: (ms + late.get(name, 0), 2 * ms) for name, ms in NAMES.items()}
+                    batches.append(rank.batch(0, layers=[window(times, number=number, **more)]))
+            played.aggregator.ingest(relay.message(*batches))
+    assert played.aggregator.commit()
+
+
+def ask(played: Played) -> Callable[[query.Request[Any]], Any]:
+    return lambda request: query.ask_one(played.source.reply, request)
+
+
+def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(played)
+    (one,) = ask(played)(query.Layers()).findings
+    assert (one.rank, one.layer, one.phase) == (LATE, LAYER, "forward") and 11 < one.excess_ms < 13
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    view = look(pages, "layers", q="mlp")
+    assert [each.name for each in view["chosen"].items] == ["blocks.0.mlp", LAYER]
+    played.end()
+    summary = json.loads((played.folder / "summary.json").read_text())
+    assert summary["layers"]["findings"][0]["layer"] == LAYER
+    text = (played.folder / "report.txt").read_text()
+    assert f"Layer {LAYER} (Linear) takes 12 ms longer on rank {LATE}" in text
+    assert one.why[1:60] in (played.folder / "report.html").read_text()
+    assert cli.main(["layers", str(played.folder)]) == 0
+    assert f"takes 12 ms longer on rank {LATE}" in capsys.readouterr().out
+    assert cli.main(["layers", str(played.folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["rank"] == LATE
+    stored = SessionPages(StoredSource(played.folder))
+    stored.poll()
+    assert look(stored, "layers")["layers"].findings[0].layer == LAYER
+    assert look(stored, "header")["session"]["layers"]
+
+
+def test_newest_windows_of_a_rank_are_kept(played: Played) -> None:
+    measured(played, WINDOWS + 3)
+    with SessionFile(played.folder / "session.sqlite") as file:
+        kept = file.layer_windows([1, 99])
+    assert [one.number for one in kept[1]] == [*range(3, WINDOWS + 3)] and 99 not in kept
+    assert [each.name for each in kept[1][0].layers] == [*NAMES]
+
+
+def test_file_from_before_there_were_layers_is_read_and_gets_them(played: Played) -> None:
+    measured(played)
+    played.aggregator.close()
+    path = played.folder / "session.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE layer_window")
+    with SessionFile(path) as file:
+        assert file.layer_windows([1]) == {}
+    assert cli.main(["layers", str(played.folder)]) == 1
+    assert cli.main(["report", str(played.folder)]) == 0
+    again = aggregation(played.folder, played.clock, world_size=8)
+    again.close()
+    with SessionFile(path) as file:
+        assert file._all("SELECT count(*) FROM layer_window") == [(0,)]
+
+
+def commands(played: Played) -> list[wire.Command]:
+    reply = wire.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
+    return [command for command in reply.commands if command.name == "layers"]
+
+
+def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
+    wanted = LayersRequest(12).event_data("a")
+    event = wire.Event(LAYERS_EVENT, played.clock(), data=wanted)
+    played.aggregator.ingest(played.relays[0].message(events=[event]))
+    played.play(5)
+    (command,) = commands(played)
+    assert command.args == {"id": "a", "run": "job", "ranks": "all", "steps": 12}
+    measured(played, asked="a")
+    assert len(ask(played)(query.Layers(asked="a")).ranks) == 8
+    assert ask(played)(query.Layers(asked="b")).ranks == []
+    for _ in range(int(layer_requests.SAID_S) + 1):
+        played.play(1)
+    assert commands(played) == []
+
+
+def test_driver_waits_for_what_it_has_asked_for(played: Played) -> None:
+    asked = []
+
+    def answer(request: query.Request[Any]) -> Any:
+        if isinstance(request, query.StartLayers):
+            asked.append(request)
+        elif asked and isinstance(request, query.Layers) and len(asked) == 1:
+            measured(played, asked=asked[0].id)
+        return ask(played)(request)
+
+    assert ask_layers(answer, 10, None, 60).findings[0].rank == LATE
+    assert asked[0].request.steps == 10
+    assert ask_layers(answer, None, None, 60).ranks == [*range(8)]
+    with pytest.raises(ValueError, match="steps=0"):
+        ask_layers(answer, 0, None, 60)
+
+
+def test_page_asks_under_the_token(played: Played) -> None:
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    client = create_app(pages, token="secret", hosts=["localhost"]).server.test_client()
+    assert client.post("/layers", data={"steps": "7"}).status_code == 401
+    assert client.post("/layers", data={"steps": "x"}, headers=TOKEN).status_code == 400
+    too_many = {"steps": str(MAX_LAYER_STEPS + 1)}
+    assert client.post("/layers", data=too_many, headers=TOKEN).status_code == 400
+    told = client.post("/layers", data={"steps": "7"}, headers=TOKEN)
+    assert told.status_code == 202
+    browser = {**TOKEN, "Accept": "text/html", "Referer": "http://localhost/layers?run=job&asked=old"}
+    back = client.post("/layers", data={"steps": "7"}, headers=browser)
+    assert back.status_code == 303 and back.headers["Location"].startswith("/layers?run=job&asked=")
+    played.play(1)
+    assert [command.args["steps"] for command in commands(played)] == [7, 7]
+    assert commands(played)[0].args["id"] == told.json["request"]

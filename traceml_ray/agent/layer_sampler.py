@@ -1,0 +1,297 @@
+"""
+When the layers of a model are measured, and what is sent of it.
+
+One step in `every` is, a power of two that follows from what measuring has cost: all ranks measure steps of
+the same numbers, so that no rank waits for another one that measures alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.agent.device import EVENT_SLOTS
+from traceml_ray.agent.device_use import DeviceUse
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.layer_events import LayerEvents
+from traceml_ray.agent.layer_sums import LayerSums, MeasuredStep
+from traceml_ray.agent.layer_table import MAX_MODULES, LayerTable
+from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
+from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.layer_messages import LayersCommand, LayerWindow
+
+MAX_SHARE = 0.02
+"""Of a step, that measuring may cost: below the 3 % that are promised, since not all of it can be seen."""
+_FIRST_EVERY = 8
+MAX_EVERY = 1024
+_FIRST_WINDOW_S, _MAX_WINDOW_S = 5.0, 600.0
+"""A window is twice as long as the one before, so that a long run has few, and a short one has some."""
+_RANKS = 64
+"""With more ranks than these the longest window is longer, too."""
+_SETTLE_S = 0.05
+"""Longest wait of the training thread for its own marks."""
+_MAX_WAITING = 64
+"""Samples that the agent has not come to yet; none is made beyond these."""
+
+
+class LayerSampler:
+    """
+    One per process. `at_step` is called by the thread that trains, all else by the agent's.
+
+    Args:
+        instrumentation: knows the root modules, and counts what goes wrong.
+        device: whether a device's clock is read.
+        always: deep mode is on; else only on request.
+        clock: the CPU's, in ns.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        device: DeviceUse,
+        always: bool,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._ours, self._device, self._clock = instrumentation, device, clock
+        self._recorder = instrumentation.recorder
+        self._calls = LayerCalls(instrumentation.failed, clock)
+        self._patcher = Patcher(debug=instrumentation.errors.debug)
+        self._patcher.errors, self._patcher.missing = instrumentation.errors, instrumentation.missing
+        self._always = always
+        self._wanted: LayersCommand | None = None
+        self._asked: set[str] = set()
+        self._installed = False
+        self._table: LayerTable | None = None
+        self._events: LayerEvents | None = None
+        self._most = MAX_MODULES
+        self.every = _FIRST_EVERY
+        self._done: deque[MeasuredStep] = deque()
+        self._step = self._skip = 0
+        """The step that is measured; how many calls of `at_step` can be left out."""
+        self._began_ns = 0
+        self._paused = False
+        self._gradients_due = True
+        self._idle_ns = 0
+        """What the training thread has spent between two samples in deciding."""
+        self._window: LayerSums | None = None
+        self._windows = 0
+        self._window_s = _FIRST_WINDOW_S
+        self._costs: deque[float] = deque(maxlen=15)
+        self._takes: deque[float] = deque(maxlen=15)
+
+    # -- the training thread -------------------------------------------------------------------------
+
+    def at_step(self) -> None:
+        """Begin and end samples where steps do; raises nothing."""
+        self._skip -= 1
+        if self._skip > 0 and not self._calls.on:
+            return
+        began = self._clock()
+        try:
+            found = self._recorder.step_now(_SETTLE_S)
+            if found is not None:
+                self._decide(found[0], began)
+        except Exception as error:
+            self._calls.on = False
+            self._ours.failed("layers", error)
+
+    def _decide(self, step: int, began: int) -> None:
+        calls = self._calls
+        if self._began_ns and step > self._step:
+            sample, steps = calls.end(), step - self._step
+            if sample is not None:
+                due, self._gradients_due = self._gradients_due, False
+                gradients = sample.table.gradient_bytes() if due else None
+                took = began - self._began_ns
+                self._done.append(MeasuredStep(self._step, steps, took, sample, gradients, self.every))
+            elif calls.full and calls.next_event - calls.first_event > EVENT_SLOTS // 2:
+                self._most = max(1, self._most // 2)
+            elif calls.captured:
+                self._ours.errors.count("layers: no event inside a graph capture")
+            self._began_ns = 0
+        if self._began_ns:
+            return
+        every = self.every
+        self._skip = every - step % every
+        if step % every == 0 and not self._paused and len(self._done) < _MAX_WAITING:
+            self._step = step
+            calls.begin()
+            self._began_ns = self._clock()
+            self._skip = 0
+        self._idle_ns += self._clock() - began
+
+    # -- the agent's thread --------------------------------------------------------------------------
+
+    def obey(self, command: wire.Command) -> None:
+        """Measure as many steps as a command asks for; it is repeated, and each is done once."""
+        wanted = msgspec.convert(command.args, LayersCommand)
+        if wanted.id not in self._asked:
+            self._asked.add(wanted.id)
+            self._wanted = wanted
+
+    def turn(self, final: bool = False) -> list[LayerWindow]:
+        """Go on; return the windows that are over."""
+        if not (self._always or self._wanted is not None):
+            if self._installed:
+                self._remove()
+            return self._fold(final) if self._window is not None else []
+        if not self._installed and not self._install():
+            return []
+        began = time.thread_time_ns()
+        over = self._fold(final)
+        if self._window is not None:
+            self._window.cost_ns += time.thread_time_ns() - began
+        return over
+
+    def abandon(self) -> None:
+        """Put everything back: this process is no longer watched. What was measured is sent."""
+        self._always, self._wanted = False, None
+        if self._installed:
+            self._remove()
+
+    def forked(self) -> None:
+        """In a child of this process, which has only the thread that forked: measure nothing."""
+        self._always, self._wanted, self._calls.on = False, None, False
+        self._patcher.restore()
+
+    def _install(self) -> bool:
+        """Begin, once the roots are known and a step is over; return whether that is done."""
+        if self._recorder.steps.rows.first or not self._find():
+            return False
+        self._calls.install(self._patcher)
+        self._installed = True
+        self._recorder.each_step(self.at_step)
+        return True
+
+    def _find(self) -> bool:
+        """Look for the layers of the model as it is now; return whether these are what is measured."""
+        roots = self._ours.roots.modules()
+        if not roots:
+            self._ours.missing.setdefault(
+                "layers", "no root module is known: wrap a step in traceml_ray.trace_step(model)"
+            )
+            return False
+        self._ours.missing.pop("layers", None)
+        try:
+            table = LayerTable(roots, self._most)
+        except RuntimeError:  # a module gets another part at this moment: asked again
+            return False
+        on_device = self._device.another is not None and not self._calls.broken
+        same = self._table is not None and self._table.same(table)
+        if not same or on_device != (self._events is not None):
+            self._paused = True  # layers and clock change only between two samples
+            if self._calls.on:
+                return False
+            self._done.clear()
+            self._table = table
+            self._calls.use(table)
+            self._use_device(on_device)
+        self._paused = False
+        return True
+
+    def _use_device(self, on: bool) -> None:
+        self._calls.api = self._events = None
+        if on and self._device.another is not None:
+            api = self._device.another()
+            self._events = LayerEvents(api, self._calls)
+            self._events.make_room(self._calls.next_event)
+            self._calls.api = api
+
+    def _remove(self) -> None:
+        self._installed = False
+        self._recorder.no_step(self.at_step)
+        self._calls.on = False
+        self._patcher.restore()
+        self._began_ns = 0
+
+    def _fold(self, final: bool) -> list[LayerWindow]:
+        """Add up what was measured; return the window that is over."""
+        if self._window is None and not self._open():
+            return []
+        window = self._window
+        assert window is not None
+        while self._done:
+            step = self._done[0]
+            times = self._times_of(step.sample)
+            if times is None and len(self._done) < _MAX_WAITING:
+                break  # the device is not done with it
+            self._done.popleft()
+            if times and step.sample.table is self._table and step.steps == 1:
+                window.add(step, times)
+                self._weigh(step)
+        if self._events is not None and not self._calls.broken:
+            oldest = self._done[0].sample.first_event if self._done else self._calls.first_event
+            self._events.make_room(oldest)
+        if not (final or self._is_over(window)):
+            return []
+        return [self._close(window)] if window.steps else []
+
+    def _times_of(self, sample: Sample) -> list[int] | None:
+        """Return the times of a sample; None: not known yet, empty: not known."""
+        if sample.times or self._events is None:
+            return sample.times
+        if self._calls.broken:
+            return []
+        try:
+            return self._events.times(sample)
+        except Exception as error:
+            self._calls.broken, self._calls.api = True, None
+            self._ours.failed("layers", error)
+            return []
+
+    def _is_over(self, window: LayerSums) -> bool:
+        wanted = self._wanted
+        lost = self._calls.broken and self._events is not None
+        if lost or not self._installed or window.asked != ("" if wanted is None else wanted.id):
+            if not window.steps:
+                self._window = None
+            return True
+        if wanted is not None:
+            return window.steps >= wanted.steps
+        return window.steps > 0 and self._clock() - window.began_ns >= self._window_s * 1e9
+
+    def _open(self) -> bool:
+        if not self._find():
+            return False
+        assert self._table is not None
+        self._gradients_due = True
+        asked = "" if self._wanted is None else self._wanted.id
+        self._window = LayerSums(self._table, self._clock(), asked, self._events is not None)
+        return True
+
+    def _close(self, window: LayerSums) -> LayerWindow:
+        exchange = self._recorder.exchange
+        window.cost_ns += self._idle_ns
+        self._idle_ns = 0
+        waits = exchange.coupled or self._shares_layers()
+        made = window.made(self._windows, self.every, self._clock(), waits)
+        self._windows += 1
+        self._window = None
+        if self._wanted is not None and self._wanted.id == window.asked:
+            self._wanted = None
+        self._window_s = min(2 * self._window_s, _MAX_WINDOW_S)
+        return made
+
+    def _shares_layers(self) -> bool:
+        """Whether layers exchange something themselves: what they wait for is in their times."""
+        strategy = self._ours.strategy
+        return any(word in strategy for word in ("fsdp", "tp", "pp", "deepspeed"))
+
+    def _weigh(self, step: MeasuredStep) -> None:
+        """Choose how many steps are measured by what it costs."""
+        cost = step.cost_ns
+        self._costs.append(cost)
+        self._takes.append(max(1, step.took_ns - cost))
+        typical, takes = _median(self._costs), _median(self._takes)
+        every = 1
+        while typical / every > MAX_SHARE * takes and every < MAX_EVERY:
+            every *= 2
+        self.every = every
+
+
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,168 @@
+"""Which modules of a model are its layers: their names, what is inside them, how large they are."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from traceml_ray.layer_messages import Region
+
+MAX_MODULES = 1000
+"""Of a larger model those nearest to the root; what is inside them is their own time."""
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+"""What a module that wraps another one calls that; names are without."""
+_MAX_NAME, _MAX_KIND = 120, 60
+
+
+class Layer(NamedTuple):
+    """One layer of the table."""
+
+    name: str
+    kind: str
+    region: Region
+
+
+class LayerTable:
+    """
+    The layers of some root modules, by number.
+
+    Modules are held by id, parameters by weak references: the table keeps nothing alive.
+
+    Args:
+        roots: the root modules; two, as of a GAN, are told apart by their classes.
+        most: how many layers there may be.
+    """
+
+    def __init__(self, roots: list[Any], most: int = MAX_MODULES) -> None:
+        self.layers: list[Layer] = []
+        self.by_id: dict[int, int] = {}
+        """Number of a layer by the id of its module."""
+        self.closed: set[int] = set()
+        """Layers inside which nothing is measured."""
+        self.accelerated = False
+        self._own: list[list[weakref.ref[Any]]] = []
+        found = list(_found(roots))
+        for depth in sorted({each.depth for each in found}, reverse=True):
+            if len(found) <= most:
+                break
+            found = [each for each in found if each.depth < depth]
+        for each in found:
+            self.by_id[id(each.module)] = len(self.layers)
+            if each.layer.region in ("compiled", "graph"):
+                self.closed.add(len(self.layers))
+            self.layers.append(each.layer)
+        self._divide(roots)
+        self.parameter_bytes = self._bytes(lambda parameter: parameter)
+
+    def _divide(self, roots: list[Any]) -> None:
+        """Give each parameter to the innermost layer that it is in, once."""
+        self._own = [[] for _ in self.layers]
+        seen: set[int] = set()
+        for root in roots:
+            waiting = [(root, self.by_id.get(id(root)))]
+            while waiting:
+                module, owner = waiting.pop()
+                owner = self.by_id.get(id(module), owner)
+                if id(module) in seen or owner is None:
+                    continue
+                seen.add(id(module))
+                for parameter in list(module._parameters.values()):
+                    if parameter is not None and id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        self._own[owner].append(weakref.ref(parameter))
+                        self.accelerated |= parameter.device.type not in ("cpu", "meta")
+                waiting += [(inside, owner) for inside in module._modules.values() if inside is not None]
+
+    def gradient_bytes(self) -> list[int | None]:
+        """Return how large the gradients of each layer are on this rank; None where there are none now."""
+        return self._bytes(lambda parameter: parameter.grad)
+
+    def _bytes(self, of: Callable[[Any], Any]) -> list[int | None]:
+        found: list[int | None] = []
+        for own in self._own:
+            sizes = [
+                _size(tensor) for ref in own if (p := ref()) is not None and (tensor := of(p)) is not None
+            ]
+            found.append(sum(sizes) if sizes or not own else None)
+        return found
+
+    def compile(self, at: int) -> None:
+        """Note that a layer is called through torch.compile."""
+        self.layers[at] = self.layers[at]._replace(region="compiled")
+        self.closed.add(at)
+
+    def same(self, other: LayerTable) -> bool:
+        """Return whether the layers are the same modules."""
+        return self.by_id == other.by_id and self.layers == other.layers
+
+
+class _Found(NamedTuple):
+    module: Any
+    layer: Layer
+    depth: int
+
+
+def _found(roots: list[Any]) -> Iterator[_Found]:
+    """Yield the layers of all roots, in the order of the model; of FSDP only what is gathered as one."""
+    taken: set[int] = set()
+    tops: Counter[str] = Counter()
+    for root in roots:
+        sharded = any(_is_sharded(module) for module in list(root.modules()))
+        top = _unwrapped(root)[-1].__class__.__name__ if len(roots) > 1 else ""
+        tops[top] += 1
+        waiting = [(root, f"{top} {tops[top]}" if tops[top] > 1 else top, 0)]
+        while waiting:
+            module, name, depth = waiting.pop()
+            if id(module) in taken:
+                continue
+            chain = _unwrapped(module)
+            taken.update(map(id, chain))
+            region: Region = next((found for each in chain if (found := _region(each))), "")
+            if depth == 0 or not sharded or any(map(_is_sharded, chain)):
+                kind = type(chain[-1]).__name__[:_MAX_KIND]
+                yield _Found(module, Layer(name[-_MAX_NAME:], kind, region), depth)
+            if region not in ("compiled", "graph"):
+                inside = [(child, each) for child, each in chain[-1]._modules.items() if each is not None]
+                waiting += [
+                    (each, f"{name}.{child}".lstrip("."), depth + 1) for child, each in reversed(inside)
+                ]
+
+
+def _unwrapped(module: Any) -> list[Any]:
+    """Return a module, the one that it is only a wrapper of, and so on."""
+    chain = [module]
+    while len(module._modules) == 1:
+        ((name, inside),) = module._modules.items()
+        if name not in _WRAPPERS or inside is None:
+            break
+        module = inside
+        chain.append(module)
+    return chain
+
+
+def _region(module: Any) -> Region:
+    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+        return "compiled"
+    forward = module.__dict__.get("forward")
+    if forward is not None and getattr(forward, "__module__", None) == "torch.cuda.graphs":
+        return "graph"
+    return "sharded" if _is_sharded(module) else ""
+
+
+def _is_sharded(module: Any) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    return any(kind is not None and isinstance(module, kind) for kind in kinds)
+
+
+def _size(tensor: Any) -> int:
+    """Return how many bytes a tensor has on this rank; only its shape is looked at."""
+    import torch
+
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return int(tensor.numel() * tensor.element_size())

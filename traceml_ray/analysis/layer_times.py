@@ -1,0 +1,382 @@
+"""
+Layers of a model, rank beside rank: where the time of a step goes inside the model, and which layer takes
+longer on one rank than on its peers.
+
+Times are ms of a measured step, bytes are of one step; what is not known is None (in arrays NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.thresholds import LayerLimits
+from traceml_ray.layer_messages import OTHERS, LayerSum, LayerWindow, Region
+
+Float = np.ndarray[Any, np.dtype[np.float64]]
+Phase = Literal["forward", "backward", "forward and backward"]
+REST = "all other layers"
+_SHOWN_RANKS = 16
+_MAX_FINDINGS = 8
+_FEW_RANKS = 8
+"""Of so many or more, the median of all ranks is that of the others of each."""
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """One layer: medians over the ranks. `forward_ms` and `backward_ms` are without the layers inside it."""
+
+    name: str
+    """As `named_modules` has it; "" is the model itself."""
+    kind: str
+    """Its class; "" for the row that is all layers which are not listed."""
+    region: Region
+    parent: int | None
+    """Position of the layer that it is in."""
+    calls: float
+    """In a step."""
+    recomputed: float
+    """Calls of a step inside a backward: their time is in `backward_ms`."""
+    forward_ms: float
+    backward_ms: float
+    total_ms: float
+    """Forward and backward with the layers inside it."""
+    share: float | None
+    """`total_ms` as a share of the model's."""
+    output_bytes: int
+    """Of what it returns, an estimate of its activations; the largest of the ranks, as of all bytes."""
+    parameter_bytes: int | None
+    gradient_bytes: int | None
+    worst_rank: int | None
+    """Which takes longest in it, without the layers inside it; None where there is one rank."""
+    worst_ms: float | None
+
+
+class LayerFinding(msgspec.Struct, frozen=True):
+    """A layer that takes longer on a rank than on its peers, or (`layer` None) a rank where all layers do."""
+
+    rank: int
+    node: str | None
+    layer: str | None
+    kind: str
+    phase: Phase
+    excess_ms: float
+    own_ms: float
+    peers_ms: float
+    """Median of the others."""
+    why: str
+
+
+class Layers(msgspec.Struct, frozen=True):
+    """What was measured of the layers of a run; `ranks` is empty where nothing was."""
+
+    ranks: list[int] = []
+    steps: int = 0
+    """That were measured, on the rank with the fewest."""
+    first_step: int | None = None
+    last_step: int | None = None
+    every: int | None = None
+    """One step in so many is measured; the largest of the ranks."""
+    cost_pct: float | None = None
+    """What measuring costs the rank that it costs most, of its time."""
+    clock: str | None = None
+    """host or device."""
+    model_ms: float | None = None
+    """All layers together, median of the ranks."""
+    layers: list[Layer] = []
+    findings: list[LayerFinding] = []
+    limits: list[str] = []
+    """What these numbers do not show, in sentences."""
+    per_rank_ms: dict[int, list[float | None]] = {}
+    """Of some ranks, those that were found first: `forward_ms + backward_ms` of each of `layers`."""
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """One rank's layers: arrays of n."""
+
+    rank: int
+    node: str | None
+    windows: Sequence[LayerWindow]
+    sums: Sequence[LayerSum]
+    """The newest of each layer, for what it is called and how large it is."""
+    columns: dict[str, Float]
+    """calls, recomputed, forward, backward (ms) of a step; error: that of their sum, ms²."""
+
+
+def of_windows(rank: int, node: str | None, windows: Sequence[LayerWindow]) -> RankLayers:
+    """Return what the windows of a rank come to; of a layer that is in some of them, those count."""
+    found: dict[tuple[str, bool], list[Any]] = {}
+    for window in windows:
+        for one in window.layers:
+            known = found.setdefault((one.name, one.kind == OTHERS), [one, np.zeros(6)])
+            known[0] = one
+            times = one.forward_ns / 1e6, one.backward_ns / 1e6, one.squares / 1e12
+            known[1] += (window.steps, one.calls, one.recomputed, *times)
+    sums = [one for one, _ in found.values()]
+    steps, calls, recomputed, forward, backward, squares = (
+        np.array([totals for _, totals in found.values()]).reshape(-1, 6).T
+    )
+    mean = (forward + backward) / steps
+    spread = np.maximum(0.0, squares / steps - mean**2)
+    return RankLayers(
+        rank,
+        node,
+        windows,
+        sums,
+        {
+            "calls": calls / steps,
+            "recomputed": recomputed / steps,
+            "forward": forward / steps,
+            "backward": backward / steps,
+            "error": spread / np.maximum(1.0, steps - 1),
+        },
+    )
+
+
+def layers_of(ranks: Sequence[RankLayers], limits: LayerLimits) -> Layers:
+    """Return the layers of all ranks side by side."""
+    ranks = [each for each in ranks if each.sums]
+    if not ranks:
+        return Layers()
+    table = _Table(ranks)
+    windows = [window for each in ranks for window in each.windows]
+    waits = any(window.waits for window in windows)
+    findings = [] if waits else _findings(table, limits)
+    total = np.nanmedian(np.nansum(table.own, axis=1))
+    return Layers(
+        ranks=[each.rank for each in ranks],
+        steps=min(sum(window.steps for window in each.windows) for each in ranks),
+        first_step=min(window.first_step for window in windows),
+        last_step=max(window.last_step for window in windows),
+        every=max(each.windows[-1].every for each in ranks),
+        cost_pct=max(_cost_pct(each.windows) for each in ranks),
+        clock="device" if all(window.clock == "device" for window in windows) else "host",
+        model_ms=float(total),
+        layers=table.layers(float(total)),
+        findings=findings,
+        limits=_limits(windows, waits),
+        per_rank_ms=table.some_ranks(findings),
+    )
+
+
+def _cost_pct(windows: Iterable[LayerWindow]) -> float:
+    return 100 * sum(w.cost_ns for w in windows) / max(1, sum(w.spent_ns for w in windows))
+
+
+def _limits(windows: Sequence[LayerWindow], waits: bool) -> list[str]:
+    said = []
+    if waits:
+        said.append(
+            "Times contain waits for other ranks, which exchange something inside the layers: the rank that "
+            "takes longest may be one that waits, so no rank is named."
+        )
+    if any(window.accelerated and window.clock == "host" for window in windows):
+        said.append(
+            "Times are those of the host, which launches the work of the device: those of the device are "
+            "taken with TRACEML_DEVICE_CLOCK=1."
+        )
+    if others := max(window.others for window in windows):
+        said.append(f"Of the {text.count(others, 'layer')} that took least there is one row: {REST}.")
+    regions = {one.region for window in windows for one in window.layers}
+    for region, what in _REGIONS.items():
+        if region in regions:
+            said.append(what)
+    return said
+
+
+_REGIONS = {
+    "compiled": "What torch.compile compiles is one layer: nothing inside it is seen.",
+    "graph": "What a CUDA graph replays is one layer: nothing inside it is seen.",
+    "sharded": "Under FSDP a layer is what is gathered as one; the wait for its parameters is in its time.",
+}
+
+
+class _Table:
+    """Ranks × layers; NaN where a rank has not got a layer."""
+
+    def __init__(self, ranks: Sequence[RankLayers]) -> None:
+        self.ranks = ranks
+        longest = sorted(ranks, key=lambda each: -len(each.sums))
+        self.sums = {(one.name, one.kind): one for each in longest for one in each.sums}
+        at = {key: index for index, key in enumerate(self.sums)}
+        self.columns: dict[str, Float] = {}
+        for name in ranks[0].columns:
+            self.columns[name] = np.full((len(ranks), len(at)), np.nan)
+            for row, each in enumerate(ranks):
+                places = [at[one.name, one.kind] for one in each.sums]
+                self.columns[name][row, places] = each.columns[name]
+        self.own = self.columns["forward"] + self.columns["backward"]
+        names = {one.name: index for index, one in enumerate(self.sums.values()) if one.kind != OTHERS}
+        self.parents = [
+            None if one.kind == OTHERS else _parent(one.name, names) for one in self.sums.values()
+        ]
+
+    def total(self, column: Float) -> Float:
+        """Return a column with what is inside each layer added to it."""
+        found = column.copy()
+        depths = [one.name.count(".") + bool(one.name) for one in self.sums.values()]
+        for index in sorted(range(len(depths)), key=lambda index: -depths[index]):
+            parent = self.parents[index]
+            if parent is not None:
+                found[:, parent] = np.nansum([found[:, parent], found[:, index]], axis=0)
+        return found
+
+    def layers(self, model_ms: float) -> list[Layer]:
+        """Return the layers in the order of the model."""
+        middle = {name: _median(column) for name, column in self.columns.items()}
+        total = _median(self.total(self.own))
+        several = len(self.ranks) > 1
+        found = []
+        for index, (key, parent) in enumerate(zip(self.sums, self.parents, strict=True)):
+            own = self.own[:, index]
+            worst = int(np.nanargmax(own))
+            sizes = [one for each in self.ranks for one in each.sums if (one.name, one.kind) == key]
+            found.append(
+                Layer(
+                    name=key[0] if key[1] != OTHERS else REST,
+                    kind=key[1],
+                    region=self.sums[key].region,
+                    parent=parent,
+                    calls=float(middle["calls"][index]),
+                    recomputed=float(middle["recomputed"][index]),
+                    forward_ms=float(middle["forward"][index]),
+                    backward_ms=float(middle["backward"][index]),
+                    total_ms=float(total[index]),
+                    share=float(total[index]) / model_ms if model_ms else None,
+                    output_bytes=max(one.output_bytes for one in sizes),
+                    parameter_bytes=_largest(one.parameter_bytes for one in sizes),
+                    gradient_bytes=_largest(one.gradient_bytes for one in sizes),
+                    worst_rank=self.ranks[worst].rank if several else None,
+                    worst_ms=float(own[worst]) if several else None,
+                )
+            )
+        return found
+
+    def some_ranks(self, findings: Sequence[LayerFinding]) -> dict[int, list[float | None]]:
+        """Return the times of some ranks: those that were found, then those that take longest."""
+        named = {each.rank for each in findings}
+        longest = np.nansum(self.own, axis=1)
+        order = sorted(range(len(self.ranks)), key=lambda r: (self.ranks[r].rank not in named, -longest[r]))
+        kept = sorted(order[:_SHOWN_RANKS], key=lambda row: self.ranks[row].rank)
+        return {self.ranks[r].rank: [None if v != v else float(v) for v in self.own[r]] for r in kept}
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _median(rows: Float) -> Float:
+    """Return the median of each column of what is known; NaN where nothing is."""
+    found, known = np.full(rows.shape[1], np.nan), np.flatnonzero(~np.isnan(rows).all(axis=0))
+    found[known] = np.nanmedian(rows[:, known], axis=0)
+    return found
+
+
+def _parent(name: str, names: dict[str, int]) -> int | None:
+    """Return the position of the listed layer that a layer is in."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return names[name]
+    return None
+
+
+# -- which layer takes longer on one rank ----------------------------------------------------------------
+
+
+def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
+    """Return what takes longer on a rank than on its peers, the largest excess first."""
+    enough = [sum(window.steps for window in each.windows) >= limits.steps for each in table.ranks]
+    if sum(enough) < 2:
+        return []
+    own, total, error = table.own, table.total(table.own), table.total(table.columns["error"])
+    found = []
+    for row, each in enumerate(table.ranks):
+        others = np.array(enough)
+        if len(table.ranks) < _FEW_RANKS:
+            others[row] = False
+        if not enough[row] or not others.any():
+            continue
+        slower = _slower_by(own[row], _median(own[others]))
+        peers = _median(total[others])
+        excess = total[row] - slower * peers
+        scatter = 1.4826 * _median(np.abs(total[others] - peers))
+        noise = np.sqrt(error[row] + _median(error[others]) + scatter**2)
+        model = float(np.nansum(_median(own[others])))
+        least = np.maximum(limits.least_ms, np.maximum(limits.of_layer * peers, limits.of_model * model))
+        stands_out = (excess >= least) & (excess > limits.errors * noise)
+        for index in _deepest(table, stands_out, excess):
+            found.append(_finding(table, row, index, others, float(excess[index])))
+        whole = float(np.nansum(own[row])) - model
+        if slower >= limits.slower and whole > limits.least_ms:
+            found.append(_all_layers(each, slower, model + whole, model))
+    return sorted(found, key=lambda each: -each.excess_ms)[:_MAX_FINDINGS]
+
+
+def _slower_by(own: Float, peers: Float) -> float:
+    """
+    Return by which factor a rank is slower than its peers in all layers; 1 where it is not. Half of the
+    layers are at least that much slower, and those that half of the time goes to.
+    """
+    large = np.flatnonzero((peers > 0.01 * np.nansum(peers)) & ~np.isnan(own))
+    if len(large) < 3:
+        return 1.0
+    ratios, order = own[large] / peers[large], np.argsort(own[large] / peers[large])
+    spent = np.cumsum(peers[large][order])
+    of_time = ratios[order][np.searchsorted(spent, spent[-1] / 2)]
+    return max(1.0, float(min(np.median(ratios), of_time)))
+
+
+def _deepest(table: _Table, stands_out: np.ndarray[Any, Any], excess: Float) -> list[int]:
+    """Return the layers that stand out, without those in which others explain most of it; not the model."""
+    inside = np.zeros(len(excess))
+    for index in np.flatnonzero(stands_out):
+        parent = table.parents[index]
+        while parent is not None and not stands_out[parent]:
+            parent = table.parents[parent]
+        if parent is not None:
+            inside[parent] += excess[index]
+    names = [one.name for one in table.sums.values()]
+    return [
+        int(index)
+        for index in np.flatnonzero(stands_out)
+        if names[index] and inside[index] < 0.7 * excess[index]
+    ]
+
+
+def _finding(table: _Table, row: int, index: int, others: Any, excess: float) -> LayerFinding:
+    one, each = [*table.sums.values()][index], table.ranks[row]
+    parts = {}
+    for name in ("forward", "backward"):
+        column = table.total(table.columns[name])[:, index]
+        parts[name] = float(column[row]), float(np.nanmedian(column[others]))
+    more = {name: own - peers for name, (own, peers) in parts.items()}
+    phase: Phase = "forward and backward"
+    if more["forward"] > 0.8 * sum(more.values()):
+        phase = "forward"
+    elif more["backward"] > 0.8 * sum(more.values()):
+        phase = "backward"
+    chosen = [parts[phase]] if phase in parts else [*parts.values()]
+    own_ms, peers_ms = sum(own for own, _ in chosen), sum(peers for _, peers in chosen)
+    at = f" ({each.node})" if each.node else ""
+    why = (
+        f"layer {one.name} ({one.kind}) takes {text.ms(excess)} longer on rank {each.rank}{at}: "
+        f"{text.ms(own_ms)} in {phase}, where the median of its peers is {text.ms(peers_ms)}"
+    )
+    return LayerFinding(each.rank, each.node, one.name, one.kind, phase, excess, own_ms, peers_ms, why)
+
+
+def _all_layers(each: RankLayers, slower: float, own_ms: float, peers_ms: float) -> LayerFinding:
+    at = f" ({each.node})" if each.node else ""
+    why = (
+        f"all layers take longer on rank {each.rank}{at}, {text.times(slower)} as long as on its peers: it "
+        f"is no single layer ({text.ms(own_ms)} a step, where the median of the others is "
+        f"{text.ms(peers_ms)})"
+    )
+    excess = own_ms - peers_ms
+    return LayerFinding(each.rank, each.node, None, "", "forward and backward", excess, own_ms, peers_ms, why)

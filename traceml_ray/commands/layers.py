@@ -1,0 +1,83 @@
+"""The command `traceml-ray layers`: where the time of a step goes inside the model, on which rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import progress, wire
+from traceml_ray.store import query
+from traceml_ray.text import one_line
+
+LIMIT_S = 600.0
+"""How long the ranks are waited for; they go on all the same."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray layers`."""
+    command.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"have so many steps of a live session measured first, 1 to {wire.MAX_LAYER_STEPS}",
+    )
+    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was measured; return the exit code."""
+    from traceml_ray import session
+    from traceml_ray.launchers.control import ControlError, request
+    from traceml_ray.layer_call import measured
+    from traceml_ray.reports.answers import Answers
+    from traceml_ray.reports.layer_report import render_layers
+    from traceml_ray.settings import Settings
+
+    settings = Settings.load(out=arguments.out)
+    folder = session.find(arguments.session, settings.out)
+    answers, asked = Answers(folder, settings.thresholds), secrets.token_hex(8)
+    try:
+        if arguments.steps is None:
+            found = answers.answer(query.Layers(arguments.run))
+        else:
+            wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
+            request(folder, wire.Request(wire.VERSION, asked, layers=wanted), LIMIT_S)
+            with progress.shown("layers"):
+                found = measured(
+                    answers.answer,
+                    asked,
+                    arguments.run,
+                    LIMIT_S,
+                    goes_on=lambda: session.holder(folder) is not None,
+                )
+    except ValueError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    except ControlError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
+    finally:
+        answers.close()
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2))
+    elif found.ranks:
+        print(render_layers(found), end="")
+    else:
+        print(f"traceml-ray: {_nothing(folder, arguments.steps)}", file=sys.stderr)
+    return 0 if found.ranks else 1
+
+
+def _nothing(folder: Path, steps: int | None) -> str:
+    name = one_line(folder.name)
+    if steps is not None:
+        return f"no rank of session {name!r} has measured its layers; `traceml-ray status` may say why"
+    return (
+        f"no layer was measured in session {name!r}; start the job with --deep, or ask for some steps with "
+        "--steps while it runs"
+    )

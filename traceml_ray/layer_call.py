@@ -1,0 +1,49 @@
+"""Waits for layers that a person has asked to have measured."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from traceml_ray import progress, text, wire
+from traceml_ray.analysis.layer_times import Layers
+from traceml_ray.store import query
+
+_POLL_S = 0.2
+
+
+def ask_layers(
+    ask: Callable[[query.Request[Any]], Any], steps: int | None, run: str | None, timeout: float
+) -> Layers:
+    """Return what `Session.layers` does; `ask` returns the answer to a question."""
+    if steps is None:
+        found: Layers = ask(query.Layers(run))
+        return found
+    asked = secrets.token_hex(8)
+    ask(query.StartLayers(asked, wire.LayersRequest.checked(steps, run)))
+    return measured(ask, asked, run, timeout)
+
+
+def measured(
+    ask: Callable[[query.Request[Any]], Any],
+    asked: str,
+    run: str | None,
+    timeout: float,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Layers:
+    """
+    Return what was measured for the request `asked`, once all living ranks have; after `timeout` s, or when
+    the session no longer `goes_on`, what there is by then.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        last = not goes_on() or time.monotonic() > deadline
+        found: Layers = ask(query.Layers(run, asked))
+        living = sum(not process.ended for process in ask(query.Ranks(run)).values())
+        if last or (found.ranks and len(found.ranks) >= living):
+            return found
+        share = len(found.ranks) / living if living else None
+        progress.advance(f"layers: measured by {len(found.ranks):,} of {text.count(living, 'rank')}", share)
+        time.sleep(_POLL_S)

@@ -1,0 +1,82 @@
+"""Requests to have layers measured, on their way to the ranks of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.errors import Errors
+from traceml_ray.layer_messages import LAYERS_EVENT
+from traceml_ray.monitor.live_runs import RunNow
+
+SAID_S = 30.0
+"""For so long a command is part of all replies: every relay has asked by then."""
+WAIT_S = 120.0
+"""A request that came before its run waits so long for it."""
+MAX_WAITING = 8
+
+
+class LayerRequests:
+    """
+    One per session; any thread may call it.
+
+    Args:
+        errors: the aggregator's, by place.
+        runs: the runs that go on.
+        ticks: monotonic seconds.
+    """
+
+    def __init__(self, errors: Errors, runs: Callable[[], list[RunNow]], ticks: Callable[[], float]) -> None:
+        self._errors, self._runs, self._ticks = errors, runs, ticks
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[wire.LayersRequest, str, float]] = []
+        self._said: list[tuple[wire.Command, float]] = []
+        self.commands: list[wire.Command] = []
+        """For the ranks, sent with every reply to a relay."""
+
+    def ask(self, request: wire.LayersRequest, asked: str) -> None:
+        """Take the request of a person, by its id."""
+        with self._lock:
+            if len(self._waiting) + len(self._said) >= MAX_WAITING:
+                self._errors.count("layers: too many requests wait")
+                return
+            self._waiting.append((request, asked, self._ticks()))
+
+    def take(self, event: wire.Event) -> None:
+        """Take an event of a node, if it is a request."""
+        if event.kind == LAYERS_EVENT:
+            try:
+                self.ask(*wire.LayersRequest.of_event(event.data))
+            except ValueError as error:
+                self._errors.note("layers request", error)
+
+    def turn(self) -> None:
+        """
+        Have the ranks of a run told what is new, and no longer what all have heard; once a second. An error
+        is counted.
+        """
+        try:
+            if self._waiting or self._said:
+                runs = self._runs()  # takes another lock
+                with self._lock:
+                    self._turn(runs)
+        except Exception as error:
+            self._errors.swallow("layers", error)
+
+    def _turn(self, runs: list[RunNow]) -> None:
+        now, waiting = self._ticks(), []
+        for request, asked, since in self._waiting:
+            run = next((run for run in reversed(runs) if request.run in (None, run.run, run.name)), None)
+            if run is not None:
+                command = wire.LayersCommand(id=asked, run=run.run, steps=request.steps)
+                self._said.append((wire.Command("layers", msgspec.structs.asdict(command)), now))
+            elif now - since > WAIT_S:
+                self._errors.count("layers: no such run goes on")
+            else:
+                waiting.append((request, asked, since))
+        self._waiting = waiting
+        self._said = [(command, since) for command, since in self._said if now - since < SAID_S]
+        self.commands = [command for command, _ in self._said]

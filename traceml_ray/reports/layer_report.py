@@ -1,0 +1,122 @@
+"""The layers of a run: from a session file, in the summary, and as a report says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.analysis.layer_times import Layers, layers_of, of_windows
+from traceml_ray.analysis.thresholds import LayerLimits
+from traceml_ray.reports.layout import Columns, Facts, Table, laid_out, page
+from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.session_file import SessionFile
+
+_LIMITS = LayerLimits()
+NONE_LONGER = "No layer takes longer on one rank than on its peers."
+_ROWS, _LINES = 20, 4
+_NAME, _KIND = 26, 18
+_REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
+
+
+def layers_answer(file: SessionFile, asked: str = "") -> Layers:
+    """Return the layers of a file's run: of all windows, or of those measured for the request `asked`."""
+    ranks = file.ranks()
+    windows = file.layer_windows(process.id for process in ranks.values())
+    if not windows:
+        return Layers()
+    labels = process_labels(file.cluster(), ranks.values())
+    found = []
+    for rank, process in ranks.items():
+        own = [one for one in windows.get(process.id, ()) if not asked or one.asked == asked]
+        if own:
+            found.append(of_windows(rank, labels.get(process.id), own))
+    return layers_of(found, _LIMITS)
+
+
+def layers_block(found: Layers) -> dict[str, Any]:
+    """Return what was `found` for the summary."""
+    shown: dict[str, Any] = msgspec.to_builtins(found, str_keys=True)
+    return shown
+
+
+def render_layers(found: Layers) -> str:
+    """Return all layers as text."""
+    block = layers_block(found)
+    return page([laid_out(layers_facts(block)), laid_out(layers_table(block, len(found.layers)))])
+
+
+def layers_facts(block: Mapping[str, Any]) -> Facts:
+    """Return what a report says about layers: who takes longer in which, and what that is of."""
+    if not block.get("ranks"):
+        return Facts()
+    found = [_sentence(one["why"]) for one in block["findings"]]
+    none = NONE_LONGER if len(block["ranks"]) > 1 else ""
+    first, *others = found or [none if not _waits(block) else ""]
+    more = f"and {len(others) - _LINES} more" if len(others) > _LINES else ""
+    first, *rest = list(filter(None, [first, *others[:_LINES], more, about_layers(block), *block["limits"]]))
+    return Facts(("Layers", first), *(("", line) for line in rest))
+
+
+def _waits(block: Mapping[str, Any]) -> bool:
+    return any("waits for other ranks" in limit for limit in block["limits"])
+
+
+def _sentence(why: str) -> str:
+    return f"{why[:1].upper()}{why[1:]}."
+
+
+def about_layers(block: Mapping[str, Any]) -> str:
+    """Return which steps the times are of, on whose clock, and what measuring costs."""
+    every = f", one in {block['every']}" if (block["every"] or 1) > 1 else ""
+    return (
+        f"Measured in {text.count(block['steps'], 'step')} of {text.ranks(block['ranks'])}{every}, on the "
+        f"clock of the {block['clock']}; that costs {text.percent(block['cost_pct'])} of the time."
+    )
+
+
+def layers_table(block: Mapping[str, Any], most: int = _ROWS) -> Table:
+    """Return the layers that take longest, in the order of the model."""
+    layers: Sequence[dict[str, Any]] = block.get("layers", ())
+    longest = sorted(layers, key=_own, reverse=True)[:most]
+    kept = {id(one) for one in longest}
+    called = any(one["calls"] != 1 for one in longest)
+    recomputed = any(one["recomputed"] for one in longest)
+    columns: Columns = {
+        "layer": lambda one: _tail(layer_name(one), _NAME),
+        "class": lambda one: _tail(one["kind"], _KIND) + region_of(one),
+        **({">calls": lambda one: text.number(one["calls"])} if called else {}),
+        **({">again": lambda one: text.number(one["recomputed"])} if recomputed else {}),
+        ">fwd ms": lambda one: text.number(one["forward_ms"], aligned=True),
+        ">bwd ms": lambda one: text.number(one["backward_ms"], aligned=True),
+        ">largest": lambda one: "" if one["worst_ms"] is None else text.number(one["worst_ms"], aligned=True),
+        ">rank": lambda one: text.plain(one["worst_rank"]) if one["worst_ms"] is not None else "",
+        ">outputs": lambda one: text.size(one["output_bytes"]) if one["output_bytes"] else "",
+        ">params": lambda one: text.size(one["parameter_bytes"]) if one["parameter_bytes"] else "",
+        ">grads": lambda one: text.size(one["gradient_bytes"]) if one["gradient_bytes"] else "",
+    }
+    title = "Layers that take longest" if most < len(layers) else "Layers"
+    title += " (ms a step, without the layers inside; median of the ranks)"
+    return Table(title, columns, [one for one in layers if id(one) in kept])
+
+
+def layer_name(one: Any) -> str:
+    """Return what a layer (a struct, or its dict) is called; the root is "(model)"."""
+    return (one["name"] if isinstance(one, Mapping) else one.name) or "(model)"
+
+
+def region_of(one: Any) -> str:
+    """Return why nothing is seen inside a layer: " (compiled)"; "" where it is."""
+    region = one["region"] if isinstance(one, Mapping) else one.region
+    return f" ({_REGIONS[region]})" if region else ""
+
+
+def _tail(name: str, most: int) -> str:
+    """Return the end of a name, which tells it from others."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _own(one: Mapping[str, Any]) -> float:
+    return float(one["forward_ms"] + one["backward_ms"])
