@@ -78,7 +78,7 @@ class FakeCluster:
 def fake_cluster(nodes: int = 1, cpus: int = 2, *, agents: bool = False) -> Iterator[FakeCluster]:
     """
     Start a cluster, be connected to it, end it; for that long, the environment has what it needs. `agents`:
-    its nodes have Ray's agents, as Ray Train and runtime environments need them: half of the CPU time of a start.
+    its nodes have Ray's agents, as Ray Train and runtime environments need them: half of a start's CPU time.
     """
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))

@@ -43,7 +43,7 @@ def load(ranks: list[Rank]) -> Iterator[None]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [pytest.param(3), pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(4), pytest.param(50, marks=pytest.mark.long)])
 def test_aggregator_killed_at_random_neither_loses_nor_duplicates_rows(kills: int) -> None:
     seed = time.time_ns()
     print(f"seed {seed}")
