@@ -79,6 +79,7 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     if (run := session.newest) is not None:
         yield from _of_run(run)
         yield from _of_steps(run)
+        yield from _of_work(run)
         yield from _of_nodes(run)
 
 
@@ -125,6 +126,23 @@ def _of_steps(run: RunState) -> Iterator[Metric]:
     idle = [((name, rank, run.node_of(rank)), pct / 100) for rank, pct in waits if rank in dict(shown)]
     about = "Share of its time in which the GPU of a rank waited for its host."
     yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")
+
+
+def _of_work(run: RunState) -> Iterator[Metric]:
+    name, work = run.id, run.throughput
+    if work is None:
+        return
+    rates = {"steps": work["steps_per_s"], "samples": work["samples_per_s"], "tokens": work["tokens_per_s"]}
+    series = [((name, what), rate) for what, rate in rates.items()]
+    yield _gauge("throughput", "What the job gets through in a second.", ["run", "what"], series)
+    mfu, best = work["mfu_pct"], work["efficiency_pct"]
+    about = "FLOPs of the model, as a share of what the devices can do."
+    yield _gauge("mfu", about, ["run"], [((name,), mfu and mfu / 100)], "ratio")
+    about = "Time of the fastest 5 % of the steps, as a share of that of the mean one."
+    yield _gauge("efficiency", about, ["run"], [((name,), best and best / 100)], "ratio")
+    yield _gauge(
+        "eta", "How long the steps to come will take.", ["run"], [((name,), work["eta_s"])], "seconds"
+    )
 
 
 def _of_nodes(run: RunState) -> Iterator[Metric]:

@@ -14,11 +14,13 @@ from traceml_ray.views.values import number, rounded
 from .components import spark
 
 
-def data(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+def data(
+    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [
         {**tile._asdict(), "value": number(tile.value), "series": rounded(tile.series)}
-        for tile in tiles(times, columns)
+        for tile in tiles(times, columns, work)
     ]
 
 

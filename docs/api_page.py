@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
     "In a training script": {
-        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "capture_oom", "watch"),
+        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "count", "capture_oom", "watch"),
         "traceml_ray/profile_call.py": ("profile",),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
@@ -44,6 +44,7 @@ SETTINGS = {
     "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits", "CompareLimits"),
 }
 RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
+RATES = {"traceml_ray/step_shapes.py": ("ThroughputNumbers", "Throughput")}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "Source", "Refused"),
     "traceml_ray/analysis/memory/shapes.py": (
@@ -85,6 +86,7 @@ def page() -> str:
     for path in RESULTS:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
+    parts += [shape(node, default=False) for path, names in RATES.items() for node in found(path, names)]
     parts.append("## What files say about memory\n")
     parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
     parts.append("## How two sessions differ\n")

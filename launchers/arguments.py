@@ -30,6 +30,10 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
     add("--interval", help="Seconds between two reports of a rank; default: 0.5.")
     add("--channel", help="How ranks reach their relay: auto, socket or actor.")
     add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")
+    add("--flops", action="store_true", help="Count the model FLOPs of a step, once, for the MFU.")
+    add("--model-flops", metavar="N", help="Model FLOPs of a step of all ranks; nothing is counted then.")
+    add("--device-peak-tflops", metavar="N", help="What one device can do; default: as its maker says.")
+    add("--total-steps", metavar="N", help="How many steps the job will take, for the time that is left.")
     add(
         "--traceml-port",
         type=_port,
@@ -95,6 +99,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         interval=args.interval,
         channel=args.channel,
         deep=args.deep or None,
+        flops=args.flops or None,
+        model_flops=args.model_flops,
+        peak_tflops=args.device_peak_tflops,
+        total_steps=args.total_steps,
         ray_address=args.ray_address
         or os.environ.get("TRACEML_RAY_ADDRESS")
         or os.environ.get("RAY_ADDRESS"),

@@ -72,7 +72,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     All others are those of `traceml_ray.start`; they are for a session that this callback makes, and what
     concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `device_clock`, `memory_history`,
-    `deep`, `debug`) for those of this run.
+    `deep`, `flops`, `model_flops`, `peak_tflops`, `total_steps`, `debug`) for those of this run.
 
     Raises SettingError for a keyword or value that cannot be used.
     """
@@ -112,6 +112,10 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         device_clock: str | None = None,
         memory_history: bool | None = None,
         deep: bool | None = None,
+        flops: bool | None = None,
+        model_flops: float | None = None,
+        peak_tflops: float | None = None,
+        total_steps: int | None = None,
         debug: bool | None = None,
         baseline: str | os.PathLike[str] | None = None,
         thresholds: Thresholds | Mapping[str, float] | None = None,

@@ -191,6 +191,7 @@ class Played:
             "spans": [wire.SpanSum("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
             "strategy": "ddp",
+            "work": [wire.StepWork(self.step, last, n, n, 4 * n, 256 * n, device="NVIDIA H200")] if n else [],
         }
         beside = self._beside(rank, rows) if self._device else {}
         return rank.batch(n, rows=rows.tobytes(), **{**usual, **beside, **fields})

@@ -48,6 +48,10 @@ def start(
     device_clock: str | None = None,
     memory_history: bool | None = None,
     deep: bool | None = None,
+    flops: bool | None = None,
+    model_flops: float | None = None,
+    peak_tflops: float | None = None,
+    total_steps: int | None = None,
     debug: bool | None = None,
     baseline: str | os.PathLike[str] | None = None,
     thresholds: Thresholds | Mapping[str, float] | None = None,
@@ -94,6 +98,12 @@ def start(
             runs out, for PyTorch's memory viewer. Default: False.
         deep: measure the time and memory of each layer, in as many steps as cost at most 3 % of a step.
             Default: False.
+        flops: count the model FLOPs of a step, once, by torch's FlopCounterMode; the third step then takes
+            longer. Default: False.
+        model_flops: model FLOPs of a step of all ranks together, 1 to 1e27; nothing is counted then.
+        peak_tflops: what one device can do, in 10¹² FLOPs a second, 0.0001 to 1e6. Default: what its maker
+            says.
+        total_steps: how many steps the job is going to take, 1 to 1e15.
         debug: raise what is swallowed and counted otherwise, or print it where a thread has to go on.
             Default: False.
         baseline: name or path of a stored session that was good: what steps are expected to cost.

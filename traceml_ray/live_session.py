@@ -37,6 +37,7 @@ from traceml_ray.reports.comparison import Comparison, ask_side, compared, limit
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
 from traceml_ray.settings import Settings
+from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.summary_shape import Summary
@@ -113,6 +114,10 @@ class Session:
     def memory(self, run: str | None = None) -> Memory:
         """Return which rank's memory grew first, and what else is to be said about it."""
         return self._ask(query.Memory(run))
+
+    def throughput(self, run: str | None = None) -> Throughput:
+        """Return samples, tokens and FLOPs a second, and how long the steps to come will take."""
+        return self._ask(query.Throughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return what a rank printed last, `most` lines of stdout and as many of stderr."""

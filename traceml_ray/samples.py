@@ -54,6 +54,34 @@ class MemorySample(Part, frozen=True):
     """What is used of it, without the file cache that can be had back."""
 
 
+class StepWork(Part, frozen=True):
+    """What some steps of a rank were trained on, and what is known of its work. `None` is "not known"."""
+
+    first_step: Count
+    last_step: Count
+    steps: Count
+    """Of these, that have had a batch; 0: only the rest is known."""
+    batches: Count
+    samples: Count | None = None
+    """Of all of them together."""
+    tokens: Count | None = None
+    flops: float | None = None
+    """Of this rank in one step, as counted once."""
+    job_flops: float | None = None
+    """Of all ranks in one step, as told."""
+    flops_step: Count | None = None
+    """The step that they were counted in: it took longer."""
+    dtype: str | None = None
+    """Of what most FLOPs are computed with: bfloat16, tf32, …"""
+    device: str | None = None
+    """Name of its device; `cpu`."""
+    device_id: str | None = None
+    """Tells it from others of that name."""
+    peak_tflops: float | None = None
+    """Of one device, as told."""
+    total_steps: Count | None = None
+
+
 class Output(Part, frozen=True):
     """The newest lines that a rank process wrote to stdout or stderr, since those before."""
 

@@ -75,6 +75,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Measure the time and memory of each layer of the model, in as many steps as cost at most 3 % of a step;
     the other steps are as without.
     """
+    flops: bool = False
+    """
+    Count the model FLOPs of a step once, by torch's FlopCounterMode: the third step then takes longer.
+    """
+    model_flops: float | None = None
+    """Model FLOPs of a step of all ranks together, where they are known: nothing is counted then."""
+    peak_tflops: float | None = None
+    """What one device can do, in 10¹² FLOPs a second; default: what its maker says, where that is known."""
+    total_steps: int | None = None
+    """How many steps the job is going to take."""
     nice: int = 10
     """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
     debug: bool = False
@@ -167,6 +177,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "auto_profile_minutes": (0.1, 1440),
     "output_lines": (0, 200),
     "idle_ttl": (1, 30 * 86_400),
+    "model_flops": (1, 1e27),
+    "peak_tflops": (0.0001, 1e6),
+    "total_steps": (1, 10**15),
     "nice": (0, 19),
     "window_steps": (2, 10_000),
     "first_window_steps": (2, 10_000),

@@ -14,6 +14,7 @@ from traceml_ray.results import (
     VerdictInfo,
     WholeLedger,
 )
+from traceml_ray.step_shapes import ThroughputNumbers
 
 
 class SummaryNode(TypedDict):
@@ -91,6 +92,13 @@ class StepStatistics(TypedDict):
     global_skew_pct: float | None
     node_skew_pct: float | None
     covers: Covers | None
+
+
+class ThroughputStatistics(ThroughputNumbers):
+    """How much the job gets through; of each rank by its number as text."""
+
+    per_rank_samples_per_s: dict[str, float | None]
+    per_rank_tokens_per_s: dict[str, float | None]
 
 
 class StageStatistics(TypedDict):
@@ -349,6 +357,7 @@ class Summary(TypedDict):
     run: str | None
     runs: list[RunInfo]
     steps: StepStatistics
+    throughput: ThroughputStatistics
     stages: list[StageStatistics]
     spans: list[SpanStatistics]
     verdict: VerdictInfo

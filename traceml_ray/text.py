@@ -80,6 +80,17 @@ def size(value: float | None, per: str = "") -> str:
     return f"{number(value, 0 if name == 'B' else None)} {name}{per}"
 
 
+def flops(value: float | None) -> str:
+    """Return a number of floating-point operations as "3.2 TFLOPs"."""
+    if value is None:
+        return NA
+    for name in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(value) < 999.5 or name == "E":
+            break
+        value /= 1000
+    return f"{number(value)} {name}FLOPs"
+
+
 def duration(seconds: float | None) -> str:
     """Return seconds as "0.4 s", "41 s", "16 min", "3.2 h" or "4 d"."""
     if seconds is None:

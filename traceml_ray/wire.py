@@ -42,6 +42,7 @@ from traceml_ray.samples import NodeSample as NodeSample
 from traceml_ray.samples import Output as Output
 from traceml_ray.samples import ProcessSample as ProcessSample
 from traceml_ray.samples import Sharding as Sharding
+from traceml_ray.samples import StepWork as StepWork
 from traceml_ray.samples import UnevenShard as UnevenShard
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
@@ -199,6 +200,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     placement: Placement | None = None
     """None: the job is only data parallel, as far as is known."""
     layers: Annotated[list[LayerWindow], FEW] = []
+    work: Annotated[list[StepWork], FEW] = []
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""

@@ -57,6 +57,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     asked = _columns(cache, run, route)
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
     times = run.times if whole is None else cache.ask(query.Times(run.id, whole))
+    work = run.throughput if whole is None else cache.ask(query.Throughput(run.id, whole))
     columns: Mapping[str, Any] | None = cache.ask(asked)
     spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
     found: dict[str, Any] = {
@@ -68,7 +69,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if not times or not columns or not len(columns["first"]):
         return {**found, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**found, "tiles": tiles.data(times, columns), "heat": heat, "columns": columns}
+    return {**found, "tiles": tiles.data(times, columns, work), "heat": heat, "columns": columns}
 
 
 def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:

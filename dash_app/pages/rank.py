@@ -41,6 +41,7 @@ from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
 _WITH_PROCESSES = 6
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _PROFILES = 3
+_RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
 _OFFERED = 24
 """In place of a rank that is not there."""
 
@@ -72,6 +73,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "mesh": process.placement.get("mesh") or {},
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
+            **{name: number(by_rank(run.throughput, f"rank_{name}").get(rank)) for name in _RATES},
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
@@ -285,6 +287,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
         **({} if (idle := rank["gpu_idle_pct"]) is None else {"GPU idle": text.percent(idle)}),
+        **{shown: text.number(rank[name]) for name, shown in _RATES.items() if rank[name] is not None},
         "process": rank["pid"] and str(rank["pid"]),
         "attempt": rank["attempt"],
         "errors of the monitor": sum((rank["errors"] or {}).values()),

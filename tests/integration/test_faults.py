@@ -58,6 +58,22 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
     assert ledger["dropped"] == {"agent": 0, "relay": 0, "aggregator": 0}
 
 
+def check_throughput(found: dict[str, Any], ranks: int, printed: str) -> None:
+    """Check it against a count by hand, and the pace that the script itself prints."""
+    layers, width, context, batch = (int(number) for number in SMALL[1::2])
+    tokens = ranks * batch * context
+    weights = layers * 12 * width * width + width * 256
+    attention = layers * (2 + 5) * 2 * batch * context * context * width  # products forward, and backward
+    flops = 3 * 2 * weights * tokens + ranks * attention
+    assert (found["tokens_per_step"], found["samples_per_step"]) == (tokens, ranks * batch)
+    assert (found["step_flops"], found["flops_step"], found["dtype"]) == (flops, 2, "float32")
+    pace = [float(ms) for ms in re.findall(r"([\d.]+) ms/step", printed)][1:]
+    by_hand = tokens / (sum(pace) / len(pace) / 1e3)
+    assert found["tokens_per_s"] == pytest.approx(by_hand, rel=0.05)
+    assert found["mfu_pct"] == pytest.approx(100 * flops * by_hand / tokens / (ranks * 0.5e12), rel=0.05)
+    assert (found["why"], found["total_steps"], found["eta_s"]) == ({}, 80, None)
+
+
 @pytest.mark.parametrize(
     ("fault", "rank", "ms", "ranks", "steps", "stage"),
     [
@@ -86,9 +102,11 @@ def test_healthy_run_names_no_rank(tmp_path: Path) -> None:
     """That it trains as without a monitor, to the bit: see `test_chaos`."""
     ranks = 2
     alike = [f"--slow=data:{rank}:30" for rank in range(ranks)]  # a core that another takes costs little
-    done = launch(tmp_path, "s", ranks, 80, *alike, *SMALL)
+    flags = "--flops", "--device-peak-tflops", "0.5", "--total-steps", "80"
+    done = launch(tmp_path, "s", ranks, 80, *alike, *SMALL, flags=flags)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = summary_of(tmp_path, "s")
+    check_throughput(summary["throughput"], ranks, done.stdout)
     verdict = summary["verdict"]  # where others use the cores, one or the other may well be late in turn
     assert (verdict["label"], verdict["rank"]) in (("healthy", None), ("ambiguous", None)), verdict["why"]
     check_ledger(summary, ranks, 80)

@@ -40,6 +40,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
     job.agent = SimpleNamespace(
         recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
+    job.told = {}
+    job.agent.work = SimpleNamespace(tell=lambda **known: job.told.update(known))
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
     yield job
@@ -190,6 +192,7 @@ class HuggingFace:
     def __init__(self, *callbacks: Any) -> None:
         self.callbacks = list(callbacks)
         self.state = SimpleNamespace(global_step=0, epoch=0.0, log_history=[], is_world_process_zero=True)
+        self.state.max_steps = 40
 
     def call_event(self, event: str, **keywords: Any) -> None:
         for callback in self.callbacks:
@@ -250,6 +253,7 @@ def test_trainer_results_are_the_same_with_the_callback(job: Any, hugging_face: 
     ], "no more than the log of the step"
     assert "traceml/late_rank" in report.rows[0], "the callbacks that report are given it"
     assert "traceml/late_rank" not in set().union(*report.rows[1:])
+    assert job.told == {"total_steps": 40}
     assert not job.instrumentation.errors
 
 
@@ -279,6 +283,7 @@ class Lightning:
     """A Trainer as a callback sees it: it logs every second step, and `log_dict` can be refused."""
 
     log_every_n_steps = 2
+    estimated_stepping_batches = 8
     is_global_zero, current_epoch = True, 0
 
     def __init__(self, *loggers: Any) -> None:
@@ -323,6 +328,7 @@ def test_lightning_logs_the_verdict_at_its_interval_without_tensors(job: Any, li
     assert [step for step, _ in trainer.rows] == [1, 3, 5, 7], "of 8 steps every second"
     assert trainer.rows[-1][1]["traceml/micro_batches"] == 2.0
     assert {type(value) for _, metrics in trainer.rows for value in metrics.values()} == {float}
+    assert job.told == {"total_steps": 8}
     assert not job.instrumentation.errors
 
 

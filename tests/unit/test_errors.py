@@ -28,6 +28,7 @@ OTHERWISE = {
     "agent/memory_samples.py _try": "the value is null then, and `missing` has the reason",
     "agent/device_memory.py _of_torch": "the same",
     "agent/driver_memory.py _read": "the same",
+    "agent/batch_size.py mark": "the size is not known then, and `missing` has the reason",
     "agent/ending.py _traceback": "the value is null then; the error itself is in the event",
     "launchers/helper.py _attempt": "it is the answer",
     "launchers/train_callback.py _failed": "counting itself has failed",
@@ -75,6 +76,7 @@ def test_broad_exception_handlers_are_never_silent(package: str) -> None:
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
 FIXED = {
     "agent/rank_agent.py guard": "its callers' are looked at",
+    "agent/rank_agent.py _lose": "one of six",
     "agent/device_use.py _count": "names fixed in device.py",
     "agent/patch/patcher.py failed": "its callers' are looked at",
     "agent/patch/patcher.py after": "the name of a patch of ours",

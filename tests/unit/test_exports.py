@@ -33,6 +33,7 @@ FILES = {
     "node_sample": "node_samples",
     "clock": "clocks",
     "span": "spans",
+    "step_work": "work",
     "output": "output",
     "event": "events",
     "verdict": "verdicts",

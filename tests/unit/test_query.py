@@ -51,6 +51,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.MemorySamples(processes, 4, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
+        query.Throughput(run), query.Throughput(run, whole=False), query.Throughput(run, whole=True),
         query.RankTimes(run), query.RankTimes(run, whole=True), query.StepSample(run),
         query.RankTimes(run, first=10, last=30), query.Times(run, first=10, last=30),
         query.Times(run, first=500, last=501),

@@ -29,6 +29,7 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go before the callbacks that hand the log on."""
         self._marks.step(state.global_step)
+        self._marks.total(state.max_steps)
         frame, handler = sys._getframe(1), None  # of `hook`, for one
         while handler is None and frame.f_back is not None:
             frame = frame.f_back

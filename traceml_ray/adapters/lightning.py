@@ -34,6 +34,7 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count on from a checkpoint."""
         self._marks.step(trainer.global_step)
+        self._marks.total(trainer.estimated_stepping_batches)  # `max_steps`, or what the epochs come to
 
     @hook
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

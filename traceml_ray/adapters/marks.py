@@ -64,6 +64,11 @@ class Marks:
             self._per_step, self._micro = self._micro, 0
         return True
 
+    def total(self, steps: Any) -> None:
+        """Say how many steps the framework is going to take, where it knows: others are -1 or infinite."""
+        if isinstance(steps, int) and steps > 0:
+            self._agent.work.tell(total_steps=steps)
+
     def micro_batch(self) -> None:
         """Say that one has been trained on."""
         self._micro += 1

@@ -45,6 +45,10 @@ _NAMES = (
     "memory_history",
     "deep",
     "output_lines",
+    "flops",
+    "model_flops",
+    "peak_tflops",
+    "total_steps",
 )
 _VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
 """Settings that a rank is given, and their variables."""
@@ -175,6 +179,7 @@ def stop(events: list[wire.Event] | None = None) -> None:
         atexit.unregister(_at_exit)
         agent.guard("profile", agent.captures.abandon)
         agent.guard("layers", agent.layers.abandon)
+        agent.guard("flops", agent.work.flops.abandon)
         agent.instrumentation.remove()
         agent.guard("memory history", agent.history.remove)
         agent.close(events)
@@ -204,6 +209,7 @@ def _in_child() -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.layers.forked()
+        agent.guard("flops", agent.work.flops.abandon)
         agent.instrumentation.remove()
         agent.output.remove()
         agent.channel.forked()

@@ -29,6 +29,8 @@ class Batch(msgspec.Struct, gc=False):
     """Of output."""
     windows: int = 0
     """Of layers."""
+    work: int = 0
+    """Records of `wire.StepWork`."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""

@@ -40,6 +40,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
+from traceml_ray.agent.work_report import WorkReport
 from traceml_ray.errors import sendable
 from traceml_ray.last_lines import lines_of
 from traceml_ray.rank_filter import rank_filter
@@ -57,8 +58,6 @@ _SOURCES_EVERY = 30
 """In so many samples of memory it is said once where they come from."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 """Sources that know it for good; the others are asked again."""
-
-
 _T = TypeVar("_T")
 
 
@@ -111,6 +110,7 @@ class RankAgent:
         self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
         self.shards = Shards(ours.data_parallel, self.device)
         self.layers = LayerSampler(ours, self.device, settings.deep)
+        self.work = WorkReport(self.recorder, ours.roots, settings, ours.errors, ours.missing)
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
@@ -173,6 +173,7 @@ class RankAgent:
         self.unsent.spans += spans
         self.guard("shards", functools.partial(self.shards.turn, self.unsent, spans, final))
         self.guard("memory", self._sample_memory)
+        self.unsent.work += self.guard("work", lambda: self.work.collect(final)) or []
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
         self.unsent.layers += self.guard("layers", functools.partial(self.layers.turn, final)) or []
@@ -210,7 +211,9 @@ class RankAgent:
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
         piece, lines = batch.pieces[0].offset if batch.pieces else None, lines_of(batch.output)
-        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, lines, windows=len(batch.layers))
+        made = Batch(
+            self._seq + 1, len(flags), *held, data or b"", piece, lines, len(batch.work), len(batch.layers)
+        )
         if data is None:
             self._lose(made)
             return more
@@ -271,11 +274,10 @@ class RankAgent:
     def _lose(self, batch: Batch) -> None:
         """Count what was in a batch that will not be sent."""
         self._dropped += batch.rows
-        self.instrumentation.errors.count("events lost with their batch", batch.events)
-        self.instrumentation.errors.count("spans lost with their batch", batch.spans)
-        self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
-        self.instrumentation.errors.count("lines of output lost with their batch", batch.lines)
-        self.instrumentation.errors.count("windows of layers lost with their batch", batch.windows)
+        lost = {"events": batch.events, "spans": batch.spans, "memory samples": batch.memory}
+        lost |= {"lines of output": batch.lines, "sizes of batches": batch.work}
+        for what, count in (lost | {"windows of layers": batch.windows}).items():
+            self.instrumentation.errors.count(f"{what} lost with their batch", count)
         if batch.piece is not None:
             self.captures.lose(batch.piece)
 

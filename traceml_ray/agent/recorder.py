@@ -14,11 +14,13 @@ from time import perf_counter_ns
 from typing import Any
 
 from traceml_ray.agent import marks
+from traceml_ray.agent.batch_size import BatchSizes
 from traceml_ray.agent.exchange import GradientExchange
 from traceml_ray.agent.mark_log import LOCK_S, Deferred, MarkLog, at_once
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.steps import Steps
+from traceml_ray.agent.work_sums import Counted
 from traceml_ray.wire import OpenStage
 
 SILENT_OWNER_NS = 5_000_000_000
@@ -27,19 +29,20 @@ SILENT_OWNER_NS = 5_000_000_000
 class Recorder(MarkLog):
     """The marks of one process; methods named `*_begin` and `*_end` are marks."""
 
-    __slots__ = ("_at_each", "_each_lock", "at_step", "exchange", "iterator")
+    __slots__ = ("_at_each", "_each_lock", "at_step", "batches", "exchange", "iterator")
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
         self.exchange = GradientExchange()
         super().__init__(clock, Steps(ring, self.exchange, clock()))
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
+        self.batches = BatchSizes()
         self._at_each: list[Callable[[], object]] = []
         self._each_lock = Lock()
         self.at_step: Callable[[], object] | None = None
         """
         Called by the training thread once an optimizer has taken its step, and at the first wait for an
-        iterator, while a profile is wanted or layers are measured; see `each_step`.
+        iterator, while a profile is wanted, layers are measured or FLOPs counted; see `each_step`.
         """
 
     def each_step(self, call: Callable[[], object]) -> None:
@@ -99,6 +102,7 @@ class Recorder(MarkLog):
             self.log.append(marks.DATA_BEGIN)
             self.log.append(self.stamp())
             return True
+        self.batches.forget()
         if self.at_step is not None and get_ident() == self.owner:
             self.at_step()
         # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
@@ -131,6 +135,25 @@ class Recorder(MarkLog):
     def _end_wait(self, got: bool) -> None:
         if self._may():
             self._understand(marks.DATA_END if got else marks.DATA_EXHAUSTED)
+
+    def batch(self, batch: Any) -> None:
+        """Mark, after `data_end`: what was waited for is this batch."""
+        if self.mine() and self._room():
+            self.log.append(self.batches.mark(batch))
+
+    @at_once
+    def count(self, samples: int | None, tokens: int | None) -> None:
+        """Say what the open step is trained on; it counts instead of what its batches show."""
+        self.steps.work.tell(self.steps.rows.step, samples, tokens)
+
+    def take_work(self) -> Counted | None:
+        """Return what the steps since the last time were trained on; None without any."""
+        if not self.settle(LOCK_S) or not self._lock.acquire(timeout=LOCK_S):
+            return None
+        try:
+            return self.steps.work.take(self.steps.rows.step)
+        finally:
+            self._lock.release()
 
     def new_iterator(self) -> None:
         """Note that an iterator was made: its id may be that of one that is gone."""

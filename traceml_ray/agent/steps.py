@@ -20,6 +20,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.rows import Rows
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.step_spans import StepSpans
+from traceml_ray.agent.work_sums import WorkSums
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -40,7 +41,7 @@ class Steps:
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
         *("_scaling", "_split", "_step_in_backward", "manual", "now", "partition"),
-        *("rows", "size", "spans", "sums"),
+        *("rows", "size", "spans", "sums", "work"),
     )
 
     def __init__(self, ring: StepRing, exchange: GradientExchange, now: int) -> None:
@@ -52,6 +53,7 @@ class Steps:
         """Steps are cut by `trace_step`, not by the optimizer."""
         self._exchange = exchange
         self._data = DataWaits()
+        self.work = WorkSums(self._data)
         self._own = StepSpans(self.partition, self.rows)
         self._reduces_in_step = False
         """The optimizer reduces gradients in its `step`."""
@@ -155,8 +157,7 @@ class Steps:
 
     def _no_grad_forward_begin(self) -> None:
         """It is an evaluation, or a summary of the model that is printed."""
-        folded = 0 if self._data.feeds_training() else self._fold()
-        self._own.begin_evaluation(folded, self.now)
+        self._own.begin_evaluation(0 if self._data.feeds_training() else self._fold(), self.now)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class Steps:
         if self.rows.pending is not None:
             self._take_back()
         if self._data.waited:
-            self._data.learn()
+            self.work.learn(self.rows.step)
             self.partition.learn()
         self._own.pause_optimizer()
 
@@ -216,8 +217,7 @@ class Steps:
 
     def _leave_row(self, synced: bool) -> None:
         flags = 0 if synced else FLAG_NO_PEERS
-        if not self._split:
-            flags |= FLAG_NO_SPLIT
+        flags |= 0 if self._split else FLAG_NO_SPLIT
         apart = synced and self._exchange.roles
         if self._exchange.coupled or (apart and not self._split):
             flags |= FLAG_COUPLED

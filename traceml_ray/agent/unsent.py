@@ -14,7 +14,14 @@ _FIXED_BYTES = 7 * 1024
 """Of a batch, for what is neither these nor rows."""
 
 _Item = TypeVar(
-    "_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece, wire.Output, wire.LayerWindow
+    "_Item",
+    wire.Event,
+    wire.SpanSum,
+    wire.MemorySample,
+    wire.TracePiece,
+    wire.Output,
+    wire.LayerWindow,
+    wire.StepWork,
 )
 
 
@@ -35,24 +42,27 @@ class Unsent:
         self.output: list[wire.Output] = []
         self.sharding: wire.Sharding | None = None
         self.layers: list[wire.LayerWindow] = []
+        self.work: list[wire.StepWork] = []
         self._errors = errors
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        return bool(self.events or self.spans or self.memory or self.pieces or self.output or self.layers)
+        waiting = self.events, self.spans, self.memory, self.pieces, self.output, self.layers, self.work
+        return any(waiting)
 
     def take(self) -> tuple[dict[str, Any], int]:
         """Take what fits into the next batch; return it by field, and how many bytes rows may have there."""
         events, room = self._fitting(self.events, _ITEM_BYTES)
         spans, room = self._fitting(self.spans, room)
         memory, room = self._fitting(self.memory, room)
+        work, room = self._fitting(self.work, room)
         output, room = self._fitting(self.output, room)
         layers, room = self._fitting(self.layers, room)
         pieces, room = self._fitting(self.pieces, room)
         sources, self.memory_from = self.memory_from, {}
         sharding, self.sharding = self.sharding, None
         taken = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
-        taken |= {"output": output, "sharding": sharding, "layers": layers}
+        taken |= {"output": output, "sharding": sharding, "layers": layers, "work": work}
         return taken, wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:

@@ -190,6 +190,7 @@ TABLES: dict[str, Table] = {
     "clocks": _stored("clock", _NODE | _CLOCK),
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
     "shards": Table(_SHARDS, _shards),
+    "work": _stored("step_work", _PROCESS | _kinds(wire.StepWork)),
     "output": _stored("output", _PROCESS | _kinds(wire.Output)),
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),

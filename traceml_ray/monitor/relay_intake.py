@@ -144,6 +144,8 @@ class RelayIntake:
             self.memory.add_span(process.id, span)
         for window in batch.layers:
             writer.add_layers(process, window)
+        for work in batch.work:
+            writer.add_work(process, work)
         self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)

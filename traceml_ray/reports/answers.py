@@ -24,6 +24,7 @@ from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
+from traceml_ray.reports.throughput import StoredWork
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import profiles, query
 from traceml_ray.store.bundles import read_bundle
@@ -58,6 +59,7 @@ class Answers:
         self._limits = limits
         self._errors = Errors() if errors is None else errors
         self._histories = StoredHistories(lambda run: SessionFile(self._files.sqlite, run=run), limits)
+        self._work = StoredWork()
         self._report = lru_cache(_MAX_REPORTS)(self._made_report)
         self._runs: set[str] = set()
         self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {
@@ -65,6 +67,7 @@ class Answers:
             query.Verdict: self._verdict,
             query.Summary: self._summary,
             query.Deaths: self._deaths,
+            query.Throughput: self._throughput,
             query.ReportPage: self._page,
             query.Bundles: lambda _: bundle_infos(self.folder),
             query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
@@ -194,6 +197,12 @@ class Answers:
     def _deaths(self, asked: query.Deaths) -> Any:
         with self._file(asked.run) as file:
             return deaths_of(RunFacts(file, self._limits))
+
+    def _throughput(self, asked: query.Throughput) -> Any:
+        over = self._over()
+        whole = over if asked.whole is None else asked.whole
+        with self._file(asked.run) as file, self._history(asked.run, False) as of:
+            return self._work.numbers(file, of, whole=whole, over=over)
 
     def _reported(self, run: str | None) -> Summary:
         """Return the summary that was written at the end, where it is of that run, else make one."""

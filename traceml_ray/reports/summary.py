@@ -27,6 +27,7 @@ from traceml_ray.analysis.step_times import Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports import throughput
 from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
@@ -64,6 +65,8 @@ class Report(NamedTuple):
     """Of the run."""
     history: StepHistory | None
     """Its steps, those that statistics are of; None without any."""
+    throughput: dict[str, Any] | None
+    """How much it got through, see `step_shapes.Throughput`; None without a step."""
 
 
 def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> dict[str, Any]:
@@ -104,10 +107,13 @@ def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = whole.history if whole else None
-    return Report(_summary(facts, memory, whole), facts, history)
+    found = throughput.of_run(facts, history)
+    return Report(_summary(facts, memory, whole, throughput.block(found)), facts, history, found)
 
 
-def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, Any]:
+def _summary(
+    facts: RunFacts, memory: Memory, whole: Whole | None, throughput: dict[str, Any]
+) -> dict[str, Any]:
     session = facts.session
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
@@ -127,6 +133,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, 
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, whole),
+        "throughput": throughput,
         "spans": _spans(spans, whole),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),

@@ -14,6 +14,7 @@ from traceml_ray.reports.layout import WIDTH, laid_out, page
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
+from traceml_ray.reports.throughput_text import throughput_facts
 
 _MAX_STACKS = 4
 _MAX_STACK_LINES = 100
@@ -30,6 +31,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(sharding_facts(summary.get("sharding"))),
         laid_out(layers_facts(summary.get("layers", {}))),  # older summaries have none
         laid_out(contents.steps_facts(summary)),
+        laid_out(throughput_facts(summary)),
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
         laid_out(layers_table(summary.get("layers", {}))),

@@ -28,8 +28,10 @@ class Tile(NamedTuple):
     title: str = ""
 
 
-def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Tile]:
-    """Return the numbers of a run, from the answers to `query.Times` and `query.Columns`."""
+def tiles(
+    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None = None
+) -> list[Tile]:
+    """Return the numbers of a run, from the answers to `query.Times`, `query.Columns`, `query.Throughput`."""
     if not times["steps"]:
         return []
     worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
@@ -43,12 +45,56 @@ def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Tile]:
     every = f"the share of their time in which ranks wait for others, {of}"
     return [
         _tile("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], of),
-        _tile("rate", "Throughput", times["steps_per_s"], "steps/s", of, columns["steps_per_s"]),
+        *_rate(times, columns, work, of),
         _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
         _tile("wait", "Waiting per rank", times["waiting_pct"], "%", of, columns["waiting_pct"], every),
         _tile("worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], of),
         *_idle(times),
+        *_left(work),
     ]
+
+
+def _rate(
+    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None, of: str
+) -> list[Tile]:
+    """Return tokens, else samples, else steps a second, and the MFU where it is known."""
+    if work is None or not work["steps"]:
+        return [_tile("rate", "Throughput", times["steps_per_s"], "steps/s", of, columns["steps_per_s"])]
+    best = f"its best 5 % of steps: {text.percent(work['efficiency_pct'])} of a step's time"
+    for name in ("tokens", "samples"):
+        if work[f"{name}_per_s"] is not None:
+            about = f"{text.number(work['samples_per_s'])} samples/s" if name == "tokens" else of
+            found = _tile(
+                "rate",
+                "Throughput",
+                work[f"{name}_per_s"],
+                f"{name}/s",
+                about,
+                work[f"line_{name}_per_s"],
+                best,
+            )
+            break
+    else:
+        why = f"{work['why'].get('samples', '')}; {best}"
+        found = _tile("rate", "Throughput", work["steps_per_s"], "steps/s", of, work["line_steps_per_s"], why)
+    return [found, *_mfu(work)]
+
+
+def _mfu(work: Mapping[str, Any]) -> list[Tile]:
+    if work["mfu_pct"] is None:
+        return []
+    about = f"of {text.number(work['peak_tflops'])} TFLOP/s"
+    how = f"{text.flops(work['step_flops'])} a step, {work['flops_from']}"
+    return [_tile("mfu", "MFU", work["mfu_pct"], "%", about, work["line_mfu_pct"], how)]
+
+
+def _left(work: Mapping[str, Any] | None) -> list[Tile]:
+    """Return how long the steps to come will take, where the number of all is known."""
+    if work is None or work["eta_s"] is None:
+        return []
+    amount, unit = text.duration(work["eta_s"]).split(" ")
+    about = f"of {text.count(work['total_steps'], 'step')}, as the recent ones"
+    return [_tile("left", "Time left", float(amount.replace(",", "")), unit, about, ())]
 
 
 def _idle(times: Mapping[str, Any]) -> list[Tile]:

@@ -45,7 +45,7 @@ def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
             _cut_steps(connection, batches)
             for table, whose in _SAMPLES.items():
                 _cut_samples(connection, table, whose, int(seconds * 1e9))
-            for table in ("event", "verdict"):
+            for table in ("event", "verdict", "step_work"):
                 _copy(connection, table, f"id > {_newest(table, MAX_EVENTS)}")
         connection.execute("DETACH DATABASE cut")
     with contextlib.closing(connect(target)) as connection:

@@ -182,6 +182,12 @@ class Times(OfRun[step_shapes.StepTimes], frozen=True):
     last: Count | None = None
 
 
+class Throughput(OfRun[step_shapes.Throughput], frozen=True):
+    """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `Times`."""
+
+    whole: bool | None = None
+
+
 class Columns(OfRun[step_shapes.StepColumns], frozen=True):
     """
     What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in

@@ -31,6 +31,7 @@ LISTS = {
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),
+    "step_work": ("process", *wire.StepWork.__struct_fields__),
 }
 """Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
 _KEYED = {
@@ -41,7 +42,7 @@ _KEYED = {
     "layer_window": ("id", "process", *wire.LayerWindow.__struct_fields__),
 }
 """Tables with one row for each value of their first column."""
-ADDED = ("sharding", "layer_window")
+ADDED = ("sharding", "layer_window", "step_work")
 """Tables that files of this SCHEMA may lack: whoever reads one finds them empty, who writes it makes them."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
@@ -84,14 +85,17 @@ def _keyed(name: str, kind: str = "TABLE") -> str:
 
 def _statements() -> Iterator[str]:
     yield f"CREATE TABLE rank_process(id INTEGER PRIMARY KEY, {', '.join(RANK_PROCESS[1:])})"
-    for name, columns in LISTS.items():
-        # Without a type, no join by `rank_process.id` uses an index.
-        typed = ["process INT" if column == "process" else column for column in columns]
-        yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {', '.join(typed)})"
+    yield from map(_list, LISTS)
     yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
     yield from map(_keyed, _KEYED)
     for name, indexed in _INDEXES.items():
         yield f"CREATE INDEX {name}_of ON {name}({indexed})"
+
+
+def _list(name: str, kind: str = "TABLE") -> str:
+    # Without a type, no join by `rank_process.id` uses an index.
+    typed = ["process INT" if column == "process" else column for column in LISTS[name]]
+    return f"CREATE {kind} {name}(id INTEGER PRIMARY KEY, {', '.join(typed)})"
 
 
 NETWORK_FILESYSTEMS = {
@@ -199,7 +203,8 @@ def _add_tables(connection: sqlite3.Connection, create: bool) -> None:
     there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for name in ADDED:
         if name not in there:
-            connection.execute(_keyed(name, "TABLE" if create else "TEMP TABLE"))
+            made = _list if name in LISTS else _keyed
+            connection.execute(made(name, "TABLE" if create else "TEMP TABLE"))
 
 
 def on_network_filesystem(path: Path) -> bool:

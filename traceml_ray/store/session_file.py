@@ -33,9 +33,10 @@ from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.step_reader import StepReader
+from traceml_ray.store.work_reader import WorkReader
 
 
-class SessionFile(SampleReader, StepReader, OutputReader, LayerReader):
+class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 

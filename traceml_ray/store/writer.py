@@ -40,7 +40,7 @@ MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
 _APPENDED = (
     *("process_sample", "memory_sample", "node_sample", "clock", "span", "output", "event", "verdict"),
-    "chunk",
+    *("chunk", "step_work"),
 )
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
@@ -177,6 +177,10 @@ class SessionWriter:
     def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
         """Add a span."""
         self._add("span", (process.id, *msgspec.structs.astuple(span)))
+
+    def add_work(self, process: RankProcess, work: wire.StepWork) -> None:
+        """Add what some steps of a rank process were trained on."""
+        self._add("step_work", (process.id, *msgspec.structs.astuple(work)))
 
     def add_output(self, process: RankProcess, output: wire.Output) -> None:
         """Add what a rank process has printed."""

@@ -69,6 +69,7 @@ def line(of: Snapshot, clock: str) -> str:
         f"step {of.step:,}" if of.step is not None else "",
         f"median {text.ms(times.get('median_ms'))}" if times.get("steps") else "",
         f"skew {text.percent(times.get('skew_pct'))}" if times.get("steps") else "",
+        *(f"{name.lower()} {value}" for name, value in sections.rates(of).items()),
         sections.headline(of, of.verdict) if of.verdict else of.state_text,
         of.verdict["cost"] if of.verdict else "",
         of.coverage,

@@ -77,6 +77,10 @@ def head(of: Snapshot, width: int) -> list[Text]:
         "GLOBAL SKEW": text.percent(skew),
         "STRAGGLER": straggler,
     }
+    used = sum(len(name) + len(value) + 4 for name, value in facts.items()) - 3
+    for name, value in rates(of).items():  # as many as there is room for
+        if (used := used + len(name) + len(value) + 4) <= width:
+            facts[name] = value
     rest = sum(len(name) + len(value) + 4 for name, value in facts.items()) - len(facts["SESSION"]) - 3
     facts["SESSION"] = fit(facts["SESSION"], max(_SHORT, width - rest)).plain.rstrip()
     line = Text()
@@ -84,6 +88,22 @@ def head(of: Snapshot, width: int) -> list[Text]:
         named = MARK if name == "STRAGGLER" and kind == "finding" else HEAD
         line.append(" │ " if line else "", QUIET).append(f"{name} ").append(value, named)
     return [line]
+
+
+def rates(of: Snapshot) -> dict[str, str]:
+    """Return what the job gets through, its MFU and how long it will take, where they are known."""
+    known = of.throughput
+    if known is None:
+        return {}
+    found = dict[str, str]()
+    for name in ("tokens", "samples"):
+        if not found and known.get(f"{name}_per_s") is not None:
+            found[f"{name.upper()}/S"] = text.number(known.get(f"{name}_per_s"))  # type: ignore[arg-type]
+    if known["mfu_pct"] is not None:
+        found["MFU"] = text.percent(known["mfu_pct"])
+    if known["eta_s"] is not None:
+        found["LEFT"] = text.duration(known["eta_s"])
+    return found
 
 
 def verdict(of: Snapshot, width: int, most: int) -> Section:

@@ -11,7 +11,7 @@ from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.headlines import cost, lost, named
 from traceml_ray.reports.present import present
 from traceml_ray.results import LastOutput
-from traceml_ray.step_shapes import StepTimes
+from traceml_ray.step_shapes import StepTimes, Throughput
 from traceml_ray.store import query
 from traceml_ray.summary_shape import ShardingInfo
 from traceml_ray.views.events import events_of
@@ -70,6 +70,7 @@ class Snapshot:
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """The first and the last step that `times`, `nodes` and `rows` are of; None: the newest, or all."""
+    throughput: Throughput | None = None
     nodes: Sequence[Mapping[str, Any]] = ()
     """See `views.nodes`."""
     named: Sequence[int] = ()
@@ -118,6 +119,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, known),
         times=times,
         steps=steps,
+        throughput=run.throughput,
         nodes=nodes(run, times),
         named=run.named["ranks"],
         dead=[death["rank"] for death in poll.deaths(run)],

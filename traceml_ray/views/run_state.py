@@ -9,7 +9,7 @@ from typing import Any
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.results import NodeInfo
-from traceml_ray.step_shapes import EventRow, StepTimes
+from traceml_ray.step_shapes import EventRow, StepTimes, Throughput
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.query import Request
@@ -30,6 +30,8 @@ class RunState:
         self.viewed_at = 0.0
         self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
+        self.throughput: Throughput | None = None
+        """How much it gets through, see `analysis.throughput`."""
         self.verdict: Mapping[str, Any] | None = None
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
@@ -60,6 +62,7 @@ class RunState:
     def questions(self, now: float) -> list[Request[Any]]:
         """Return what to ask; `take` takes the answers."""
         asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
+        asked.append(query.Throughput(self.id))
         asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
         asked.append(query.Verdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
@@ -86,6 +89,7 @@ class RunState:
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node["node_id"]: node["label"] for node in nodes}
             self.samples = {node: as_dict(sample) for node, sample in found[query.NodeSamples]}
+        self.throughput = found[query.Throughput]
         return self.take_times(found[query.Times]) or new
 
     def take_times(self, times: StepTimes) -> bool:

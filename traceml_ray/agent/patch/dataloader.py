@@ -26,6 +26,7 @@ def patch(patcher: Patcher, recorder: Recorder) -> None:
 def _next(recorder: Recorder, failed: Failed) -> Make:
     append, clock = recorder.log.append, recorder.clock
     data_begin, data_end = recorder.data_begin, recorder.data_end
+    size_of, note_batch = recorder.batches.mark, recorder.batch
 
     def stamp_with(stamp: Callable[[], int]) -> None:
         nonlocal clock
@@ -55,8 +56,11 @@ def _next(recorder: Recorder, failed: Failed) -> Make:
                     if written and got:
                         append(DATA_END)
                         append(clock())
+                        append(size_of(item))
                     elif written or began:
                         data_end(got)
+                        if got:
+                            note_batch(item)
                 except Exception as error:
                     failed("data", error)
 

@@ -35,5 +35,7 @@ def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Fa
         try:
             if began:
                 recorder.data_end(got)
+                if got:
+                    recorder.batch(item)
         except Exception as error:
             failed(place, error)

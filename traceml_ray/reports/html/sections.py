@@ -103,7 +103,9 @@ def coverage(found: Charted) -> str:
 
 def numbers(found: Charted) -> Markup:
     """Return the numbers above all charts."""
-    return charts.tiles(tiles(found.times, found.columns)) if found.times and found.columns else NOTHING
+    if not found.times or not found.columns:
+        return NOTHING
+    return charts.tiles(tiles(found.times, found.columns, found.throughput))
 
 
 def ranks_by_time(found: Charted) -> Markup:

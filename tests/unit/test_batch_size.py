@@ -1,0 +1,147 @@
+"""How large batches are: read off their tensors where that is no guess, or told; summed up by step."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from traceml_ray.agent.batch_size import BatchSizes, understood, written
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.marks import BATCHES
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.work_report import WorkReport
+from traceml_ray.agent.work_sums import Counted
+from traceml_ray.errors import Errors
+from traceml_ray.settings import Settings
+
+IDS, LABELS, IMAGES = torch.zeros(4, 16, dtype=torch.long), torch.zeros(4), torch.zeros(4, 3, 8, 8)
+Pair = namedtuple("Pair", "x y")
+
+
+def size(batch: Any) -> tuple[int | None, int | None]:
+    return understood(BATCHES - BatchSizes().mark(batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (IMAGES, (4, None)),
+        ([IMAGES, LABELS], (4, None)),
+        ((IMAGES, {"label": LABELS, "weight": LABELS}), (4, None)),
+        (Pair([IMAGES, IMAGES], LABELS), (4, None)),
+        ({"input_ids": IDS, "attention_mask": IDS}, (4, 64)),
+        (UserDict({"labels": IDS, "input_ids": IDS}), (4, 64)),  # as BatchEncoding is one
+        ({"input_ids": torch.zeros(100, dtype=torch.long), "cu_seqlens": torch.zeros(5)}, (None, 100)),
+        ([IDS, IDS], (4, 64)),  # tokens, and the same one later
+        ([IDS, LABELS], (4, None)),  # features that are integers
+        ([torch.zeros(4, 2), torch.zeros(4, 2)], (4, None)),
+        ({"x": np.zeros((4, 2)), "y": np.zeros(4)}, (4, None)),  # Ray Data
+        ({"input_ids": np.zeros((4, 16), dtype=np.int64)}, (4, 64)),
+        ([IMAGES[0], IMAGES[1], IMAGES[2]], (None, None)),  # one tensor a sample, or three of a batch
+        (([torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)], [torch.zeros(2, 4)]), (None, None)),  # detection
+        (["a", "b"], (None, None)),
+        (torch.tensor(1.0), (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_size_of_a_batch_is_read_off_its_tensors_or_not_known(batch: Any, found: tuple[Any, Any]) -> None:
+    assert size(batch) == found
+
+
+def test_batches_that_change_their_looks_are_read_anew() -> None:
+    sizes = BatchSizes()
+    batches = [[IMAGES, LABELS], [IMAGES[:3], LABELS[:3]], {"input_ids": IDS}, [IDS], ["a"], [LABELS, IMAGES]]
+    found = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
+    assert found == [(4, None), (3, None), (4, 64), (4, None), (None, None), (None, None)]
+    assert "no tensor in a batch" in sizes.why
+    sizes.forget()  # another loader
+    assert understood(BATCHES - sizes.mark([LABELS, IMAGES])) == (4, None)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (5, None), (None, 7), (None, None), (1 << 31, 1 << 45)])
+def test_size_in_the_log_is_what_was_written(sizes: tuple[int | None, int | None]) -> None:
+    value = written(*sizes)
+    assert value <= BATCHES and understood(BATCHES - value) == sizes
+
+
+class Watched:
+    """A loop of real loaders and a real model, whose agent's thread is the test."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(StepRing(4096))
+        self.patches = Instrumentation(self.recorder)
+        self.patches.install()
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, *batches: Any) -> None:
+        for (batch,) in batches:
+            self.model(batch).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self, loader: Any) -> None:
+        with torch.no_grad():
+            for (batch,) in loader:
+                self.model(batch)
+
+
+@pytest.fixture
+def watched() -> Any:
+    found = Watched()
+    yield found
+    found.patches.remove()
+    assert not found.patches.errors
+
+
+def loader(samples: int, batch_size: int) -> Any:
+    data = torch.utils.data.TensorDataset(torch.ones(samples, 2))
+    return torch.utils.data.DataLoader(data, batch_size=batch_size)
+
+
+def test_samples_are_of_training_batches_only_and_of_each_micro_batch(watched: Watched) -> None:
+    train, val = loader(22, 4), loader(12, 6)
+    for _ in range(2):
+        batches = iter(train)
+        watched.step(next(batches))
+        watched.step(next(batches), next(batches))  # accumulated
+        watched.evaluate(val)
+        for batch in batches:  # 4, 4, 2
+            watched.step(batch)
+    assert watched.recorder.take_work() == Counted(0, 9, 10, 12, 44, None)
+    assert watched.recorder.take_work() is None
+
+
+def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -> None:
+    for at, batch in enumerate(loader(8, 4)):
+        watched.recorder.count(None, 10)
+        watched.recorder.count(None, 20 + at)
+        watched.step(batch)
+    assert watched.recorder.take_work() == Counted(0, 1, 2, 2, 8, 61)
+    watched.recorder.count(3, None)
+    watched.step([torch.ones(3, 2)])  # of no loader
+    watched.step([torch.ones(3, 2)])
+    assert watched.recorder.take_work() == Counted(2, 2, 1, 0, 3, None)
+
+
+def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watched) -> None:
+    roots, missing = watched.patches.roots, dict[str, str]()
+    report = WorkReport(watched.recorder, roots, Settings(total_steps=9), Errors(), missing, lambda: 0.0)
+    kept = lambda rows: [torch.zeros(1), rows]  # noqa: E731
+    odd = torch.utils.data.DataLoader([torch.ones(2)] * 8, batch_size=4, collate_fn=kept)
+    for _, rows in odd:
+        watched.step([torch.stack(rows)])
+    (first,) = report.collect(False)
+    assert (first.steps, first.batches, first.samples) == (2, 2, None)
+    assert missing == {"samples": "the tensors of a batch differ in dimension 0"}
+    assert (first.total_steps, first.device) == (9, "cpu")
+    assert report.collect(False) == []  # not due, nothing new
+    watched.step([torch.ones(3, 2)])
+    report.tell(total_steps=12)
+    (told,) = report.collect(False)
+    assert (told.steps, told.total_steps) == (0, 12)

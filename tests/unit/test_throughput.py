@@ -1,0 +1,240 @@
+"""How much a job gets through: as counted by hand, live as stored; what would be a guess is not known."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from played import QUIET, Played
+from sessions import LIMITS, stored
+
+from traceml_ray import wire
+from traceml_ray.analysis.device_peaks import peak_tflops
+from traceml_ray.analysis.work import FACTS, MOST, WorkHistory
+from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.text import render
+from traceml_ray.session import prepare
+from traceml_ray.store import query
+from traceml_ray.store.session_file import SessionFile
+
+STEP_S = sum(QUIET) / 1e3
+H200: dict[str, Any] = {"device": "NVIDIA H200", "dtype": "bfloat16"}
+
+
+class Job(Played):
+    """A job of two ranks whose steps take 20 ms, to the ns; `work`: fields of `wire.StepWork`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.held = prepare(folder.parent, folder.name)
+        super().__init__(folder, 2, late=None, jitter_ms=0.0, per_node=2)
+        self.work: dict[str, Any] = {}
+
+    def second(
+        self, steps: int = 5, *, samples: int | None = 4, tokens: int | None = 64, **more: Any
+    ) -> None:
+        amounts = (None if each is None else each * steps for each in (samples, tokens))
+        last = self.step + steps - 1
+        work = wire.StepWork(self.step, last, steps, steps, *amounts, **self.work)
+        self.play(steps, work=[work], **more)
+
+    def numbers(self, whole: bool | None = None) -> Any:
+        """The answer, which is the same live and stored."""
+        asked = query.Throughput("job", whole)
+        live, kept = (query.ask_one(send, asked) for send in (self.aggregator.query, stored(self.folder)))
+        for name in live:
+            np.testing.assert_equal(live[name], kept[name], err_msg=name)
+        return live
+
+    def close(self) -> None:
+        self.aggregator.close()
+        self.held.release()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    found = Job(tmp_path / "demo")
+    yield found
+    found.close()
+
+
+def test_rates_are_those_of_all_ranks_as_counted_by_hand(job: Job) -> None:
+    job.work = {**H200, "flops": 10**12, "flops_step": 2, "total_steps": 1000}
+    for _ in range(20):
+        job.second()
+    found = job.numbers(whole=True)
+    assert found["samples_per_s"] == pytest.approx(2 * 4 / STEP_S)
+    assert found["tokens_per_s"] == pytest.approx(2 * 64 / STEP_S)
+    assert found["rank_tokens_per_s"].tolist() == pytest.approx([64 / STEP_S] * 2)
+    assert (found["step_flops"], found["flops_from"], found["flops_step"]) == (2e12, "counted", 2)
+    assert found["mfu_pct"] == pytest.approx(100 * 2e12 / STEP_S / (2 * 989.4e12))
+    assert found["efficiency_pct"] == pytest.approx(100)
+    assert found["eta_s"] == pytest.approx((1000 - 100) * STEP_S)
+    assert found["line_tokens_per_s"].tolist() == pytest.approx([128 / STEP_S] * 99)
+    assert found["why"] == {}
+
+
+def test_rate_is_of_the_newest_steps_and_the_line_of_each(job: Job) -> None:
+    for second in range(40):
+        job.second(tokens=64 if second < 20 else 32)
+    assert job.numbers(whole=False)["tokens_per_step"] == 64
+    assert job.numbers(whole=True)["tokens_per_step"] == pytest.approx((89 * 128 + 100 * 64) / 189)
+    line = job.numbers(whole=True)["line_tokens_per_s"] * STEP_S
+    assert (line[50], line[150]) == (pytest.approx(128), pytest.approx(64))
+    job.play(20, work=[])  # of these steps nothing is said yet
+    assert job.numbers(whole=False)["tokens_per_step"] == 64
+
+
+@pytest.mark.parametrize(
+    ("work", "play", "name", "why"),
+    [
+        ({}, {"strategy": "ddp+tp"}, "samples", "one replica of the model have the same samples (tp)"),
+        ({}, {"silent": (1,)}, "tokens", "rank 1 of 2 did not report"),
+        (
+            {},
+            {"samples": None, "missing": {"samples": "no tensor"}},
+            "samples",
+            "no tensor; traceml_ray.count",
+        ),
+        ({}, {}, "mfu", "--flops"),
+        ({"flops": 9}, {"silent": (1,)}, "mfu", "counted on 1 of 2 ranks"),
+        (
+            {**H200, "flops": 9, "dtype": "float64"},
+            {},
+            "mfu",
+            "the peak of NVIDIA H200 in float64 is not known",
+        ),
+        ({"flops": 9, "device": "cpu", "dtype": "float32"}, {}, "mfu", "the peak of cpu in float32"),
+        ({"job_flops": 9, "device": "NVIDIA H200"}, {}, "mfu", "not known what the step is computed with"),
+        ({"job_flops": 9}, {}, "mfu", "the ranks' devices are not known"),
+    ],
+)
+def test_what_would_be_a_guess_is_not_known_and_says_why(
+    job: Job, work: dict[str, Any], play: dict[str, Any], name: str, why: str
+) -> None:
+    job.work = work
+    for _ in range(20):
+        job.second(**play)
+    found = job.numbers(whole=True)
+    assert why in found["why"][name]
+    known = {"samples": "samples_per_s", "tokens": "tokens_per_s", "mfu": "mfu_pct"}
+    assert found[known[name]] is None
+
+
+def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
+    job.work = {"flops": 5, "job_flops": 10**10, "peak_tflops": 0.5, "device": "cpu", "device_id": "one"}
+    for _ in range(10):
+        job.second()
+    found = job.numbers(whole=True)
+    assert (found["step_flops"], found["flops_from"], found["devices"]) == (1e10, "told", 1)
+    assert found["mfu_pct"] == pytest.approx(100 * 1e10 / STEP_S / 0.5e12)
+
+
+def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(job: Job) -> None:
+    job.work = {**H200, "flops": 10**12, "flops_step": 2, "total_steps": 1000}
+    for _ in range(20):
+        job.second()
+    live = job.numbers(whole=True)
+    job.end()
+    job.held.release()
+    with SessionFile(job.folder / "session.sqlite") as file:
+        summary = summarize(file, LIMITS)
+    found = summary["throughput"]
+    assert found["tokens_per_s"] == pytest.approx(live["tokens_per_s"], abs=1e-4)
+    assert found["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
+    assert found["eta_s"] is None and job.numbers()["eta_s"] is None
+    report = render(summary, job.folder)
+    assert "6,400 tokens/s, 400 samples/s of all ranks" in report
+    assert "5.1 % of the 1,979 TFLOP/s in bfloat16 of 2 × NVIDIA H200: 2 TFLOPs a step, counted in" in report
+
+
+def test_session_file_without_work_opens_and_goes_on(tmp_path: Path) -> None:
+    job = Job(tmp_path / "demo")
+    for _ in range(10):
+        job.play(work=[])
+    job.end()
+    job.close()
+    with sqlite3.connect(job.folder / "session.sqlite") as connection:
+        connection.execute("DROP TABLE step_work")
+    found = query.ask_one(stored(job.folder), query.Throughput())
+    assert (found["samples_per_s"], found["mfu_pct"]) == (None, None)
+    assert found["steps_per_s"] == pytest.approx(1 / STEP_S)
+    again = Job(job.folder)
+    again.second()
+    assert again.aggregator.errors == {}
+    again.close()
+
+
+def test_of_a_job_without_steps_nothing_is_known(job: Job) -> None:
+    found = query.ask_one(job.aggregator.query, query.Throughput())
+    assert found["steps"] == 0 and found["samples_per_s"] is None
+
+
+pieces = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 9), st.one_of(st.none(), st.integers(0, 99))), max_size=30
+)
+
+
+@given(pieces, st.integers(0, 40), st.integers(0, 40))
+def test_mean_of_steps_is_that_of_each_one(given_pieces: list[Any], first: int, more: int) -> None:
+    """Of processes in pieces of constant size, the mean is that of the single steps that are inside."""
+    work, each = WorkHistory(), {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
+    for process, steps, size in given_pieces:
+        at = len(each[process])
+        row = wire.StepWork(at, at + steps - 1, steps, steps, None if size is None else size * steps)
+        work.add(process, msgspec.structs.asdict(row))
+        each[process] += [np.nan if size is None else float(size)] * steps
+    found = work.per_step([0, 1, 2], first, first + more).samples
+    for process, sizes in each.items():
+        inside = sizes[first : first + more + 1]
+        if inside:
+            np.testing.assert_allclose(found[process], np.mean(inside))
+    common = min(map(len, each.values()))
+    together = work.at([0, 1, 2], np.arange(common)).samples
+    np.testing.assert_allclose(together, np.sum([sizes[:common] for sizes in each.values()], axis=0))
+
+
+def test_pieces_have_a_bound_and_sums_stay() -> None:
+    work = WorkHistory()
+    for at in range(5 * MOST):
+        row = dict.fromkeys(FACTS) | {
+            "first_step": at,
+            "last_step": at,
+            "steps": 1,
+            "samples": at,
+            "tokens": 7,
+        }
+        work.add(1, row)
+        work.per_step([1], 0, at)
+    assert len(work._rows()) <= MOST
+    mean = work.per_step([1], 0, 5 * MOST)
+    assert (mean.samples[0], mean.tokens[0]) == (pytest.approx((5 * MOST - 1) / 2), 7)
+    assert work.per_step([1], 5 * MOST - 3, 5 * MOST - 1).samples[0] == 5 * MOST - 2
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA B200", "float8_e4m3fn", 4500),
+        ("NVIDIA GeForce RTX 4090", "float16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 2g.10gb", "bfloat16", None),
+        ("Tesla V100-PCIE-16GB", "float16", 112),
+        ("Tesla V100-SXM2-16GB", "bfloat16", None),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4),
+        ("NVIDIA A10G", "bfloat16", None),
+        ("cpu", "float32", None),
+    ],
+)
+def test_peak_of_a_device_is_known_by_its_name_or_not_at_all(
+    device: str, dtype: str, peak: float | None
+) -> None:
+    assert peak_tflops(device, dtype) == peak

@@ -1,0 +1,165 @@
+"""
+How large a batch is, from its tensors: samples (dimension 0) and tokens (all that `input_ids` holds, padding
+included). Where that would be a guess it is not known, and a script can tell it (`traceml_ray.count`).
+
+What the batches of a loader look like is found out with the first one; each of the others is then read in
+a fraction of a microsecond, by the training thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter, methodcaller
+from typing import Any
+
+from traceml_ray.agent.marks import BATCHES
+
+UNKNOWN = BATCHES
+_TOKENS = "input_ids"
+_DEPTH, _MOST = 3, 64
+"""How deep inside a batch tensors are looked for, and how many of them."""
+_BITS = 32
+"""Of the number of samples; that of tokens stands above."""
+_HALF = (1 << _BITS) - 1
+Read = Callable[[Any], int]
+_Tensors = list[tuple[tuple[Any, ...], tuple[int, ...]]]
+"""Where the tensors of a batch are, as keys one after the other, and their shapes."""
+
+
+def written(samples: int | None, tokens: int | None) -> int:
+    """Return how the size of a batch stands in the log of marks."""
+    own = 0 if samples is None or not 0 <= samples < _HALF else samples + 1
+    return BATCHES - (own | (0 if tokens is None else tokens + 1) << _BITS)
+
+
+def understood(size: int) -> tuple[int | None, int | None]:
+    """Return (samples, tokens) of what `BATCHES` was written with."""
+    samples, tokens = size & _HALF, size >> _BITS
+    return samples - 1 if samples else None, tokens - 1 if tokens else None
+
+
+class BatchSizes:
+    """Of the loader that is waited for; the training thread's."""
+
+    __slots__ = ("_kind", "_read", "why")
+
+    def __init__(self) -> None:
+        self.why = ""
+        """Why the batches of a loader, the newest such, have no known size."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Another loader follows."""
+        self._kind: type | None = None
+        self._read: Read = _unknown
+
+    def mark(self, batch: Any) -> int:
+        """Return what to write down of a batch; raises nothing."""
+        try:
+            if type(batch) is self._kind:
+                return self._read(batch)
+        except Exception:  # it looks another way than the first one
+            self._kind = None
+        try:
+            self._kind, self._read = type(batch), self._found(batch)
+            return self._read(batch)
+        except Exception as error:
+            self.why, self._read = f"{type(error).__name__} in a batch", _unknown
+            return UNKNOWN
+
+    def _found(self, batch: Any) -> Read:
+        """Return how batches that look like this one are read."""
+        found = [*_tensors(batch, (), _DEPTH)][:_MOST]
+        if not found:
+            self.why = f"no tensor in a batch ({type(batch).__name__})"
+            return _unknown
+        named = [each for each in found if each[0] and each[0][-1] == _TOKENS]
+        for path, _ in [*named, *_next_tokens(batch, found)]:
+            return _of_tokens(_getter(path), _getter(path)(batch))
+        if len({shape[0] for _, shape in found}) > 1:
+            self.why = "the tensors of a batch differ in dimension 0"
+            return _unknown
+        if isinstance(batch, (list, tuple)) and _is_list_of_samples(found):
+            self.why = "a list of tensors of one shape: samples, or parts of a batch"
+            return _unknown
+        return _of_samples(_getter(found[0][0]))
+
+
+def _tensors(
+    value: Any, path: tuple[Any, ...], depth: int
+) -> Iterator[tuple[tuple[Any, ...], tuple[int, ...]]]:
+    """Yield where tensors with a dimension 0 are in `value`, and their shapes; arrays and tables count."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and not isinstance(value, Mapping):
+        if len(shape):
+            yield path, tuple(shape)
+    elif depth and isinstance(value, Mapping):
+        for key in [*value.keys()][:_MOST]:
+            yield from _tensors(value[key], (*path, key), depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for at, part in enumerate(value[:_MOST]):
+            yield from _tensors(part, (*path, at), depth - 1)
+
+
+def _is_list_of_samples(found: _Tensors) -> bool:
+    """Return whether nothing tells the tensors of a list apart, which may be one sample each."""
+    shapes = {shape for _, shape in found}
+    return len(shapes) == 1 < len(found) and (len(found) > 2 or len(found[0][1]) == 3)
+
+
+def _next_tokens(batch: Any, found: _Tensors) -> _Tensors:
+    """Return the tokens of a batch (tokens, targets), both of integers, (batch, time)."""
+    if not isinstance(batch, (list, tuple)) or not len(found) == len(batch) == 2:
+        return []
+    same = found[0][1] == found[1][1] and len(found[0][1]) == 2
+    whole = all(str(part.dtype).removeprefix("torch.") in ("int64", "int32") for part in batch)
+    return found[:1] if same and whole else []
+
+
+def _getter(path: tuple[Any, ...]) -> Callable[[Any], Any]:
+    if not path:
+        return _itself
+    if len(path) == 1:
+        return itemgetter(path[0])
+
+    def get(batch: Any) -> Any:
+        for key in path:
+            batch = batch[key]
+        return batch
+
+    return get
+
+
+def _itself(batch: Any) -> Any:
+    return batch
+
+
+def _unknown(_: Any) -> int:
+    return UNKNOWN
+
+
+def _of_samples(get: Callable[[Any], Any]) -> Read:
+    def read(batch: Any) -> int:
+        samples: int = get(batch).shape[0]
+        return BATCHES - (samples + 1)
+
+    return read
+
+
+def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
+    """Return how to read batches whose tokens are like `ids`: (batch, time), or of all samples in a row."""
+    amount = methodcaller("numel") if hasattr(ids, "numel") else _amount
+
+    def read(batch: Any) -> int:
+        ids = get(batch)
+        return BATCHES - (int(ids.shape[0]) + 1 | (int(amount(ids)) + 1) << _BITS)
+
+    def read_flat(batch: Any) -> int:
+        return BATCHES - (int(amount(get(batch))) + 1 << _BITS)
+
+    return read if len(ids.shape) > 1 else read_flat
+
+
+def _amount(array: Any) -> int:
+    return math.prod(array.shape)

@@ -1,0 +1,106 @@
+"""What a rank sends of its work: what its steps were trained on, FLOPs, device, and when it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from traceml_ray.agent.flops import FlopCount
+from traceml_ray.agent.patch.root_modules import RootModules
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.work_sums import Counted
+from traceml_ray.errors import Errors
+from traceml_ray.settings import Settings
+from traceml_ray.wire import StepWork
+
+_FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
+"""Between two records: a share of the time since the first, within these bounds."""
+_SOON, _LATER = 0.25, 0.005
+
+
+class WorkReport:
+    """
+    Of one process. `tell` may be called by any thread, all else is the agent's.
+
+    Args:
+        recorder: of the training thread's marks.
+        roots: the model, which shows the device.
+        settings: what of it was given.
+        errors: counts what goes wrong.
+        missing: is told why something is not known.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        roots: RootModules,
+        settings: Settings,
+        errors: Errors,
+        missing: dict[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.flops = FlopCount(recorder, errors)
+        self._recorder, self._roots, self._clock, self._missing = recorder, roots, clock, missing
+        self._wanted = settings.flops and settings.model_flops is None
+        self._told: dict[str, Any] = {
+            "job_flops": settings.model_flops,
+            "total_steps": settings.total_steps,
+            "peak_tflops": settings.peak_tflops,
+        }
+        self._device: dict[str, str] = {}
+        self._sent: dict[str, Any] = {}
+        self._began: float | None = None
+        self._due = 0.0
+        if self._wanted:
+            self.flops.arm()
+
+    def tell(self, **known: float | None) -> None:
+        """Note what the script says: `job_flops`, `total_steps`."""
+        self._told.update({name: value for name, value in known.items() if value is not None})
+
+    def collect(self, final: bool) -> list[StepWork]:
+        """Return what is due: little more often than it is needed to draw it, and at the end."""
+        now, facts = self._clock(), self._facts()
+        new = facts != self._sent
+        if not (new or final or now >= self._due):
+            return []
+        counted = self._recorder.take_work()
+        if counted is None and not (new and any(facts.values())):
+            return []
+        self._explain(counted)
+        self._began = began = now if self._began is None else self._began
+        gap = max(_FIRST_S, min(_SOON_S, _SOON * (now - began)), _LATER * (now - began))
+        self._due, self._sent = now + min(_LONGEST_S, gap), facts
+        step = self._recorder.steps.rows.step
+        return [StepWork(*(counted or Counted(step, step, 0, 0, None, None)), **facts)]
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what is known besides."""
+        counted = self.flops.found
+        if self._wanted and self.flops.why:
+            self._missing["flops"] = self.flops.why
+        own = {} if counted is None else {
+            "flops": counted.flops, "flops_step": counted.step, "dtype": counted.dtype
+        }  # fmt: skip
+        self._device = self._device or _device_of(self._roots)
+        return {**self._told, **own, **self._device}
+
+    def _explain(self, counted: Counted | None) -> None:
+        self._missing.pop("samples", None)
+        if counted is not None and counted.batches and counted.samples is None:
+            self._missing["samples"] = self._recorder.batches.why or "not known of every batch"
+
+
+def _device_of(roots: RootModules) -> dict[str, str]:
+    """Return name and id of the device that the model is on; nothing before it is anywhere."""
+    import torch
+
+    found = next((each.device for root in roots.modules() for each in root.parameters()), None)
+    if found is None or found.type == "meta":
+        return {}
+    if found.type != "cuda":
+        return {"device": found.type}
+    about = torch.cuda.get_device_properties(found)
+    return {"device": str(about.name), "device_id": str(getattr(about, "uuid", ""))}

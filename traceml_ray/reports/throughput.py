@@ -1,0 +1,67 @@
+"""How much a run gets through, from the session file and the history of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from threading import Lock
+from typing import Any
+
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.throughput import throughput
+from traceml_ray.analysis.work import WorkHistory
+from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.step_shapes import ThroughputNumbers
+from traceml_ray.store.histories import RunSteps
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.work_reader import WorkReader
+
+_PER_RANK = "rank_samples_per_s", "rank_tokens_per_s"
+
+
+class StoredWork:
+    """What has been read of a session file that grows. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._work, self._cursor, self._lock = WorkHistory(), 0, Lock()
+
+    def numbers(self, file: WorkReader, of: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
+        """Return how much the run gets through. Raises `SessionFileError`."""
+        with self._lock:
+            self._cursor = file.add_work(self._work, self._cursor)
+            processes = {rank: process.id for rank, process in of.ranks.items()}
+            missing = reasons(of.ranks.values())
+            return throughput(
+                of.history, self._work, processes, of.world, whole=whole, over=over, missing=missing
+            )
+
+
+def of_run(facts: RunFacts, history: StepHistory | None) -> dict[str, Any] | None:
+    """Return how much the run of a report gets through; None without any step. Raises `SessionFileError`."""
+    if history is None or not history.ranks:
+        return None
+    work = WorkHistory()
+    facts.session.add_work(work)
+    over = facts.meta.get("status", "running") != "running"
+    ranks, processes = facts.ranks, {rank: process.id for rank, process in facts.ranks.items()}
+    missing = reasons(ranks.values())
+    return throughput(history, work, processes, facts.world_size, whole=True, over=over, missing=missing)
+
+
+def block(found: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the summary says of it."""
+    names = ThroughputNumbers.__annotations__
+    if found is None:
+        return {**dict.fromkeys(names), "steps": 0, "why": {}, **{f"per_{name}": {} for name in _PER_RANK}}
+    per_rank = {
+        f"per_{name}": dict(zip(map(str, found["ranks"]), found[name].tolist(), strict=True))
+        for name in _PER_RANK
+    }
+    return {**{name: found[name] for name in names}, **per_rank}
+
+
+def reasons(processes: Iterable[RankProcess]) -> dict[str, str]:
+    """Return why processes know less of their work, the first of each."""
+    found: dict[str, str] = {}
+    for process in processes:
+        found = {name: why for name, why in process.missing.items() if name in ("samples", "flops")} | found
+    return found
