@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from played import Played, look
 from plotly.io.json import to_json_plotly
 from sessions import Rank
@@ -299,6 +300,37 @@ def test_fsdp2_that_lacks_a_function_is_told_and_one_that_answers_otherwise_coun
     assert ours.errors == {"fsdp: bytes: AttributeError": 1}
     ours.patcher.restore()
     assert groups.foreach_all_gather is before
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard there")
+def test_reductions_of_an_older_torch_are_counted_by_the_sizes_of_parameters(
+    ours: Instrumentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns no buffer: here four ranks share ten rows of three, three rows each, and two replicas."""
+
+    def foreach_reduce(
+        fsdp_params: object, reduce_scatter_group: object, all_reduce_group: object, all_reduce_grads: bool
+    ) -> tuple[object, ...]:
+        return "an event", fsdp_params, reduce_scatter_group, all_reduce_group, all_reduce_grads
+
+    groups = part_of_fsdp2("_fsdp_param_group")
+    monkeypatch.setattr(groups, "foreach_reduce", foreach_reduce)
+    traffic = ShardTraffic(ours.recorder, ours.failed)
+    traffic.patch(ours.patcher)
+    dtypes = {"reduce_dtype": None, "param_dtype": torch.bfloat16, "orig_dtype": torch.float32}
+    one = types.SimpleNamespace(padded_sharded_param_size=torch.Size([3, 3]), **dtypes)
+    four, two = (types.SimpleNamespace(size=lambda n=n: n) for n in (4, 2))
+    traffic._begin()
+    for _ in range(2):
+        groups.foreach_reduce([one], four, two, True)  # type: ignore[union-attr]
+        traffic._boundary = True
+        traffic._begin()
+    assert not ours.errors and traffic.closed.steps == 1  # the first one is not counted
+    groups.foreach_reduce([one], four, all_reduce_group=two, all_reduce_grads=False)  # type: ignore[union-attr]
+    traffic._boundary = True
+    traffic._begin()
+    moved = traffic.closed
+    assert (moved.reductions, moved.reduced, moved.all_reduced) == (2, 2 * 4 * 9 * 2, 9 * 2)
 
 
 @pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="this torch has no fully_shard there")

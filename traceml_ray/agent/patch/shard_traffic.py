@@ -181,7 +181,8 @@ class ShardTraffic:
         def count(args: Any, keywords: Any, result: Any) -> None:
             if keywords:
                 args = inspect.signature(original).bind(*args, **keywords).args
-            size, among = _size(result[0]), 1 if args[shards] is None else args[shards].size()
+            among = 1 if args[shards] is None else args[shards].size()
+            size = _reduced(result[0], args[0], among)
             if among > 1:  # else it is only copied
                 self._reductions += 1
                 self._reduced += size
@@ -264,6 +265,18 @@ class ShardTraffic:
 
 def _size(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
+
+
+def _reduced(returned: Any, parameters: Any, among: int) -> int:
+    """Return the bytes of what gradients were reduced from; before torch 2.6 that is not returned."""
+    if hasattr(returned, "element_size"):
+        return _size(returned)
+    return sum(
+        each.padded_sharded_param_size.numel()
+        * among
+        * (each.reduce_dtype or each.param_dtype or each.orig_dtype).itemsize
+        for each in parameters
+    )
 
 
 def _whole(group: Any) -> int:
