@@ -329,12 +329,12 @@ def icicle(boxes: Sequence[drawing.Box]) -> Figure:
         "insidetextanchor": "middle",
         "constraintext": "none",
         "textangle": 0,
-        "textfont": {"color": "#fff", "size": 10},
+        "textfont": {"size": 10},
         "customdata": [box.name for box in boxes],
         "width": 0.92,
         "marker": {
             "color": [box.colour for box in boxes],
-            "line": {"color": "rgba(255,255,255,.5)", "width": 1},
+            "line": {"color": "rgba(139,147,156,.6)", "width": 0.5},
         },
         "hovertemplate": "%{customdata}: %{x:,} ms<extra></extra>",
     }

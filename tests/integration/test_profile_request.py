@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import threading
 import time
@@ -34,7 +35,10 @@ from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=3)
 torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)))
+layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+model = DistributedDataParallel(layers)
+if rank == 2:
+    layers[2].register_forward_pre_hook(lambda *_: time.sleep(0.006 * os.path.exists("slow")))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = 0
 while not os.path.exists("over"):
@@ -100,6 +104,12 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     assert found.profile.id in listed and second.profile.id in listed
     assert main(["profile", "s", "--remove", second.profile.id, *out]) == 0
     assert names_of(job.session.path) == [found.profile.id]
+    # The layers of some steps, of which one is slow.
+    (job.folder / "slow").touch()
+    assert main(["layers", "s", "--steps", "12", *out]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Layer 2 \(Linear\) takes [4-9][.\d]* ms longer on rank 2 \(", shown), shown
+    assert re.search(r"Measured in \d+ steps of ranks 0-2", shown), shown
     assert job.end() == [0] * WORLD, job.errors()
     assert job.errors() == [""] * WORLD
 

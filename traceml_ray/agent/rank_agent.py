@@ -196,16 +196,13 @@ class RankAgent:
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(most)
         more = bool(self.ring.accepted > first + len(flags) or self.unsent)
         lost = self.ring.dropped + self.recorder.lost_rows
+        columns = {"keys": keys, "flags": flags, "rows": rows, "host_rows": host_rows, "leads": leads}
         batch = msgspec.structs.replace(
             batch,
             produced=self.ring.accepted + lost,
             dropped=lost + self._dropped,
             first_row=first,
-            keys=keys,
-            flags=flags,
-            rows=rows,
-            host_rows=host_rows,
-            leads=leads,
+            **columns,
             final=final and not more,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))

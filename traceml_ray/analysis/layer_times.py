@@ -312,9 +312,10 @@ def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
         stands_out = (excess >= least) & (excess > limits.errors * noise)
         for index in _deepest(table, stands_out, excess):
             found.append(_finding(table, row, index, others, float(excess[index])))
-        whole = float(np.nansum(own[row])) - model
-        if slower >= limits.slower and whole > limits.least_ms:
-            found.append(_all_layers(each, slower, model + whole, model))
+        top = [index for index, parent in enumerate(table.parents) if parent is None]
+        sure = limits.errors * float(np.sqrt(np.nansum(noise[top] ** 2)))
+        if slower >= limits.slower and (slower - 1) * model > max(limits.least_ms, sure):
+            found.append(_all_layers(each, slower, model))
     return sorted(found, key=lambda each: -each.excess_ms)[:_MAX_FINDINGS]
 
 
@@ -371,12 +372,12 @@ def _finding(table: _Table, row: int, index: int, others: Any, excess: float) ->
     return LayerFinding(each.rank, each.node, one.name, one.kind, phase, excess, own_ms, peers_ms, why)
 
 
-def _all_layers(each: RankLayers, slower: float, own_ms: float, peers_ms: float) -> LayerFinding:
+def _all_layers(each: RankLayers, slower: float, peers_ms: float) -> LayerFinding:
     at = f" ({each.node})" if each.node else ""
+    own_ms = slower * peers_ms
     why = (
-        f"all layers take longer on rank {each.rank}{at}, {text.times(slower)} as long as on its peers: it "
-        f"is no single layer ({text.ms(own_ms)} a step, where the median of the others is "
-        f"{text.ms(peers_ms)})"
+        f"all layers take longer on rank {each.rank}{at}, {text.times(slower)} as long as on its peers "
+        f"({text.ms(own_ms)} instead of {text.ms(peers_ms)} a step): it is the rank, or its machine, no layer"
     )
     excess = own_ms - peers_ms
     return LayerFinding(each.rank, each.node, None, "", "forward and backward", excess, own_ms, peers_ms, why)

@@ -38,7 +38,7 @@ _NARROW = 0.002
 """Share of the model below which a layer is no box of an icicle."""
 _CHARS = 150
 """That fit across one."""
-_DEPTHS = ("#6b7785", "#3b6fc4", "#1b9696")
+_DEPTHS = ("rgba(107,119,133,.35)", "rgba(59,111,196,.4)", "rgba(27,150,150,.4)")
 """Of boxes, by how deep they lie."""
 _SPIKE = 3.0
 """A value this many times over the 98th percentile does not set the scale."""
@@ -120,12 +120,18 @@ def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -
             if width >= _NARROW * whole > 0:
                 colour = ORANGE if name in named else _DEPTHS[depth % len(_DEPTHS)]
                 fits = int(_CHARS * width / whole)
-                label = name.rpartition(".")[2] or "model"
+                label = _short(name)
                 label = label if len(label) <= fits else ""
                 boxes.append(Box(name or "model", label, depth, start, width, colour))
                 waiting.append((inside.get(index, []), depth + 1, start))
             start += width
     return boxes
+
+
+def _short(name: str) -> str:
+    """Return the end of a layer's name: "mlp", "blocks.3"."""
+    before, _, last = name.rpartition(".")
+    return f"{before.rpartition('.')[2]}.{last}" if before and last.isdecimal() else last or "model"
 
 
 def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:

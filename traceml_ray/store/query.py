@@ -126,10 +126,7 @@ class ReportPage(OfRun[bytes], frozen=True):
 
 
 class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
-    """
-    The newest `last` samples of each of `nodes` (ids), with its id; as many, evenly,
-    from `first_ns` to `last_ns`.
-    """
+    """The newest `last` samples of `nodes` (ids), with the id; or as many from `first_ns` to `last_ns`."""
 
     nodes: tuple[str, ...]
     last: Count

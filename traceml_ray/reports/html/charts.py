@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from traceml_ray.reports.tiles import Tile
 from traceml_ray.stages import STAGES
 
 WIDTH, HEIGHT = 1000, 200
+_ROW = 22
+"""Height of the boxes of an icicle."""
 """Units of a plot, which is as wide as its page: its text stands outside, where it keeps its size."""
 _TICKS = 5
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -145,6 +147,27 @@ def _legend(names: Mapping[str, str], cut: str = "") -> Markup:
 def swatch(colour: str) -> Markup:
     """Return a colour as a small square."""
     return tag("svg", tag("rect", width=10, height=10, fill=colour), viewBox="0 0 10 10", aria_hidden="true")
+
+
+def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -> Markup:
+    """Return layers as boxes, each above those that are inside it; what is in a box is said on hover."""
+    boxes = drawing.icicle(layers, named)
+    if not boxes:
+        return NOTHING
+    end, rows = max(box.start + box.width for box in boxes), max(box.depth for box in boxes) + 1
+    drawn = []
+    for box in boxes:
+        x, width = WIDTH * box.start / end, WIDTH * box.width / end
+        y = _ROW * box.depth
+        title = tag("title", f"{box.name}: {text.ms(box.width)}")
+        rect = tag("rect", title, x=_figure(x), y=y, width=_figure(width), height=_ROW - 2, fill=box.colour)
+        drawn.append(rect)
+        if box.label:
+            middle = {"x": _figure(x + width / 2), "y": y + _ROW / 2 + 3, "text_anchor": "middle"}
+            drawn.append(tag("text", box.label, **middle, font_size=10, fill="currentColor"))
+    label = "Time of each layer with the layers inside it"
+    svg = tag("svg", drawn, viewBox=f"0 0 {WIDTH} {_ROW * rows}", role="img", aria_label=label)
+    return tag("div", svg, cls="icicle")
 
 
 def _onset(columns: Mapping[str, Any], onset: int | None) -> Markup:

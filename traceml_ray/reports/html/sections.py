@@ -207,8 +207,11 @@ def _lines(lines: Sequence[str]) -> Markup:
 def layers(found: Charted) -> Markup:
     """Return where the time goes inside the model, where that was measured."""
     block_ = found.summary.get("layers", {})
+    named = {one["layer"] for one in block_.get("findings", ())}
     return join(
-        panel("Layers", facts(layers_facts(block_)), wide=True),
+        panel(
+            "Layers", facts(layers_facts(block_)), charts.icicle(block_.get("layers", ()), named), wide=True
+        ),
         block("", layers_table(block_), wide=True),
     )
 
