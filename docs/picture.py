@@ -1,7 +1,8 @@
-"""Draw the head of a report as the README shows it: python docs/picture.py SESSION/report.txt OUT.svg"""
+"""Draw text as a terminal has it; the head of a report: python docs/picture.py SESSION/report.txt OUT.svg"""
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -20,9 +21,14 @@ def draw(report: Path, out: Path) -> None:
     text.highlight_regex(re.compile(LABELS, re.MULTILINE), "bold cyan")
     text.highlight_regex(r"straggler: rank \d+ \(\S+\) in \w+", "bold red")
     text.highlight_regex(r"█+", "yellow")
-    console = Console(record=True, width=100, file=sys.stderr)
+    save(text, out, "traceml-ray report", 100)
+
+
+def save(text: Text, out: Path, title: str, width: int) -> None:
+    """Write lines of `width` cells as an SVG terminal."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(text, highlight=False)
-    svg = console.export_svg(title="traceml-ray report")
+    svg = console.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no fonts from elsewhere
     pattern = r'x="([\d.]+)"( y="[\d.]+") textLength="([\d.]+)"([^>]*>)((?:&#160;)+)'
     out.write_text(re.sub(pattern, _shift, svg))

@@ -1,5 +1,5 @@
 """
-Take the pictures of the web app that the README shows: python docs/screenshots.py OUT
+Take the pictures of the web app, of `top` and of report.html: python docs/screenshots.py OUT
 
 A session of 16 ranks on two nodes is played into an aggregator: after a while, rank 13 waits for its data.
 Chromium and chromedriver have to be installed.
@@ -18,15 +18,22 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from looking import Served, chromium  # noqa: E402
+from picture import save  # noqa: E402
 from played import Played  # noqa: E402
+from rich.text import Text  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 from traceml_ray import wire  # noqa: E402
+from traceml_ray.terminal import snapshot  # noqa: E402
+from traceml_ray.terminal.panel import panel  # noqa: E402
+from traceml_ray.views.session_poll import SessionPoll  # noqa: E402
 
 PAGES = {"overview": "/", "node": "/node/host-1", "rank": "/rank/13"}
 THEMES = ("light", "dark")
 WIDTH, HEIGHT = 1440, 900
+WINDOW = 100, 31
+"""Cells and lines of the terminal."""
 SECONDS, RATE = 90, 28
 
 
@@ -61,6 +68,15 @@ def _about(middle: float, far: float, t: float) -> float:
     return round(middle + far * (math.sin(t / 6) + 0.4 * math.sin(1.7 * t)) / 1.4, 1)
 
 
+def draw_top(played: Played, out: Path) -> None:
+    """Draw the panel of `traceml-ray top`."""
+    poll = SessionPoll(played.source, clock=played.clock)
+    poll.poll()
+    shown = poll.made(lambda: snapshot.take(poll, poll.newest, snapshot.Choice()))[1]
+    lines = panel(shown, snapshot.Choice(), *WINDOW)
+    save(Text("\n").join(lines), out, "traceml-ray top", WINDOW[0])
+
+
 def take(out: Path) -> None:
     """Write one PNG of each page and theme into `out`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +97,7 @@ def take(out: Path) -> None:
         try:
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            draw_top(played, out / "top.svg")
             for theme in THEMES:
                 media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
                 browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -91,6 +108,11 @@ def take(out: Path) -> None:
                     )
                     browser.execute_async_script("setTimeout(arguments[0], 1500)")
                     browser.save_screenshot(str(out / f"{page}-{theme}.png"))
+            played.end()
+            media = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.get((played.folder / "report.html").as_uri())
+            browser.save_screenshot(str(out / "report-page.png"))
         finally:
             browser.quit()
             served.close()

@@ -94,6 +94,14 @@ def test_panel_of_one_rank(tmp_path: Path, kept: Any) -> None:
     kept(seen(followed(Played(tmp_path / "demo", 1, late=None, gpus=0))))
 
 
+def test_single_process_is_no_kind_of_parallel_job(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 1, late=None)
+    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    played.play(5, strategy="single")
+    poll.poll()
+    assert text(seen(poll), 80, 24).startswith("┌─ TraceML  (1 rank) ─")
+
+
 def test_panel_of_1024_ranks_has_the_slowest_ones(tmp_path: Path, kept: Any) -> None:
     played = Played(tmp_path / "demo", 1024, per_node=8, gpus=8, onset=10)
     of = seen(followed(played, 8))
@@ -194,6 +202,8 @@ def test_stored_session_shows_the_steps_in_which_a_rank_was_late(played: Played)
     assert of.verdict and of.verdict["label"] == "straggler"
     assert "GLOBAL SKEW 62 %" in shown and f"NODE SUMMARY, steps {first}–{last}" in shown
     assert "rank5     31" in shown and f"Since step {first}" in shown and "so far" not in shown
+    report = " ".join((played.folder / "report.txt").read_text().split())
+    assert f"(of all steps; what is named was in steps {first}–{last})" in report
     ranks = seen(poll, Choice("ranks"))
     (late,) = [row for row in ranks.rows if row["rank"] == 5]
     assert late["over"] == pytest.approx(1.62, abs=0.05) and late["stages"]["data"] > 12

@@ -9,10 +9,13 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import Columns, Facts, Table
+from traceml_ray.reports.present import present
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
 _WORTH = 0.03
+_MOST_OF = 0.5
+"""What is named in more of the steps than this shows in their medians."""
 
 
 def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
@@ -72,6 +75,15 @@ def evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("", f"at the same time on {node}: {'; '.join(each)}") for node, each in nodes.items()]
 
 
+def _of_a_part(summary: Mapping[str, Any]) -> str:
+    """Return that medians of all steps hide what was named, where that was in a part of them only."""
+    episode = present({**summary["verdict"], "episodes": summary["episodes"]})
+    steps = 0 if episode is None else episode["to_step"] - episode["from_step"] + 1
+    if episode is None or steps > _MOST_OF * summary["steps"]["count"]:
+        return ""
+    return f" (of all steps; what is named was in steps {episode['from_step']:,}–{episode['to_step']:,})"
+
+
 def steps_facts(summary: dict[str, Any]) -> Facts:
     """Return the time of a step, how far ranks and nodes are apart, and what these numbers are of."""
     steps = summary["steps"]
@@ -87,6 +99,7 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
         worst, over = steps["per_rank_median_ms"][str(steps["worst_rank"])], steps["global_skew_pct"]
         skew = f"rank {steps['worst_rank']} is busy longest: {text.ms(worst)} a step without waiting, "
         skew += f"{text.percent(over)} over the median of {text.ms(steps['busy_median_ms'])}"
+        skew += _of_a_part(summary)
     if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
         node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
     after = f"of the {text.plain(steps['judged'])} after warm-up{within}"

@@ -46,6 +46,7 @@ def title_of(of: Snapshot) -> str:
     """Return "TraceML — Multi-Node DDP  (2 nodes × 4 GPUs = 8 ranks)"."""
     ranks, nodes = of.facts["world_size"], of.facts["nnodes"]
     kind = "Multi-Node " * bool(nodes and nodes > 1) + text.one_line(of.facts["strategy"] or "").upper()
+    kind = "" if kind == "SINGLE" else kind
     return f"TraceML{f' — {kind}' if kind else ''}{_size(of, ranks, nodes)}"
 
 
