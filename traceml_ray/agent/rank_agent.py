@@ -169,9 +169,8 @@ class RankAgent:
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
-        spans = self.guard("spans", functools.partial(self._collect_spans, final)) or []
-        self.unsent.spans += spans
-        self.guard("shards", functools.partial(self.shards.turn, self.unsent, spans, final))
+        self.unsent.spans += (spans := self.guard("spans", lambda: self._collect_spans(final)) or [])
+        self.guard("shards", lambda: self.shards.turn(self.unsent, spans, final))
         self.guard("memory", self._sample_memory)
         self.unsent.work += self.guard("work", lambda: self.work.collect(final)) or []
         self.guard("memory history", self.history.turn)
@@ -222,6 +221,7 @@ class RankAgent:
         """Return a batch with all but rows, and how many bytes these may have."""
         patches = self.instrumentation
         self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
+        missing = patches.missing | self._memory_sampler.missing
         batch = wire.RankBatch(
             v=wire.VERSION,
             process_id=self.process_id,
@@ -236,9 +236,7 @@ class RankAgent:
             identity=self.guard("identity", self._resolve),
             open=self.guard("open stage", self._open_stage),
             process=self.guard("process", self._sample),
-            missing={
-                name: sendable(why) for name, why in (patches.missing | self._memory_sampler.missing).items()
-            },
+            missing={name: sendable(why) for name, why in missing.items()},
             overhead=wire.Overhead(
                 self.recorder.marks_ns,
                 self._cpu_ns,
@@ -363,8 +361,7 @@ class RankAgent:
         return self.identity
 
     def _sample(self) -> wire.ProcessSample | None:
-        if self._sampler is None:
-            self._sampler = ProcessSampler()
+        self._sampler = self._sampler or ProcessSampler()
         if time.monotonic() - self._sampled < SAMPLE_S:
             return None
         self._sampled = time.monotonic()

@@ -5,8 +5,9 @@ A question is a `Request` struct, declared with the type of its answer. `ask` en
 carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
 session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
 
-Commands are in `store.commands`. What is asked of its aggregator as an actor (who it is, to look for nodes
-without a relay, to end) are calls of `ray.aggregator`.
+Commands are in `store.commands`, questions about bundles and profiles in `store.file_questions`. What is
+asked of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of
+`ray.aggregator`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from traceml_ray.analysis import layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
-from traceml_ray.store import profiles
 from traceml_ray.store.commands import Discard as Discard
 from traceml_ray.store.commands import Dump as Dump
 from traceml_ray.store.commands import ReadFile as ReadFile
@@ -31,6 +31,10 @@ from traceml_ray.store.commands import RemoveProfile as RemoveProfile
 from traceml_ray.store.commands import Snapshot as Snapshot
 from traceml_ray.store.commands import StartLayers as StartLayers
 from traceml_ray.store.commands import StartProfile as StartProfile
+from traceml_ray.store.file_questions import Bundles as Bundles
+from traceml_ray.store.file_questions import Profiles as Profiles
+from traceml_ray.store.file_questions import ReadBundle as ReadBundle
+from traceml_ray.store.file_questions import ReadProfile as ReadProfile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.request import A as A
 from traceml_ray.store.request import Request as Request
@@ -260,32 +264,6 @@ class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     rank: Int64 = 0
     first: Int64 = 0
     last: Int64 = 0
-
-
-class Bundles(Request[list[results.BundleInfo]], frozen=True):
-    """What was kept of incidents, the oldest first."""
-
-
-class ReadBundle(Request[bytes], frozen=True):
-    """At most `n` bytes of a file of a bundle, from `offset` on; none beyond its end."""
-
-    bundle: str
-    name: str
-    offset: Count
-    n: Count
-
-
-class Profiles(Request[profiles.Profiles], frozen=True):
-    """The profiles of the session, and the one that is being made."""
-
-
-class ReadProfile(Request[bytes], frozen=True):
-    """At most `n` bytes of a file of a profile, from `offset` on; none beyond its end."""
-
-    profile: str
-    name: str
-    offset: Count
-    n: Count
 
 
 class Asked(msgspec.Struct):
