@@ -47,12 +47,7 @@ def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = EXAMPLE.read_text().replace(
-        "with dist_autograd.context()", "with trace_step(), dist_autograd.context()"
-    )
-    assert "trace_step()" in script
-    script = script.replace("import torch\n", "import torch\nfrom traceml_ray import trace_step\n", 1)
-    job = Job(tmp_path, script, ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
+    job = Job(tmp_path, EXAMPLE.read_text(), ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
     try:
         job.wait_for_steps(60, ranks=1)
         found = job.profile(steps=2)

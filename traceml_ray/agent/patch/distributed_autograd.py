@@ -33,11 +33,16 @@ def patch_optimizer(patcher: Patcher, recorder: Recorder) -> None:
     """Mark the steps of `DistributedOptimizer`, whose module has been imported."""
     from torch.distributed.optim.optimizer import DistributedOptimizer
 
-    begin, end = recorder.optimizer_begin, recorder.optimizer_end
+    def end(_: bool) -> None:
+        recorder.optimizer_end(True)
+        if recorder.at_step is not None:
+            recorder.at_step()
+
+    begin = recorder.optimizer_begin
     patcher.replace(
         DistributedOptimizer,
         "step",
-        lambda original: _between(original, patcher.failed, "optimizer", begin, lambda _: end(True)),
+        lambda original: _between(original, patcher.failed, "optimizer", begin, end),
     )
 
 
