@@ -19,7 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
     "In a training script": {
-        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "count", "capture_oom", "watch"),
+        "traceml_ray/api.py": (
+            *("attach", "detach", "trace_step", "stage", "count", "capture_oom", "watch", "watch_router"),
+        ),
         "traceml_ray/profile_call.py": ("profile",),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),

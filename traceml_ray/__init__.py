@@ -4,7 +4,7 @@ TYPE_CHECKING = False  # `typing` costs more than all that is here
 if TYPE_CHECKING:
     from traceml_ray.adapters.huggingface import TraceMLTrainerCallback as TraceMLTrainerCallback
     from traceml_ray.adapters.lightning import TraceMLCallback as TraceMLCallback
-    from traceml_ray.api import attach, capture_oom, count, detach, stage, trace_step, watch
+    from traceml_ray.api import attach, capture_oom, count, detach, stage, trace_step, watch, watch_router
     from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
@@ -28,6 +28,7 @@ __all__ = [
     "start",
     "trace_step",
     "watch",
+    "watch_router",
 ]
 _MODULES = {
     "Session": "traceml_ray.live_session",

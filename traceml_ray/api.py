@@ -283,3 +283,29 @@ def watch(iterable: Items) -> Items:
     """
     result: Items = watched(iterable)
     return result
+
+
+def watch_router(
+    module: Any, experts: int, *, name: str = "router", chosen: Callable[[Any], Any] | None = None
+) -> None:
+    """
+    Count how many tokens a router of a mixture of experts gives to each expert, from here on.
+
+    Report and pages say how much more than the mean the busiest expert has. Counting is some small operations
+    on the router's device in each forward of training; nothing waits for it. Call it on each rank, once for a
+    router, after the process is watched.
+
+    Args:
+        module: the router.
+        experts: how many it chooses from, 512 at most.
+        name: of the router, the same on all ranks.
+        chosen: takes what the module returns and gives the indices of the chosen experts, a tensor of
+            integers of any shape; default: the first such tensor in it.
+    """
+    agent = bootstrap.current()
+    if agent is None:
+        return
+    try:
+        agent.instrumentation.routers.watch(module, int(experts), str(name), chosen)
+    except Exception as error:
+        agent.instrumentation.failed("router", error)

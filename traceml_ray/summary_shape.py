@@ -148,6 +148,20 @@ class BaselineInfo(TypedDict):
     stages: list[BaselineStage]
 
 
+class ExpertInfo(TypedDict):
+    """The tokens of the experts of one router, of all ranks together."""
+
+    router: str
+    experts: int
+    tokens: int
+    most: int
+    """The expert that had most,"""
+    times_mean: float
+    """and how many times the mean of all."""
+    idle: int
+    """Experts that had none."""
+
+
 class SummaryRank(TypedDict):
     """How far a rank came and how it ended."""
 
@@ -364,6 +378,8 @@ class Summary(TypedDict):
     suspects: list[Suspect]
     roles: list[RoleInfo]
     """Where not all ranks do the same work."""
+    experts: list[ExpertInfo]
+    """Of the routers that are watched, the least even one first."""
     verdicts: list[VerdictInfo]
     """Every change of verdict."""
     episodes: list[TimedEpisode]

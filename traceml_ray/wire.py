@@ -201,6 +201,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     """None: the job is only data parallel, as far as is known."""
     layers: Annotated[list[LayerWindow], FEW] = []
     work: Annotated[list[StepWork], FEW] = []
+    experts: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
+    """By router that is watched: the tokens of each expert so far."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""

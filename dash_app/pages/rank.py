@@ -8,6 +8,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
@@ -71,6 +72,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
             "mesh": process.placement.get("mesh") or {},
+            "experts": [sentence(load) for load in loads([process.experts])],
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
             **{name: number(by_rank(run.throughput, f"rank_{name}").get(rank)) for name in _RATES},
@@ -301,6 +303,7 @@ def _role_facts(rank: Mapping[str, Any]) -> dict[str, str]:
     mesh = ", ".join(f"{name} {at} of {size}" for name, (at, size) in rank["mesh"].items())
     waits = "" if rank["bubble"] is None else text.share(rank["bubble"])
     known = {"role": rank["role"], "device mesh": mesh, "waits for other roles": waits}
+    known["experts"] = rank["experts"][0] if rank["experts"] else ""
     return {name: value for name, value in known.items() if value}
 
 

@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from played import Played, look
 from sessions import Rank, Relay, aggregation
 from simulated_pipeline import Pipeline, Slow, elapsed_ms, windows
+from torch import nn
 from unit.sample_windows import judge
 from unit.test_recorder import Loop
 
 from traceml_ray import wire
+from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.routers import Routers
+from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.roles import bubbles, role_of
 from traceml_ray.analysis.verdict import DEFAULTS
@@ -221,6 +226,50 @@ def test_roles_and_bubbles_are_in_verdict_summary_and_report_live_and_stored(tmp
     assert "bubble" in report and "In role pp=1 (ranks 2 and 3): rank 3" in report.replace(
         "\n           ", " "
     )
+
+
+class Router(nn.Module):
+    """Gives every second token to expert 2, the others to 0 and 1."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(len(tokens), 1), torch.tensor([[0, 1], [2, 2]]).repeat(len(tokens) // 2, 1)
+
+
+def test_load_of_experts_is_counted_where_a_router_is_watched() -> None:
+    patcher, router = Patcher(), Router()
+    routers = Routers(patcher)
+    routers.watch(router, 4, "layer 1", None)
+    for _ in range(3):
+        router(torch.zeros(8, 1))
+    with torch.no_grad():
+        router(torch.zeros(8, 1))
+    router.eval()(torch.zeros(8, 1))
+    assert routers.counts() == {"layer 1": [12, 12, 24, 0]}
+    (load,) = loads([routers.counts(), routers.counts()])
+    assert (load.tokens, load.most, load.times_mean, load.idle) == (96, 2, 2.0, 1)
+    assert sentence(load) == "layer 1: expert 2 of 4 has 2 times the mean; 1 had no token"
+    patcher.restore()
+    router.train()(torch.zeros(8, 1))
+    assert routers.counts() == {"layer 1": [12, 12, 24, 0]} and not patcher.errors
+
+
+def test_router_that_shows_no_choice_is_counted_as_an_error_and_goes_on() -> None:
+    patcher, layer = Patcher(), nn.Linear(2, 4)
+    Routers(patcher).watch(layer, 4, "layer", None)
+    assert layer(torch.zeros(3, 2)).shape == (3, 4)
+    assert dict(patcher.errors) == {"router: TypeError": 1}
+
+
+def test_load_of_experts_is_in_summary_and_report(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, per_node=2, late=None)
+    for second in range(12):
+        played.play(5, experts={"router": [second, second, 2 * second, 0]})
+    played.end()
+    with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
+        (load,) = summarize(file, DEFAULTS)["experts"]
+    assert (load["most"], load["times_mean"], load["tokens"]) == (2, 2.0, 88)
+    report = (tmp_path / "demo" / "report.txt").read_text()
+    assert "Experts    router: expert 2 of 4 has 2 times the mean; 1 had no token" in report
 
 
 def test_file_that_was_written_before_placements_were_known_can_be_read(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from traceml_ray.agent.patch import (
 from traceml_ray.agent.patch.data_parallel import HYBRID
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.routers import Routers
 from traceml_ray.agent.span_sums import MAX_NAME_CHARS
 from traceml_ray.agent.spans import Spans
 from traceml_ray.stages import INFERRED
@@ -53,6 +54,7 @@ class Instrumentation:
         self.data_parallel = data_parallel.DataParallel(recorder, self.roots, self.spans, patcher)
         self.model_parallel = model_parallel.ModelParallel(recorder.exchange, patcher)
         self.rpc = rpc.RpcCalls(self.failed)
+        self.routers = Routers(patcher)
         self._is_rank: Callable[[], None] | None = None
 
     @property

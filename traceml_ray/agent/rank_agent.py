@@ -246,6 +246,7 @@ class RankAgent:
             strategy=patches.strategy,
             group=patches.group,
             placement=self.guard("placement", lambda: patches.placement),
+            experts=self.guard("router", patches.routers.counts) or {},
         )
         taken, room = self.unsent.take()
         taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.present import present
 
 _MAX_RANKS = 32
+_MAX_ROUTERS = 3
 _MAX_LINES = 20
 _WORTH = 0.03
 _MOST_OF = 0.5
@@ -108,6 +110,7 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
         ("Skew", skew),
         ("" if skew else "Skew", node),
         ("GPU idle", _idle(steps)),
+        *_experts(summary.get("experts") or []),
         ("Covers", _covers(steps)),
         ("Sampled", _sampled(steps)),
         *_baseline(summary),
@@ -124,6 +127,13 @@ def _idle(steps: dict[str, Any]) -> str:
         f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
         f"{text.percent(middle)}"
     )
+
+
+def _experts(loads: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return how uneven the load of experts is, of the least even routers."""
+    found = [("" if at else "Experts", sentence(load)) for at, load in enumerate(loads[:_MAX_ROUTERS])]
+    more = len(loads) - len(found)
+    return [*found, *([("", f"and {text.count(more, 'more router')} that are more even")] if more else [])]
 
 
 def _sampled(steps: dict[str, Any]) -> str:

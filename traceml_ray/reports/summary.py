@@ -17,6 +17,7 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.memory import words
@@ -138,6 +139,7 @@ def _summary(
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
+        "experts": msgspec.to_builtins(loads(process.experts for process in facts.ranks.values())),
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": _episodes(judged, verdicts, facts, lines),
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),

@@ -72,6 +72,8 @@ class RankProcess:
     group_size: int | None = None
     placement: dict[str, Any] = field(default_factory=dict)
     """Where it is in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
+    experts: dict[str, list[int]] = field(default_factory=dict)
+    """By router that is watched: the tokens of each expert so far."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -174,10 +176,12 @@ class RankProcess:
         placement = msgspec.structs.asdict(batch.placement) if batch.placement else {}
         if placement and placement != self.placement:
             changed, self.placement = True, placement
+        if batch.experts and batch.experts != self.experts:
+            changed, self.experts = True, batch.experts
         return changed
 
 
-_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement")
+_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement", "experts")
 _PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
 COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""
