@@ -644,7 +644,9 @@ def test_aggregator_has_relays_of_many_nodes_send_less_often(tmp_path: Path) -> 
 
 @given(
     st.lists(
-        st.sampled_from(["errors", "missing", "strategy", "group", "dropped", "overhead", "open", "final"])
+        st.sampled_from(
+            ["errors", "missing", "strategy", "group", "dropped", "overhead", "open", "final", "placement"]
+        )
     )
 )
 def test_rank_processes_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: list[str]) -> None:
@@ -657,6 +659,7 @@ def test_rank_processes_on_disk_are_those_in_memory_whatever_a_batch_changes(cha
                 "missing": {"h2d": str(number)},
                 "strategy": f"s{number}",
                 "group": (0, 2 + number),
+                "placement": wire.Placement({"pp": [number, 9]}, [number], 9, f"worker{number}"),
                 "dropped": number,
                 "overhead": wire.Overhead(number, number, number, number),
                 "open": wire.OpenStage(number, 1, 77),
