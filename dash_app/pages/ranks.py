@@ -53,7 +53,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         if process := run.ranks.get(row["rank"]):
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
     suspects = {(each["rank"], each["stage"]) for each in (run.verdict or {}).get("suspects") or ()}
-    roles = any(process.role for process in run.ranks.values())
+    roles = any(process.work for process in run.ranks.values())
     return {"chosen": chosen, "states": dict(states), "suspects": suspects, "roles": roles}
 
 

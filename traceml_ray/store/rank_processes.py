@@ -98,6 +98,12 @@ class RankProcess:
         return self.worker is not None and self.last_key is None
 
     @property
+    def work(self) -> str:
+        """Its role, and who it is over RPC; "" where all ranks do the same work, as far as is known."""
+        serves = ", serves, no steps" if self.serves else ""
+        return " ".join(filter(None, [self.role, f"RPC {self.worker}{serves}" if self.worker else ""]))
+
+    @property
     def rank(self) -> int | None:
         """Global rank, None while it is not known."""
         return self.identity.global_rank if self.identity else None
@@ -330,7 +336,9 @@ def awaited(
     """
     latest = max((process.last_seen_ns for process in ranks.values()), default=0)
     young = latest - min((process.first_seen_ns for process in ranks.values()), default=0) < patience_ns
+    rowless = {rank for rank, process in ranks.items() if process.serves and process.ended}
     lack = [rank for rank, process in ranks.items() if (young or process.stored) and rank not in reported]
+    lack = [rank for rank in lack if rank not in rowless]
     unknown = max(0, world - len(ranks)) if young else 0
     return reporting(ranks, patience_ns), len(lack) + unknown
 

@@ -80,6 +80,6 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
         "local_rank": identity.local_rank if identity else None,
         "last_step": process.last_step,
         "open_stage": None if process.ended or process.serves else process.stage,
-        "role": process.role,
+        "role": process.work,
         "state": process.end or (going if rank in reporting else "silent"),
     }
