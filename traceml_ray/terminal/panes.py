@@ -12,7 +12,7 @@ from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.sharding import sharding_facts
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
-from traceml_ray.views.ranks import NAMED, SILENT
+from traceml_ray.views.ranks import NAMED, SERVES, SILENT
 from traceml_ray.views.severity import SIGNS
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
@@ -79,6 +79,7 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     columns: _Columns = {
         ">rank": _number,
         "node": lambda row: row["node"] or text.NA,
+        **({"role": lambda row: row["role"] or ""} if any(row["role"] for row in of.rows) else {}),
         "state": _state,
         ">step": lambda row: text.plain(row["last_step"]),
         "in": lambda row: text.words(row["open_stage"] or text.NA),
@@ -92,7 +93,7 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     title = (
         f"RANKS{of_steps(of)} (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
     )
-    return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node"))]
+    return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node", "role"))]
 
 
 def _number(row: Mapping[str, Any]) -> Cell:
@@ -104,7 +105,7 @@ def _number(row: Mapping[str, Any]) -> Cell:
 def _state(row: Mapping[str, Any]) -> Cell:
     if row["death"]:
         return Text(f"◆ {row['death']['how']}", TONES["critical"])
-    late = row["state"] not in ("running", "finished")
+    late = row["state"] not in ("running", "finished", SERVES)
     return Text(f"▲ {row['state']}", MARK) if late else text.words(row["state"])
 
 
