@@ -192,6 +192,20 @@ class Suspect(TypedDict):
     """What a step gets shorter when this one alone is fixed."""
 
 
+class ExpertInfo(TypedDict):
+    """The tokens of the experts of one router, of all ranks together."""
+
+    router: str
+    experts: int
+    tokens: int
+    most: int
+    """The expert that had most,"""
+    times_mean: float
+    """and how many times the mean of all."""
+    idle: int
+    """Experts that had none."""
+
+
 class RoleInfo(TypedDict):
     """The ranks that have the same place in a pipeline and among tensor-parallel ranks."""
 

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from traceml_ray.results import (
     Brief,
+    ExpertInfo,
     LastOutput,
     RoleInfo,
     RunInfo,
@@ -146,20 +147,6 @@ class BaselineInfo(TypedDict):
     """The session that it was taken from; None: learned in this run."""
     step_ms: float
     stages: list[BaselineStage]
-
-
-class ExpertInfo(TypedDict):
-    """The tokens of the experts of one router, of all ranks together."""
-
-    router: str
-    experts: int
-    tokens: int
-    most: int
-    """The expert that had most,"""
-    times_mean: float
-    """and how many times the mean of all."""
-    idle: int
-    """Experts that had none."""
 
 
 class SummaryRank(TypedDict):

@@ -38,6 +38,7 @@ from traceml_ray.stages import (
     STAGES,
 )
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.views.source import StoredSource
 
 LONG = Pipeline(work=(2.0, 5.0), micro=4)
 """The second stage is what takes long."""
@@ -307,7 +308,17 @@ def test_worker_that_only_serves_over_rpc_is_listed_and_not_missing(tmp_path: Pa
     assert live.why.startswith("Only rank 0 (host-0) takes steps. The other workers serve it over RPC")
     view = look(pages, "ranks")
     assert [row["state"] for row in view["chosen"].items] == ["running"] + 2 * ["serves RPC, no steps"]
+    assert [row["role"] for row in view["chosen"].items][:2] == [
+        "RPC trainer0",
+        "RPC stage1, serves, no steps",
+    ]
     played.end()
+    stored = SessionPages(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    for _ in range(2):
+        stored.poll()
+        times = [row["busy_ms"] is None for row in look(stored, "ranks")["chosen"].items]
+        stored.poll()
+    assert times == [False, True, True]
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
         summary = summarize(file, DEFAULTS)
     assert summary["verdict"]["label"] == "healthy" and summary["session"]["silent_ranks"] == []

@@ -77,6 +77,11 @@ class Instrumentation:
         known, worker = self.model_parallel.placement, self.rpc.worker
         return replace(known or Placement(), worker=worker[:MAX_NAME_CHARS]) if worker else known
 
+    def parallelism(self) -> dict[str, Any]:
+        """Return what is known of how the job is parallel, as the fields of `wire.RankBatch`."""
+        known = {"strategy": self.strategy, "group": self.group, "experts": self.routers.counts()}
+        return known | {"placement": self.placement}
+
     def when_rank(self, then: Callable[[], None]) -> None:
         """Before `install`: have `then` called once this process joins a process group or takes a step."""
         self._is_rank = then

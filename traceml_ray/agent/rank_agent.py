@@ -243,10 +243,7 @@ class RankAgent:
                 time.monotonic_ns() - self._began_ns,
                 self._outbox.sent_bytes,
             ),
-            strategy=patches.strategy,
-            group=patches.group,
-            placement=self.guard("placement", lambda: patches.placement),
-            experts=self.guard("router", patches.routers.counts) or {},
+            **(self.guard("parallelism", patches.parallelism) or {}),
         )
         taken, room = self.unsent.take()
         taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}

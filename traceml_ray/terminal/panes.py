@@ -195,7 +195,7 @@ def _listed(
         room = max(0, most - 1)
         first = min(choice.scroll, max(0, len(rows) - room))
         shown = rows[first : first + room]
-        names, left = [*columns], [*drop]
+        names, left = [*columns], [name for name in drop if name in columns]
         while True:
             body: list[list[Cell]] = [[Text(name.lstrip(">"), QUIET) for name in names]]
             body += [[columns[name](row) for name in names] for row in shown]
