@@ -247,9 +247,8 @@ class RankAgent:
         )
         taken, room = self.unsent.take()
         taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}
-        return msgspec.structs.replace(
-            batch, **taken, capture=self.captures.status, errors=self._errors()
-        ), room
+        taken |= {"capture": self.captures.status, "errors": self._errors()}
+        return msgspec.structs.replace(batch, **taken), room
 
     def _errors(self) -> dict[str, int]:
         """Return what went wrong by place, and what was lost before it was in a batch."""
