@@ -20,7 +20,7 @@ COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tes
 	loops.py span_verdict.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
 
 # Where there are such tests (`tests/conftest.py` sees to it): the others are not even collected for them.
-ALONE := tests/browser tests/chaos tests/integration
+ALONE := tests/chaos tests/integration
 # By a name of its own: a line with the word MAKE in it is run by `make -n` as well.
 TYPES_TOO = $(MAKE) --no-print-directory types
 
@@ -54,7 +54,8 @@ help:
 # may take its share of the cores here: there is something to see sooner.
 demo: says-demo $(INSTALLED)
 	@rm -rf traceml-sessions/demo
-	TRACEML_NICE=0 TRACEML_DEVICE_CLOCK=$${TRACEML_DEVICE_CLOCK:-1} $(PY) -m traceml_ray.launch $(DEMO)
+	@echo "python -m traceml_ray.launch $(DEMO)"
+	@TRACEML_NICE=0 TRACEML_DEVICE_CLOCK=$${TRACEML_DEVICE_CLOCK:-1} $(PY) -m traceml_ray.launch $(DEMO)
 	@echo
 	@cat traceml-sessions/demo/report.txt
 	@echo

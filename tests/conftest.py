@@ -38,11 +38,9 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
 # Where time is judged, or many processes are started at once, nothing else may run. Where only some tests of
 # a file are like that, they are marked there.
 _ALONE = {
-    "browser",
     "chaos/test_chaos.py",
     "integration/test_membership.py",
     "integration/test_faults.py",
-    "integration/test_loops.py",
     "integration/test_span_verdict.py",
     "integration/test_sync_groups.py",
 }
@@ -54,6 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {where.parts[0], str(where)} & _ALONE:
             item.add_marker("alone")
         alone = item.get_closest_marker("alone") is not None
-        assert not alone or where.parts[0] in ("browser", "chaos", "integration"), "see ALONE in the Makefile"
+        assert not alone or where.parts[0] in ("chaos", "integration"), "see ALONE in the Makefile"
         if "snapshot" in getattr(item, "fixturenames", ()):
             item.add_marker("snapshot")

@@ -21,6 +21,8 @@ from traceml_ray.dash_app.session_pages import SessionPages
 
 FAULTS = Path(__file__).with_name("browser").joinpath("faults.js").read_text()
 WIDTH = "return document.documentElement.scrollWidth - window.innerWidth"
+WAIT_S = 60.0
+"""Other tests are running."""
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     "--headless=new",
@@ -101,7 +103,7 @@ def answers(port: int) -> bool:
         return bool(answer.status == 200)
 
 
-def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """Return what `seen` does, once that is true."""
     wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
     return wait.until(lambda _: seen())
@@ -111,7 +113,7 @@ def text(browser: webdriver.Chrome, id: str) -> str:
     return browser.find_element(By.ID, id).get_attribute("textContent") or ""
 
 
-def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = 20.0) -> None:
+def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = WAIT_S) -> None:
     until(browser, lambda: what in text(browser, id), seconds)
 
 

@@ -111,7 +111,7 @@ def test_verdict_names_the_rank_soon_after_the_fault(browser, served):
     shows(browser, "verdict-headline", "ealthy")
     shows(browser, "state-badge", "live")
     served.play(10)  # the fault begins at step 60
-    shows(browser, "verdict-headline", "rank 5", 5.0)
+    shows(browser, "verdict-headline", "rank 5")
     assert "data" in text(browser, "verdict-headline")
     assert "%" in text(browser, "verdict-cost")
     assert browser.find_element(By.CSS_SELECTOR, "[aria-live=polite] #verdict-headline")

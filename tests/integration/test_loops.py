@@ -670,6 +670,7 @@ def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
     return processes
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("name", [n for n in loops.ATTRIBUTED if n != "spawn_workers"])
 def test_verdict_names_the_slow_rank_and_stage(ddp_rows: Path, name: str, slow: str) -> None:
@@ -682,6 +683,7 @@ def test_verdict_names_the_slow_rank_and_stage(ddp_rows: Path, name: str, slow: 
     assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", stage, 1), verdict.why
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", list(loops.UNBROKEN))
 def test_verdict_blames_no_healthy_rank(ddp_rows: Path, name: str) -> None:
     processes = rank_rows(ddp_rows, name, "data")
