@@ -151,7 +151,7 @@ class Played:
                 number = rank.identity.global_rank
                 if rank.identity.node_rank == node and number not in silent:
                     held = self._held.setdefault(number, [])
-                    held.append(self._batch(rank, rows[number], **fields))
+                    held.append(self._batch(rank, rows[number], **fields, **self.of_rank(number)))
                     batches += held if number not in (*lost, *late) else []
                     if number not in late:
                         held.clear()
@@ -180,6 +180,10 @@ class Played:
             ranks = [rank for rank in self.ranks if rank.identity.node_rank == node]
             self.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
         self.aggregator.finish(wire.Finish(wire.VERSION, exit_code))
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Fields of what that rank alone sends."""
+        return {}
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
         n, last, s = len(rows), self.step + len(rows) - 1, self._seconds

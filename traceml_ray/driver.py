@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import cause_of
 from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.launchers.ray_train import watch_trainers
-from traceml_ray.live_session import Session, StartError, cause_of
+from traceml_ray.live_session import Session, StartError
 from traceml_ray.monitor.finish import EXIT_S
 from traceml_ray.ray.config import ActorConfig, configure, current_config, remember
 from traceml_ray.ray.discovery import DEFAULT_SESSION, cluster_nodes, find_aggregator

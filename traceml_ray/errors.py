@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import traceback
@@ -81,3 +82,10 @@ class Errors(Counter[str]):
         """Return what each new kind was about, once."""
         causes, self._causes = self._causes, []
         return causes
+
+
+def cause_of(error: Exception) -> str:
+    """Return what an actor that could not be made says of why, without its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [type(error).__name__])[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import time
 import warnings
@@ -18,6 +17,7 @@ import psutil
 from traceml_ray import __version__, progress, text, wire
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
+from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.layer_call import ask_layers
@@ -396,10 +396,3 @@ def _end_hung(pid: int | None) -> None:
         if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
             process.kill()
             process.wait(KILL_S)
-
-
-def cause_of(error: Exception) -> str:
-    """Return what an actor that could not be made says of why, without its traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or [type(error).__name__])[-1]

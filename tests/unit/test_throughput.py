@@ -126,6 +126,16 @@ def test_what_would_be_a_guess_is_not_known_and_says_why(
     assert found[known[name]] is None
 
 
+def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -> None:
+    job.of_rank = lambda rank: {"placement": wire.Placement({"tp": [rank, 2]})}  # type: ignore[method-assign]
+    job.work = {**H200, "flops": 10**12}
+    for _ in range(20):
+        job.second(strategy="ddp+tp")
+    found = job.numbers(whole=True)
+    assert (found["samples_per_step"], found["step_flops"]) == (4, 2e12)
+    assert found["line_samples_per_s"].tolist() == pytest.approx([4 / STEP_S] * 99)
+
+
 def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
     job.work = {"flops": 5, "job_flops": 10**10, "peak_tflops": 0.5, "device": "cpu", "device_id": "one"}
     for _ in range(10):

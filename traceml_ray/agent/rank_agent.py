@@ -90,8 +90,7 @@ class RankAgent:
         self.unsent = Unsent(self.instrumentation.errors)
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
-        self._seq = 0
-        self._dropped = 0
+        self._seq = self._dropped = 0
         self._dumped: set[wire.Value] = set()
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
@@ -206,10 +205,9 @@ class RankAgent:
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
-        piece, lines = batch.pieces[0].offset if batch.pieces else None, lines_of(batch.output)
-        made = Batch(
-            self._seq + 1, len(flags), *held, data or b"", piece, lines, len(batch.work), len(batch.layers)
-        )
+        more_held = lines_of(batch.output), len(batch.work), len(batch.layers)
+        piece = batch.pieces[0].offset if batch.pieces else None
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, *more_held)
         if data is None:
             self._lose(made)
             return more

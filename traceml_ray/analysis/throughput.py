@@ -11,13 +11,15 @@ from traceml_ray import text
 from traceml_ray.analysis.device_peaks import peak_tflops
 from traceml_ray.analysis.kept_steps import ALL
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.window import Float, missing_of
+from traceml_ray.analysis.window import Bool, Float, missing_of
 from traceml_ray.analysis.work import AMOUNTS, WorkHistory
 
 _IDEAL = 0.05
 """The share of the steps that are what the run itself could do at best."""
 _RECENT, _FEW = 0.25, 200
 """Steps to come take as long as this share of those so far, or as so many of them, evaluations included."""
+_SAME = 0.01
+"""By how much more one role may have had than another, which has the same samples."""
 _LINE = 300
 """Columns of what is drawn."""
 _SHARED = ("tp", "pp", "cp")
@@ -64,18 +66,21 @@ def throughput(
     found |= {"steps": stats.steps, "steps_per_s": 1 / step_s}
     found["efficiency_pct"] = min(100.0, 100 * stats.step(_IDEAL)[0] / 1e3 / step_s)
     per_step = work.per_step(own, *stats.between)
-    why = _why_no_sum(history, world)
+    counted: dict[str, Any] = {}
     for name, amount in zip(AMOUNTS, per_step, strict=True):
         found[f"rank_{name}_per_s"] = amount / step_s
-        if (lacking := why or _lacking(name, amount, ranks, missing)) is not None:
-            found["why"][name] = lacking
+        counted[name] = _counted(name, amount, history, world, missing)
+        if isinstance(counted[name], str):
+            found["why"][name] = counted[name]
         else:
-            found |= {f"{name}_per_step": float(amount.sum()), f"{name}_per_s": float(amount.sum()) / step_s}
+            total = float(amount[counted[name]].sum())
+            found |= {f"{name}_per_step": total, f"{name}_per_s": total / step_s}
     facts = {rank: work.facts.get(processes[rank], {}) for rank in ranks}
     found |= _flops(facts, history, world, step_s, found["why"], missing)
-    found["total_steps"] = total = _most(each.get("total_steps") for each in facts.values())
-    found["eta_s"] = None if over or total is None else _left_s(history, total)
-    return found | _line(history, work, own, whole, found)
+    found["total_steps"] = steps = _most(each.get("total_steps") for each in facts.values())
+    found["eta_s"] = None if over or steps is None else _left_s(history, steps)
+    own_of = {name: np.array(own)[of].tolist() for name, of in counted.items() if not isinstance(of, str)}
+    return found | _line(history, work, own_of, whole, found)
 
 
 _NO_LINE: dict[str, Any] = {
@@ -84,13 +89,28 @@ _NO_LINE: dict[str, Any] = {
 }
 
 
-def _why_no_sum(history: StepHistory, world: int) -> str | None:
-    """Return why what ranks were trained on cannot be added up."""
-    shared = {part for who in history.who.values() for part in (who.strategy or "").split("+")} & {*_SHARED}
-    if shared:
+def _counted(
+    name: str, amount: Float, history: StepHistory, world: int, missing: Mapping[str, str]
+) -> Bool | str:
+    """
+    Return the ranks (R,) whose samples add up to those of the job, or why that is not known. Ranks of one
+    replica of the model have the same samples, as far as they have any: those of one role are added up.
+    """
+    if silent := missing_of(world, history.ranks):
+        return f"{text.ranks(silent)} of {world} did not report"
+    who = [history.who[rank] for rank in history.ranks]
+    shared = {part for each in who for part in (each.strategy or "").split("+")} & {*_SHARED}
+    if not shared and len({each.role for each in who}) < 2:
+        return _lacking(name, amount, history.ranks, missing) or np.ones(len(who), bool)
+    if None in (roles := [each.role for each in who]):
         return f"ranks of one replica of the model have the same samples ({', '.join(sorted(shared))})"
-    silent = missing_of(world, history.ranks)
-    return f"{text.ranks(silent)} of {world} did not report" if silent else None
+    of_role = [np.array([own == role for own in roles]) for role in dict.fromkeys(roles)]
+    sums = np.array([amount[role].sum() for role in of_role])
+    if np.isnan(sums).all():
+        return _lacking(name, amount, history.ranks, missing) or ""
+    if np.nanmax(sums) > (1 + _SAME) * np.nanmin(sums):
+        return "ranks of one replica of the model have had different batches"
+    return of_role[int(np.nanargmax(sums))]
 
 
 def _lacking(name: str, amount: Float, ranks: Sequence[int], missing: Mapping[str, str]) -> str | None:
@@ -174,15 +194,18 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _line(
-    history: StepHistory, work: WorkHistory, processes: Sequence[int], whole: bool, found: Mapping[str, Any]
+    history: StepHistory,
+    work: WorkHistory,
+    counted: Mapping[str, Sequence[int]],
+    whole: bool,
+    found: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the same by step, for drawing."""
+    """Return the same by step, for drawing; `counted`: the rank processes whose samples and tokens add up."""
     _, last, ms = history.step_means(ALL if whole else None, _LINE)
     per_s = np.where(ms > 0, 1e3 / np.where(ms > 0, ms, 1), np.nan)
-    amounts = work.at(processes, last)
     line = {"line_steps_per_s": per_s}
-    for name, amount in zip(AMOUNTS, amounts, strict=True):
-        line[f"line_{name}_per_s"] = amount * per_s if found[f"{name}_per_s"] is not None else np.empty(0)
+    for name, processes in counted.items():
+        line[f"line_{name}_per_s"] = getattr(work.at(processes, last), name) * per_s
     if found["mfu_pct"] is not None:
         line["line_mfu_pct"] = found["mfu_pct"] / found["steps_per_s"] * per_s
     return line
