@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import traceml_ray
+from traceml_ray.agent import bootstrap
 from traceml_ray.agent.batch_size import BatchSizes, understood, written
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import BATCHES
@@ -127,6 +131,27 @@ def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -
     watched.step([torch.ones(3, 2)])  # of no loader
     watched.step([torch.ones(3, 2)])
     assert watched.recorder.take_work() == Counted(2, 2, 1, 0, 3, None)
+
+
+def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traceml_ray.count(samples=7)
+    told: dict[str, Any] = {}
+    work = SimpleNamespace(tell=lambda **known: told.update(known))
+    agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches, work=work)
+    monkeypatch.setattr(bootstrap, "_agent", agent)
+    watched.step([torch.ones(3, 2)])  # from here on it is known which thread trains
+    traceml_ray.count(samples=3, tokens=torch.tensor(9), flops_per_step=1e20, total_steps=50)
+    other = threading.Thread(target=traceml_ray.count, args=(100,))
+    other.start()
+    other.join()
+    traceml_ray.count(samples="many")  # type: ignore[arg-type]
+    watched.step([torch.ones(3, 2)])
+    assert watched.recorder.take_work() == Counted(1, 1, 1, 0, 103, 9)
+    assert told == {"job_flops": 1e20, "total_steps": 50}
+    assert dict(watched.patches.errors) == {"count: ValueError": 1}
+    watched.patches.errors.clear()
 
 
 def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watched) -> None:

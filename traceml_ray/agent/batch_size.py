@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any
 
 from traceml_ray.agent.marks import BATCHES
@@ -22,6 +22,8 @@ _DEPTH, _MOST = 3, 64
 _BITS = 32
 """Of the number of samples; that of tokens stands above."""
 _HALF = (1 << _BITS) - 1
+_TWO = BATCHES - 1 - (1 << _BITS)
+"""What no sample and no token are written as: that is more than that both are not known."""
 Read = Callable[[Any], int]
 _Tensors = list[tuple[tuple[Any, ...], tuple[int, ...]]]
 """Where the tensors of a batch are, as keys one after the other, and their shapes."""
@@ -149,17 +151,22 @@ def _of_samples(get: Callable[[Any], Any]) -> Read:
 
 def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
     """Return how to read batches whose tokens are like `ids`: (batch, time), or of all samples in a row."""
-    amount = methodcaller("numel") if hasattr(ids, "numel") else _amount
 
     def read(batch: Any) -> int:
         ids = get(batch)
-        return BATCHES - (int(ids.shape[0]) + 1 | (int(amount(ids)) + 1) << _BITS)
+        samples: int = ids.shape[0]
+        tokens: int = ids.numel()
+        return _TWO - samples - (tokens << _BITS)
+
+    def read_array(batch: Any) -> int:
+        ids = get(batch)
+        tokens: int = math.prod(ids.shape)
+        return _TWO - int(ids.shape[0]) - (tokens << _BITS)
 
     def read_flat(batch: Any) -> int:
-        return BATCHES - (int(amount(get(batch))) + 1 << _BITS)
+        tokens: int = math.prod(get(batch).shape)
+        return BATCHES - (tokens + 1 << _BITS)
 
-    return read if len(ids.shape) > 1 else read_flat
-
-
-def _amount(array: Any) -> int:
-    return math.prod(array.shape)
+    if len(ids.shape) == 1:
+        return read_flat
+    return read if hasattr(ids, "numel") else read_array
