@@ -212,6 +212,23 @@ def test_parquet_without_pyarrow_says_what_to_install(
     assert "parquet needs pyarrow (pip install pyarrow)" in capsys.readouterr().err
 
 
+def test_session_of_an_older_version_is_exported_without_what_it_lacks(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    played = Apart(tmp_path / "old", 2, late=None)
+    played.play(5)
+    played.end()
+    played.aggregator.close()
+    with sqlite3.connect(tmp_path / "old" / "session.sqlite") as file:
+        file.execute("ALTER TABLE span DROP COLUMN max_ns")
+        file.execute("DROP TABLE clock")
+    assert export(tmp_path, "old", "parquet", tmp_path / "tables") == 0
+    spans, clocks = (
+        parquet.read_table(tmp_path / "tables" / f"{name}.parquet") for name in ("spans", "clocks")
+    )
+    assert spans.num_rows and set(spans.column("max_ns").to_pylist()) == {None}
+    assert None not in spans.column("total_ns").to_pylist() and clocks.num_rows == 0
+
+
 def test_value_that_does_not_fit_its_column_is_named_and_the_file_is_not_called_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

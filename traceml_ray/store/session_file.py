@@ -118,8 +118,14 @@ class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReade
         )
 
     def table(self, name: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield these columns of a table of `schema`, in order of arrival."""
-        yield from self._iterate(f"SELECT {', '.join(columns)} FROM {name} ORDER BY rowid")
+        """
+        Yield these columns of a table of `schema`, in order of arrival; None for one that an older version of
+        this package did not write, nothing of such a table.
+        """
+        there = {row[1] for row in self._all(f"PRAGMA table_info({name})")}
+        asked = ", ".join(column if column in there else f"NULL AS {column}" for column in columns)
+        if there:
+            yield from self._iterate(f"SELECT {asked} FROM {name} ORDER BY rowid")
 
     def last_chunk(self) -> int:
         """Return the cursor of the newest batch, see `rows`."""
