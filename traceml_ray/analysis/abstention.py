@@ -71,7 +71,7 @@ def absurd_row(window: Window, key: int, place: int) -> str:
     step = int(window.keys[key]) >> SEGMENT_BITS
     who = text.ranks([int(window.ranks[place])])
     return (
-        f"{who} ({window.nodes[place]}) reports an impossible duration in step {step}: "
+        f"{who} ({window.nodes[place]}) reports an impossible duration in step {step:,}: "
         f"{values[stage]:,} ns in `{STAGES[stage]}`."
     )
 

@@ -177,7 +177,7 @@ def _why(blocking: Sequence[Place], others: Sequence[Place], answering: Sequence
 
 
 def _position(place: Place) -> str:
-    return f"`{STAGES[place.stage]}` of step {place.step}"
+    return f"`{STAGES[place.stage]}` of step {place.step:,}"
 
 
 def _doing(place: Place) -> str:

@@ -241,7 +241,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
         if slow == ranks
         else f" on {slow:,} of {text.count(ranks, 'rank')}"
     )
-    since = f" since step {drift.from_step}" if drift.timing.began else ""
+    since = f" since step {drift.from_step:,}" if drift.timing.began else ""
     old = baseline.step_ns if drift.stage is None else baseline.level_ns[drift.stage]
     takes = "A step takes" if drift.stage is None else f"`{STAGES[drift.stage]}` takes"
     each = " a step" * (drift.stage is not None)
@@ -308,7 +308,7 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
     span = f"the {steps:,} sampled steps of the whole run" if whole_run else f"the last {steps:,} steps"
     if timing.began is not None and timing.goes_on:
         step, since = int(window.steps[timing.began]), timing.since
-        return f"in {text.share(float(since.mean()))} of the {len(since):,} steps since step {step}"
+        return f"in {text.share(float(since.mean()))} of the {len(since):,} steps since step {step:,}"
     if steps == 1:
         return "in the last step"
     if timing.late.mean() < 0.5:
