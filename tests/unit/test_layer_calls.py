@@ -419,7 +419,7 @@ def test_more_is_measured_the_less_it_costs(job: Callable[..., Job]) -> None:
     cheap.close()
     dear = job()
     dear.train(120, 20_000)  # a step of 26 µs, of which the hooks of 2 layers take several
-    assert (cheap.sampler.every, dear.sampler.every) == (1, 16)
+    assert cheap.sampler.every == 1 and dear.sampler.every in (32, 64, 128)
 
 
 def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]) -> None:

@@ -24,8 +24,10 @@ from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.layer_messages import LayersCommand, LayerWindow
 
-MAX_SHARE = 0.02
-"""Of a step, that measuring may cost: below the 3 % that are promised, since not all of it can be seen."""
+MAX_SHARE = 0.012
+"""Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""
+_MOST_SHARE = 0.015
+"""Once a window has cost more than this of its time, nothing is measured until it has not."""
 _FIRST_EVERY = 8
 MAX_EVERY = 1024
 _FIRST_WINDOW_S, _MAX_WINDOW_S = 5.0, 600.0
@@ -73,7 +75,8 @@ class LayerSampler:
         self._step = self._skip = 0
         """The step that is measured; how many calls of `at_step` can be left out."""
         self._began_ns = 0
-        self._paused = False
+        self._paused = self._dear = False
+        """Nothing is measured: the layers change; it has cost too much."""
         self._gradients_due = True
         self._idle_ns = 0
         """What the training thread has spent between two samples in deciding."""
@@ -117,7 +120,8 @@ class LayerSampler:
             return
         every = self.every
         self._skip = every - step % every
-        if step % every == 0 and not self._paused and len(self._done) < _MAX_WAITING:
+        waits = self._paused or self._dear or len(self._done) >= _MAX_WAITING
+        if step % every == 0 and not waits:
             self._step = step
             calls.begin()
             self._began_ns = self._clock()
@@ -143,8 +147,10 @@ class LayerSampler:
             return []
         began = time.thread_time_ns()
         over = self._fold(final)
-        if self._window is not None:
-            self._window.cost_ns += time.thread_time_ns() - began
+        if (window := self._window) is not None:
+            window.cost_ns += time.thread_time_ns() - began
+            spent = self._clock() - window.began_ns
+            self._dear = window.steps > 1 and window.cost_ns + self._idle_ns > _MOST_SHARE * spent
         return over
 
     def abandon(self) -> None:
@@ -286,12 +292,8 @@ class LayerSampler:
         cost = step.cost_ns
         self._costs.append(cost)
         self._takes.append(max(1, step.took_ns - cost))
-        typical, takes = _median(self._costs), _median(self._takes)
+        share = sum(self._costs) / sum(self._takes)
         every = 1
-        while typical / every > MAX_SHARE * takes and every < MAX_EVERY:
+        while share / every > MAX_SHARE and every < MAX_EVERY:
             every *= 2
         self.every = every
-
-
-def _median(values: deque[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -12,9 +12,9 @@ from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.layer_calls import Sample
 from traceml_ray.layer_messages import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
 
-_UNSEEN_NS = 500
+_UNSEEN_NS = 1000
 """About what torch takes to call one of our hooks,"""
-_IDLE_NS = 150
+_IDLE_NS = 250
 """and a call of a module, to pass our wrapper in a step that is not measured."""
 _MAX_BYTES = 24 * 1024
 """Of a window as it is sent: of layers with long names fewer are listed."""

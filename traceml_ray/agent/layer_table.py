@@ -122,7 +122,7 @@ def _found(roots: list[Any]) -> Iterator[_Found]:
             taken.update(map(id, chain))
             region: Region = next((found for each in chain if (found := _region(each))), "")
             if depth == 0 or not sharded or any(map(_is_sharded, chain)):
-                kind = type(chain[-1]).__name__[:_MAX_KIND]
+                kind = type(chain[-1]).__name__.removeprefix("FSDP" * (region == "sharded"))[:_MAX_KIND]
                 yield _Found(module, Layer(name[-_MAX_NAME:], kind, region), depth)
             if region not in ("compiled", "graph"):
                 inside = [(child, each) for child, each in chain[-1]._modules.items() if each is not None]

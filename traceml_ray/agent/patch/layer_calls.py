@@ -75,7 +75,7 @@ class LayerCalls:
         """Inside a layer of which nothing more is measured."""
 
     def install(self, patcher: Patcher) -> None:
-        """Wrap the calls of all modules; while no step is measured that costs a call some 0.1 µs."""
+        """Wrap the calls of all modules; while no step is measured that costs a call some 0.2 µs."""
         import torch
 
         self._tensor = torch.Tensor
