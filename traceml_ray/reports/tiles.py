@@ -93,8 +93,11 @@ def _left(work: Mapping[str, Any] | None) -> list[Tile]:
     if work is None or work["eta_s"] is None:
         return []
     amount, unit = text.duration(work["eta_s"]).split(" ")
-    about = f"of {text.count(work['total_steps'], 'step')}, as the recent ones"
-    return [_tile("left", "Time left", float(amount.replace(",", "")), unit, about, ())]
+    about, how = (
+        f"of {text.count(work['total_steps'], 'step')}",
+        "the steps to come take as long as recent ones",
+    )
+    return [_tile("left", "Time left", float(amount.replace(",", "")), unit, about, (), how)]
 
 
 def _idle(times: Mapping[str, Any]) -> list[Tile]:
