@@ -75,9 +75,9 @@ two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(filter tests/%,$(
 [[ $$one$$two =~ ^(00|05|50)$$ ]]
 endef
 
-# Types are checked while tests run, which wait for much: what is said of them is said at the end.
+# Types are checked in what tests leave of the cores: what is said of them is said at the end.
 test: ruff
-	@mkdir -p build; $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
+	@mkdir -p build; nice -n 19 $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
 	tests=0; { $(call run_tests,$(PY)); } || tests=1; \
 	typed=0; wait $$types || typed=1; cat build/types.log; [ $$tests$$typed = 00 ]
 
