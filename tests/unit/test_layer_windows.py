@@ -21,6 +21,7 @@ from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequ
 from traceml_ray.monitor import layer_requests
 from traceml_ray.store import query
 from traceml_ray.store.layer_windows import WINDOWS
+from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import StoredSource
 
@@ -100,6 +101,18 @@ def test_file_from_before_there_were_layers_is_read_and_gets_them(played: Played
     again.close()
     with SessionFile(path) as file:
         assert file._all("SELECT count(*) FROM layer_window") == [(0,)]
+
+
+def test_window_that_is_damaged_is_said_to_be(played: Played) -> None:
+    measured(played)
+    played.aggregator.close()
+    with sqlite3.connect(played.folder / "session.sqlite") as connection:
+        connection.execute("UPDATE layer_window SET layers = ?", (b"x" * 40,))
+    with (
+        SessionFile(played.folder / "session.sqlite") as file,
+        pytest.raises(SessionFileError, match="damaged"),
+    ):
+        file.layer_windows([1])
 
 
 def commands(played: Played) -> list[wire.Command]:

@@ -43,7 +43,10 @@ class LayerReader(Reader):
 
 
 def _window(values: list[Any]) -> wire.LayerWindow:
-    unpacked = zlib.decompressobj().decompress(values[_AT], _MAX_BYTES)
+    try:
+        unpacked = zlib.decompressobj().decompress(values[_AT], _MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"a window of layers that cannot be read: {error}") from None
     values[_AT] = msgspec.msgpack.decode(unpacked, type=list[wire.LayerSum])
     values[_FIELDS.index("accelerated")] = bool(values[_FIELDS.index("accelerated")])
     values[_FIELDS.index("waits")] = bool(values[_FIELDS.index("waits")])
