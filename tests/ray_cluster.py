@@ -75,11 +75,8 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(nodes: int = 1, cpus: int = 2, *, agents: bool = False) -> Iterator[FakeCluster]:
-    """
-    Start a cluster, be connected to it, end it; for that long, the environment has what it needs. `agents`:
-    its nodes have Ray's agents, as Ray Train and runtime environments need them: half of a start's CPU time.
-    """
+def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
+    """Start a cluster, be connected to it, end it; for that long, the environment has what it needs."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -90,15 +87,8 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, agents: bool = False) -> Iter
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         import ray
-        from ray._private import services
-
-        from traceml_ray.launchers.lean_ray import leave_out_agents
 
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # nobody else is to find it
-        if not agents:
-            patch.setattr("ray._private.services.start_ray_process", services.start_ray_process)  # put back
-            patch.setattr("ray._private.services.start_api_server", services.start_api_server)
-            leave_out_agents()
         cluster = FakeCluster(folder, cpus)
         try:
             for _ in range(nodes - 1):

@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[FakeCluster]:
-    with fake_cluster(nodes=2, cpus=2, agents=True) as made:
+    with fake_cluster(nodes=2, cpus=2) as made:
         yield made
 
 

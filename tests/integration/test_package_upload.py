@@ -32,7 +32,7 @@ def test_cluster_without_the_package_receives_it(tmp_path: Path, monkeypatch: py
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_US % root + NODES_SEEN_LATE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)  # the driver's folder is on its workers' path
-    with fake_cluster(nodes=1, cpus=2, agents=True):
+    with fake_cluster(nodes=1, cpus=2):
 
         @ray.remote(num_cpus=0)
         def is_there() -> bool:

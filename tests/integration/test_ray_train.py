@@ -148,7 +148,7 @@ def cluster() -> Iterator[FakeCluster]:
         patch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
         interrupted = signal.getsignal(signal.SIGINT)  # `fit` puts a handler of its own there
-        with fake_cluster(1, cpus=2, agents=True) as made:
+        with fake_cluster(1, cpus=2) as made:
             yield made
         signal.signal(signal.SIGINT, interrupted)
 
