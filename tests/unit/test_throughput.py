@@ -180,6 +180,14 @@ def test_session_file_without_work_opens_and_goes_on(tmp_path: Path) -> None:
     again.close()
 
 
+def test_nonsense_in_the_file_is_said_to_be_damage(job: Job) -> None:
+    job.second()
+    with sqlite3.connect(job.folder / "session.sqlite") as connection:
+        connection.execute("UPDATE step_work SET first_step = 'x', flops = 'many'")
+    with pytest.raises(query.QueryError, match="the session file is damaged"):
+        query.ask_one(stored(job.folder), query.Throughput())
+
+
 def test_of_a_job_without_steps_nothing_is_known(job: Job) -> None:
     found = query.ask_one(job.aggregator.query, query.Throughput())
     assert found["steps"] == 0 and found["samples_per_s"] is None

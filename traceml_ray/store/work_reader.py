@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from traceml_ray import wire
 from traceml_ray.analysis.work import WorkHistory
 from traceml_ray.store.reader import Reader
@@ -19,5 +21,5 @@ class WorkReader(Reader):
         with legible(self.path):
             for row in self._iterate(query, since):
                 since, process, *values = row
-                work.add(process, dict(zip(wire.StepWork.__struct_fields__, values, strict=True)))
+                work.add(int(process), msgspec.structs.asdict(msgspec.convert(values, wire.StepWork)))
         return since
