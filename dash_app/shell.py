@@ -9,7 +9,9 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.reports.layer_report import sentence
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile
 from traceml_ray.views.incident import incident
@@ -70,6 +72,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "incident": began,
         "began": began_text(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
+        "by_layer": None if state in RUNNING else _by_layer(cache, run, verdict),
         "coverage_text": coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -88,6 +91,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "incident": None,
         "began": "",
         "by_operation": None,
+        "by_layer": None,
         "coverage_text": "",
         "step": None,
         "others": sorted(others, key=natural),
@@ -97,16 +101,26 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
 def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict[str, Any]:
     return {
         **session_facts(cache, run),
-        "layers": state in RUNNING or _has_layers(cache, run),
+        "layers": state in RUNNING or _layers(cache, run) is not None,
         "profiles": state in RUNNING or bool(run and profiles.found(cache, run)),
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
 
 
-def _has_layers(cache: SessionCache, run: RunState | None) -> bool:
-    """Return whether layers of a run that is over have been measured."""
+def _layers(cache: SessionCache, run: RunState | None) -> Layers | None:
+    """Return the layers of a run that is over, where they have been measured."""
     found = None if run is None else cache.ask(query.Layers(run.id), lambda _: True)
-    return found is not None and bool(found.ranks)
+    return found if found is not None and found.ranks else None
+
+
+def _by_layer(cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None) -> str | None:
+    """Return which layer of a run that is over makes the rank late that its verdict names."""
+    if verdict is None or verdict["stage"] not in ("forward", "backward"):
+        return None
+    found = _layers(cache, run)
+    findings = found.findings if found else ()
+    own = (one for one in findings if one.rank in verdict["ranks"] and verdict["stage"] in one.phase)
+    return next((sentence(one.why) for one in own), None)
 
 
 def _by_operation(
@@ -260,6 +274,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
         ),
         html.P(marked(why), id="verdict-why"),
         html.P(_operation(header["by_operation"], route), id="verdict-operation"),
+        html.P(_layer(header["by_layer"], route), id="verdict-layer"),
         html.P(following, id="verdict-next"),
         html.P(marked(began), id="verdict-since"),
     ]
@@ -270,6 +285,13 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
     if profile is None:
         return None
     return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
+
+
+def _layer(found: str | None, route: Route) -> list[Any] | None:
+    """Return which layer makes a rank late, and a link to the page of layers."""
+    if found is None:
+        return None
+    return [html.B("By layer "), *marked(found), " ", dcc.Link("Layers", href=route.to("layers"))]
 
 
 def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
@@ -283,7 +305,8 @@ def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     spent = f"Cost: {cost(incident, unit)}." if incident else ""
     of_profile = header["by_operation"]
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
-    every = (verdict["headline"], began, spent, why, operation, following, "{link}")
+    layer = f"By layer: {header['by_layer']}" if header["by_layer"] else ""
+    every = (verdict["headline"], began, spent, why, operation, layer, following, "{link}")
     copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if (rank := verdict["rank"]) is not None:

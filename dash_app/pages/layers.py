@@ -12,7 +12,7 @@ from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layer, Layers
 from traceml_ray.layer_messages import MAX_LAYER_STEPS
 from traceml_ray.reports.drawing import icicle
-from traceml_ray.reports.layer_report import NONE_LONGER, about_layers, layer_name, region_of
+from traceml_ray.reports.layer_report import NONE_LONGER, about_layers, layer_name, region_of, sentence
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 
@@ -124,7 +124,7 @@ def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
 def _found(found: Layers) -> list[Any]:
     """Return which layer takes longer on a rank, or that none does, and what that is of."""
     waits = any("waits for other ranks" in limit for limit in found.limits)
-    sentences = [f"{one.why[:1].upper()}{one.why[1:]}." for one in found.findings]
+    sentences = [sentence(one.why) for one in found.findings]
     if not sentences and len(found.ranks) > 1 and not waits:
         sentences = [NONE_LONGER]
     tone = "warning" if found.findings else "good" if sentences else "info"

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from measured_layers import NAMES, window
 from played import Played, look
+from plotly.io.json import to_json_plotly
 from sessions import aggregation
 
 from traceml_ray import cli, wire
+from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.layer_call import ask_layers
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
+from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.layer_windows import WINDOWS
 from traceml_ray.store.schema import SessionFileError
@@ -77,6 +80,23 @@ def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.C
     stored.poll()
     assert look(stored, "layers")["layers"].findings[0].layer == LAYER
     assert look(stored, "header")["session"]["layers"]
+
+
+@pytest.mark.parametrize(("stage", "named"), [(FORWARD, True), (DATA, False)])
+def test_layer_stands_beside_a_verdict_on_its_rank_and_stage(tmp_path: Path, stage: int, named: bool) -> None:
+    played = Played(tmp_path / "demo", late=LATE, stage=stage, onset=0)
+    for _ in range(20):
+        played.play(5)
+    measured(played)
+    played.end()
+    pages = SessionPages(StoredSource(played.folder))
+    pages.poll()
+    header = [look(pages, page) for page in ("header", "overview", "header")][-1]  # asked with the page
+    assert (header["verdict"]["rank"], header["verdict"]["stage"]) == (LATE, STAGES[stage])
+    sentence = f"Layer {LAYER} (Linear) takes 12 ms longer on rank {LATE}"
+    assert (sentence in (header["by_layer"] or "")) == named
+    page, answer = Refresher(pages).refresh("/", "", {})
+    assert ("By layer" in to_json_plotly([page, answer["set"]])) == named
 
 
 def test_newest_windows_of_a_rank_are_kept(played: Played) -> None:

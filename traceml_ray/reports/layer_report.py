@@ -52,7 +52,7 @@ def layers_facts(block: Mapping[str, Any]) -> Facts:
     """Return what a report says about layers: who takes longer in which, and what that is of."""
     if not block.get("ranks"):
         return Facts()
-    found = [_sentence(one["why"]) for one in block["findings"]]
+    found = [sentence(one["why"]) for one in block["findings"]]
     none = NONE_LONGER if len(block["ranks"]) > 1 else ""
     first, *others = found or [none if not _waits(block) else ""]
     more = f"and {len(others) - _LINES} more" if len(others) > _LINES else ""
@@ -64,7 +64,8 @@ def _waits(block: Mapping[str, Any]) -> bool:
     return any("waits for other ranks" in limit for limit in block["limits"])
 
 
-def _sentence(why: str) -> str:
+def sentence(why: str) -> str:
+    """Return why a layer was found as a sentence of its own."""
     return f"{why[:1].upper()}{why[1:]}."
 
 
