@@ -22,7 +22,7 @@ _FORWARDED = frozenset(
     (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 )
 _END = 0
-_SETTLE_S = 0.05
+_SETTLE_S = 0.1
 """From a signal until the witness is asked: `timeout` sends one to the launcher, then one to the group."""
 _ANSWER_S = 2.0
 # Not a fork of the launcher: `pkill -f` of a name in the launcher's command line must not find it.
@@ -65,14 +65,22 @@ class Forwarder:
     def _forward(self, command: subprocess.Popen[bytes]) -> None:
         came: set[int] = set()
         while _END not in came:
-            came = {self._came.get()}
-            time.sleep(_SETTLE_S)
-            while not self._came.empty():
-                came.add(self._came.get())
-            for number in came - {_END}:
-                if not self._whole_group_has(number):
-                    with contextlib.suppress(OSError):  # as to a command of another user
-                        command.send_signal(number)
+            came = {self._came.get()} | self._settled()
+            of_group = {number for number in came - {_END} if self._whole_group_has(number)}
+            for number in came - of_group - {_END}:
+                with contextlib.suppress(OSError):  # as to a command of another user
+                    command.send_signal(number)
+            if of_group:  # this process may have had one before, and be told of the group's only now
+                for number in self._settled() - of_group:
+                    self._came.put(number)
+
+    def _settled(self) -> set[int]:
+        """Return what comes within a moment."""
+        time.sleep(_SETTLE_S)
+        came: set[int] = set()
+        while not self._came.empty():
+            came.add(self._came.get())
+        return came
 
     def _whole_group_has(self, number: int) -> bool:
         """Return whether the signal came to the whole group; False where the witness does not answer."""

@@ -1,0 +1,57 @@
+"""Signals for a launcher are forwarded to its command once, in whatever order the kernel shows them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from traceml_ray.launchers.signals import Forwarder
+
+
+class Command:
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def send_signal(self, number: int) -> None:
+        self.heard.put(number)
+
+
+class OfGroup(Forwarder):
+    """The first signal is one for the group, of which this process is told after it has asked the witness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = queue.SimpleQueue[int]()
+
+    def _whole_group_has(self, number: int) -> bool:
+        first = self.asked.empty()
+        self.asked.put(number)
+        if first:
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+        return first
+
+
+@pytest.fixture
+def forwarder() -> Iterator[OfGroup]:
+    made = OfGroup()
+    yield made
+    made.close()
+
+
+def test_signal_of_the_group_that_comes_late_is_not_forwarded_and_the_next_one_is(forwarder: OfGroup) -> None:
+    command: Any = Command()
+    forwarder.to(cast("subprocess.Popen[bytes]", command))
+    os.kill(os.getpid(), signal.SIGUSR1)  # as `timeout` does, before it sends one to the group
+    with pytest.raises(queue.Empty):
+        command.heard.get(timeout=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert command.heard.get(timeout=10) == signal.SIGUSR1
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert command.heard.get(timeout=10) == signal.SIGUSR2
