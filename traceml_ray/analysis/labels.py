@@ -56,7 +56,8 @@ LABELS: dict[Label, Meaning] = {
         "Look at what all ranks share: storage, network, the machines."),
     "accounting_only": Meaning("abstention", "none",
         "exposed time is reported, no rank is named: these ranks do not wait for each other, do different "
-        "work (pipeline), or their waiting cannot be separated from work (on a device without its clock)",
+        "work (pipeline without replicas), or their waiting cannot be separated from work (on a device "
+        "without its clock)",
         "Read the exposed time per stage; it names no rank."),
     "telemetry_limited": Meaning("abstention", "none",
         "too little data for a verdict; the reason is given",
