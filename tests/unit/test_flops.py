@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ BY_HAND = 2 * (2 * 2 * 4 * 4)
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    if "torch._dynamo.utils" in sys.modules:  # what other tests of this process have compiled
+        monkeypatch.setattr(sys.modules["torch._dynamo.utils"], "counters", defaultdict(Counter))
     found = Rank()
     yield found
     found.captures.abandon()

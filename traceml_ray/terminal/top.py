@@ -113,11 +113,13 @@ class Feed:
     def __init__(self, poll: SessionPoll, run: str | None = None) -> None:
         self.poll = poll
         self.choice = Choice()
-        self.paused = False
+        self.held = False
+        """Nothing new is shown, and nothing is on its way."""
         self.newest: Snapshot | None = None
         self.error: Exception | None = None
         """Why there is nothing more to show."""
         self._run = run
+        self._paused = False
         self._ending = threading.Event()
         self._asked = threading.Event()
 
@@ -136,6 +138,12 @@ class Feed:
                 self.newest = take(self.poll, run, choice)
         self._asked.set()
 
+    def pause(self, on: bool) -> None:
+        """Show nothing new, or go on; see `held`."""
+        if on != self._paused:
+            self._paused = on
+            self._asked.set()
+
     def follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
         """Renew once an interval until `end`, in a thread of its own; `renewed` is called after each time."""
         thread = threading.Thread(
@@ -152,10 +160,12 @@ class Feed:
         due, first = time.monotonic(), True
         while not self._ending.is_set():
             try:
-                if time.monotonic() >= due and not self.paused:
+                if time.monotonic() >= due and not self._paused:
+                    self.held = False
                     self.poll.poll()
                     due = time.monotonic() + interval_s
                 self.newest = self._take()
+                self.held = self._paused
             except Exception as error:
                 self.poll.errors.note("top", error)
                 self.error = error  # for the thread that draws, which raises it
@@ -164,7 +174,7 @@ class Feed:
                 gc.collect()
                 gc.freeze()  # modules, mostly, through which each full collection would go
                 first = False
-            self._asked.wait(interval_s if self.paused else max(0.0, due - time.monotonic()))
+            self._asked.wait(interval_s if self._paused else max(0.0, due - time.monotonic()))
             self._asked.clear()
 
     def _take(self) -> Snapshot:
@@ -199,7 +209,7 @@ def _windowed(feed: Feed, interval_s: float) -> int:
             for key in keys.feed(window.wait(wait_s if wait_s > 0 else None)):
                 control = press(control, key, window.size()[1])
             window.take_signals()
-            feed.paused = control.paused
+            feed.pause(control.paused)
             if control.choice != feed.choice:
                 feed.choose(control.choice)
     if feed.error is not None:
@@ -211,7 +221,7 @@ def _frame(feed: Feed, control: Control, window: Window) -> list[Text]:
     width, height = window.size()
     if feed.newest is None:
         return [fit(said, width) for said in ["Asking the session …", *[""] * (height - 1)]]
-    foot = "paused: p goes on" if control.paused else None
+    foot = "paused: p goes on" if control.paused and feed.held else None
     if control.typed is not None:
         foot = f"rank {control.typed}_  Enter shows it, Esc goes back"
     return panel(feed.newest, control.choice, width, height, foot)
