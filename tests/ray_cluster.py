@@ -15,12 +15,16 @@ import psutil
 import pytest
 
 OBJECT_STORE_BYTES = 78 * 1024 * 1024
-QUICK_TO_NOTICE = {
+SYSTEM_CONFIG = {
+    "worker_niceness": 0,
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
 }
-"""Ray's own way to find a lost node takes about 20 s otherwise."""
+"""
+Ray's own way to find a lost node takes about 20 s otherwise; and its workers have a niceness of 15: beside
+tests that keep all cores busy, they would take minutes to begin.
+"""
 
 
 def until(done: Callable[[], Any], what: str, seconds: float = 30) -> Any:
@@ -42,7 +46,7 @@ class FakeCluster:
         self._folder = folder
         self._count = 0
         self._cluster = Cluster(shutdown_at_exit=False)
-        self.head = self.add(cpus, _system_config=QUICK_TO_NOTICE, include_dashboard=False, no_monitor=True)
+        self.head = self.add(cpus, _system_config=SYSTEM_CONFIG, include_dashboard=False, no_monitor=True)
         self.address = str(self._cluster.address)
 
     def add(self, cpus: int = 2, **more: Any) -> Any:

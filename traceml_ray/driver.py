@@ -19,7 +19,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import cause_of
 from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.launchers.ray_train import watch_trainers
-from traceml_ray.live_session import Session, StartError
+from traceml_ray.live_session import START_S, Session, StartError
 from traceml_ray.monitor.finish import EXIT_S
 from traceml_ray.ray.config import ActorConfig, configure, current_config, remember
 from traceml_ray.ray.discovery import DEFAULT_SESSION, cluster_nodes, find_aggregator
@@ -127,7 +127,7 @@ def start(
                 f"session {name!r} runs already; {', '.join(kept)} are as they were when it started",
                 stacklevel=3,
             )
-        made = Session(name, found)
+        made = Session(name, found, START_S)
     else:
         made = _make(configure(loaded, _runtime_env(runtime_env, ship)))
         if _cluster_is_ours():
@@ -164,7 +164,7 @@ def _make(config: ActorConfig) -> Session:
     aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
     relays = [ensure_relay(config, node["NodeID"]) for node in cluster_nodes() if node["Alive"]]
     try:
-        return Session(config.session, aggregator)
+        return Session(config.session, aggregator, START_S)
     except StartError:
         for actor in (aggregator, *relays):
             ray.kill(actor, no_restart=True)

@@ -44,6 +44,8 @@ from traceml_ray.summary_shape import Summary
 
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
+START_S = 90.0
+"""The same for the first one: Ray starts workers with a niceness of 15: on a busy node that takes long."""
 _T = TypeVar("_T")
 _CHUNK, _POLL_S = 4 << 20, 0.2
 
@@ -64,10 +66,10 @@ class Session:
     `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
     """
 
-    def __init__(self, name: str, aggregator: Any) -> None:
+    def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
         self.id = name
         self._aggregator = aggregator
-        about = msgspec.json.decode(self._call("about"), type=About)
+        about = msgspec.json.decode(self._call("about", wait_s=wait_s), type=About)
         if about.version != __version__:
             raise StartError(
                 f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
@@ -374,16 +376,17 @@ class Session:
         except query.QueryError as error:
             raise StartError(f"session {self.id!r}: {error}") from None
 
-    def _call(self, method: str, *args: bytes) -> bytes:
+    def _call(self, method: str, *args: bytes, wait_s: float | None = None) -> bytes:
         """Return what a method of the aggregator returns. Raises StartError."""
         import ray
 
+        seconds = QUESTION_S if wait_s is None else wait_s
         try:
-            answer: bytes = ray.get(getattr(self._aggregator, method).remote(*args), timeout=QUESTION_S)
+            answer: bytes = ray.get(getattr(self._aggregator, method).remote(*args), timeout=seconds)
         except ray.exceptions.RayActorError as error:
             raise StartError(f"session {self.id!r} cannot be reached: {cause_of(error)}") from error
         except ray.exceptions.GetTimeoutError as error:
-            raise StartError(f"session {self.id!r} did not answer within {QUESTION_S:g} s") from error
+            raise StartError(f"session {self.id!r} did not answer within {seconds:g} s") from error
         return answer
 
 

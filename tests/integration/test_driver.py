@@ -277,8 +277,13 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
         assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []
 
 
-def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
+def test_idle_session_ends_itself_and_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_session, "QUESTION_S", 0.0)  # an actor that is being made may take longer
     session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
+    with pytest.raises(traceml_ray.StartError, match="'idle' did not answer within 0 s"):
+        session.status()
     until(lambda: not names_of("idle"), "the end of an idle session")
     assert (session.folder / "report.txt").exists()
 
