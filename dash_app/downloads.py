@@ -37,10 +37,7 @@ def serve(server: Flask, session: SessionPages) -> None:
     def dump() -> Response:
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.Dump(asked))
-        if is_page():  # which stays where it is
-            page = urlsplit(request.referrer or "")
-            return cast("Response", redirect(f"/{page.path.lstrip('/')}?{page.query}", 303))
-        return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
+        return back({}, ()) if is_page() else accepted(asked, ())
 
     def failed(error: query.QueryError) -> Response:
         return Response(f"{error}\n", 503, mimetype="text/plain")
@@ -65,6 +62,13 @@ def back(values: dict[str, str], asked: Collection[str], path: str = "") -> Resp
     kept = {name: value for name, value in given.items() if not path or name in SCOPE} | values
     target = f"/{(path or page.path).lstrip('/')}" + (f"?{urlencode(kept)}" if kept else "")
     return cast("Response", redirect(target, 303))
+
+
+def accepted(asked: str, fields: Collection[str]) -> Response:
+    """Answer a request with its id: as JSON, or in the URL a page is led back to, in place of `fields`."""
+    if is_page():
+        return back({"asked": asked}, fields)
+    return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
 
 
 def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from flask import Flask, Response, request
 from traceml_ray.store import query
 from traceml_ray.wire import LayersRequest
 
-from .downloads import back, is_page
+from .downloads import accepted
 from .pages.layers import PATH
 from .session_pages import SessionPages
 
@@ -35,8 +35,6 @@ def serve(server: Flask, session: SessionPages) -> None:
             return Response(f"{error}\n", 400, mimetype="text/plain")
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.StartLayers(asked, wanted))
-        if is_page():
-            return back({"asked": asked}, _ASKED)
-        return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
+        return accepted(asked, _ASKED)
 
     server.add_url_rule(PATH, "layers-ask", ask, methods=["POST"])

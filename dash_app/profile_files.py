@@ -14,7 +14,7 @@ from traceml_ray.store.profiles import ProfileInfo, remove_profile, trace_name
 
 from . import trace_job
 from .breakdowns import is_here, pieces, traces_of
-from .downloads import back, is_page
+from .downloads import accepted, back, is_page
 from .profiles import FIELDS, PATH, TABLE, TRACE, request_of
 from .session_pages import SessionPages
 from .trace_job import Job, JobError
@@ -37,9 +37,7 @@ def serve(server: Flask, session: SessionPages) -> None:
             return _plain(str(error), 400)
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.StartProfile(asked, wanted))
-        if is_page():
-            return back({"asked": asked}, _ASKED)
-        return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
+        return accepted(asked, _ASKED)
 
     def download(profile: str, name: str) -> Response:
         pages = session.of(request.args.get("session"))

@@ -150,7 +150,7 @@ def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
     measured(played, asked="a")
     assert len(ask(played)(query.Layers(asked="a")).ranks) == 8
     assert ask(played)(query.Layers(asked="b")).ranks == []
-    for _ in range(int(layer_requests.SAID_S) + 1):
+    for _ in range(int(layer_requests.SEND_S) + 1):
         played.play(1)
     assert commands(played) == []
 

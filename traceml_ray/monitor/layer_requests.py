@@ -12,7 +12,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor.live_runs import RunNow
 
-SAID_S = 30.0
+SEND_S = 30.0
 """For so long a command is part of all replies: every relay has asked by then."""
 WAIT_S = 120.0
 """A request that came before its run waits so long for it."""
@@ -33,14 +33,14 @@ class LayerRequests:
         self._errors, self._runs, self._ticks = errors, runs, ticks
         self._lock = threading.Lock()
         self._waiting: list[tuple[wire.LayersRequest, str, float]] = []
-        self._said: list[tuple[wire.Command, float]] = []
+        self._sent: list[tuple[wire.Command, float]] = []
         self.commands: list[wire.Command] = []
         """For the ranks, sent with every reply to a relay."""
 
     def ask(self, request: wire.LayersRequest, asked: str) -> None:
         """Take the request of a person, by its id."""
         with self._lock:
-            if len(self._waiting) + len(self._said) >= MAX_WAITING:
+            if len(self._waiting) + len(self._sent) >= MAX_WAITING:
                 self._errors.count("layers: too many requests wait")
                 return
             self._waiting.append((request, asked, self._ticks()))
@@ -59,7 +59,7 @@ class LayerRequests:
         is counted.
         """
         try:
-            if self._waiting or self._said:
+            if self._waiting or self._sent:
                 runs = self._runs()  # takes another lock
                 with self._lock:
                     self._turn(runs)
@@ -72,11 +72,11 @@ class LayerRequests:
             run = next((run for run in reversed(runs) if request.run in (None, run.run, run.name)), None)
             if run is not None:
                 command = wire.LayersCommand(id=asked, run=run.run, steps=request.steps)
-                self._said.append((wire.Command("layers", msgspec.structs.asdict(command)), now))
+                self._sent.append((wire.Command("layers", msgspec.structs.asdict(command)), now))
             elif now - since > WAIT_S:
                 self._errors.count("layers: no such run goes on")
             else:
                 waiting.append((request, asked, since))
         self._waiting = waiting
-        self._said = [(command, since) for command, since in self._said if now - since < SAID_S]
-        self.commands = [command for command, _ in self._said]
+        self._sent = [(command, since) for command, since in self._sent if now - since < SEND_S]
+        self.commands = [command for command, _ in self._sent]

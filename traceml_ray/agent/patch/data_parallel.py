@@ -78,14 +78,14 @@ class DataParallel:
         import torch.distributed.fsdp as fsdp
 
         patcher = self._patcher
-        if hasattr(fsdp, "fully_shard"):
-            patcher.replace(fsdp, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
         patcher.replace(fsdp.FullyShardedDataParallel, "__init__", patcher.after("fsdp", self._add_fsdp))
-        self._exchanges.patch_fsdp(patcher)
-        self._patch_fsdp2()
+        self._patch_fully_shard(fsdp)
 
-    def _patch_fsdp2(self) -> None:
+    def _patch_fully_shard(self, module: Any) -> None:
         patcher = self._patcher
+        if hasattr(module, "fully_shard"):
+            patcher.replace(module, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
+        self._exchanges.patch_fsdp(patcher)
         patcher.apply("fsdp: bytes", lambda: self.traffic.patch(patcher))
         patcher.apply("fsdp: memory", lambda: self.memory.patch(patcher))
 
@@ -94,12 +94,8 @@ class DataParallel:
         import torch.distributed._composable.fsdp as composable
         import torch.distributed.fsdp as fsdp
 
-        if hasattr(fsdp, "fully_shard"):
-            return
-        patcher = self._patcher
-        patcher.replace(composable, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
-        self._exchanges.patch_fsdp(patcher)
-        self._patch_fsdp2()
+        if not hasattr(fsdp, "fully_shard"):
+            self._patch_fully_shard(composable)
 
     def patch_deepspeed(self) -> None:
         """Note that a model is given to DeepSpeed, whose module has been imported."""
