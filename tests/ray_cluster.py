@@ -27,7 +27,7 @@ tests that keep all cores busy, they would take minutes to begin.
 """
 
 
-def until(done: Callable[[], Any], what: str, seconds: float = 30) -> Any:
+def until(done: Callable[[], Any], what: str, seconds: float = 60) -> Any:
     """Return the first true result of `done`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -171,15 +171,15 @@ def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: P
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="600")
     url = child.wait(30)
-    assert heard.get(timeout=5) == f"dashboard: {url}"
+    assert heard.get(timeout=30) == f"dashboard: {url}"
     assert get(url)[0] == 200
     same = DashboardProcess("stored", os.environ, heard.put, out=str(out), port=url[:-1].rpartition(":")[2])
     assert same.wait(30) == ""
-    assert heard.get(timeout=5).startswith("no dashboard: cannot listen on 127.0.0.1:")
+    assert heard.get(timeout=30).startswith("no dashboard: cannot listen on 127.0.0.1:")
     other = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0")
     assert heard.get(timeout=30) == f"dashboard: {other.url}"
     other._process.kill()
-    assert heard.get(timeout=5) == "no dashboard: it ended with exit code -9"
+    assert heard.get(timeout=30) == "no dashboard: it ended with exit code -9"
     assert child._process.stdin is not None
     child._process.stdin.close()
     until(lambda: child._process.poll() is not None, "the child ends")

@@ -205,7 +205,7 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp
         until(lambda: rows_of(session.folder) == 120, "rows of while there was no relay")
         # Killed for good, as by `ray.kill`: it is made anew.
         ray.kill(live_session.find_relay("killed", ray.get_runtime_context().get_node_id()), no_restart=True)
-        until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay", seconds=6)
+        until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay")
         ledger = session.status()["ledger"]
         assert (ledger["produced"], ledger["stored"]) == (120, 120)
 

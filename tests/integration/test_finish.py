@@ -102,7 +102,7 @@ def test_node_that_ends_long_after_the_first_is_in_the_session(job: Job) -> None
     until(lambda: len(job.actors()) == 2, "the relay of the first node ends")
     send(job, 1, 5, final=True)
     assert job.leave(1, 7) == wire.Finished(wire.VERSION, "noted")
-    until(lambda: not job.actors(), "all actors end", 10)
+    until(lambda: not job.actors(), "all actors end")
     assert holder(job.session.path) is None
     summary = job.summary()
     assert (summary["session"]["status"], summary["session"]["exit_code"]) == ("failed", 7)
@@ -117,7 +117,7 @@ def test_nodes_that_end_together_leave_no_actor(job: Job) -> None:
         first, other = pool.map(job.leave, range(2))
     assert first == wire.Finished(wire.VERSION, "written")
     assert other is not None and other.state == "noted"
-    until(lambda: not job.actors(), "all actors end", 10)
+    until(lambda: not job.actors(), "all actors end")
     assert check_ledger(job.session.path)["stored"] == 4 * ROWS
 
 

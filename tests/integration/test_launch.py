@@ -359,7 +359,6 @@ def test_private_ray_has_low_priority_no_agents_and_ends_with_the_launcher(bench
     until(
         lambda: not [p for p in bench.ours() if (command := words(p)) and str(bench.script) not in command],
         "only ranks are left",
-        seconds=10,
     )
 
 

@@ -78,7 +78,6 @@ def label(session: Any) -> tuple[Any, ...]:
     return verdict.get("label"), verdict.get("stage"), verdict.get("rank")
 
 
-@pytest.mark.timeout(240)
 def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluster, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with traceml_ray.start("two", out=tmp_path) as session:
@@ -103,13 +102,13 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
         until(lambda: _alive(session) == 2, "relays and aggregator come back")
         joined = cluster.add(1)
         began = time.monotonic()
-        until(lambda: _alive(session) == 3, "a relay on the node that joined", 15)
+        until(lambda: _alive(session) == 3, "a relay on the node that joined")
         took = time.monotonic() - began
         print(f"relay on a joined node reports after {took:.1f} s")
         cluster.remove(joined)
-        until(lambda: _alive(session) == 2, "the node is gone", 30)
+        until(lambda: _alive(session) == 2, "the node is gone")
         back = cluster.add(1, node_ip_address=joined.node_ip_address)  # the same machine, a new node
-        until(lambda: _alive(session) == 3, "a relay on the node that came back", 15)
+        until(lambda: _alive(session) == 3, "a relay on the node that came back")
         both = [_node(session, node.node_id) for node in (joined, back)]
         assert [node["alive"] for node in both] == [False, True]
         assert both[0]["address"] == both[1]["address"]
@@ -132,7 +131,6 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
     cluster: FakeCluster, tmp_path: Path
 ) -> None:

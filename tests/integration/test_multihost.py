@@ -191,7 +191,6 @@ def until_gone(hosts: Hosts) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("channel", "steps"), [("socket", 140), pytest.param("actor", 240, marks=pytest.mark.long)]
 )
@@ -230,7 +229,6 @@ def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, chan
     assert not list(hosts.folder.glob("host-*/.ray"))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.long
 def test_failing_rank_on_the_second_host_is_named_and_both_launchers_fail(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", "--fail", "2:150", *SMALL)
@@ -250,7 +248,6 @@ def test_failing_rank_on_the_second_host_is_named_and_both_launchers_fail(hosts:
     assert not any(folder.exists() for folder in folders)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.long
 def test_session_without_a_token_works_with_a_warning_and_one_stop_ends_both(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", *SMALL)
@@ -299,7 +296,6 @@ int gettimeofday(struct timeval *now, void *zone) {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="another clock is made with a C compiler")
 def test_profile_over_two_hosts_whose_clocks_differ_is_on_one_clock(hosts: Hosts) -> None:
     source, shift = hosts.folder / "shift.c", hosts.folder / "shift.so"
@@ -332,7 +328,6 @@ def test_profile_over_two_hosts_whose_clocks_differ_is_on_one_clock(hosts: Hosts
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
 def test_rendezvous_without_node_ranks_works_on_a_given_cluster(hosts: Hosts) -> None:
     address, inside, cluster = given_cluster(hosts)
     off = {"RAY_AUTH_MODE": "disabled"}
@@ -373,7 +368,6 @@ for _ in range(int(sys.argv[1])):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
 def test_node_that_ends_late_on_a_given_cluster_is_in_the_session(
     hosts: Hosts,
 ) -> None:

@@ -26,7 +26,6 @@ threading.Thread.run = late
 """
 
 
-@pytest.mark.timeout(180)
 def test_cluster_without_the_package_receives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(Path(traceml_ray.__file__).parents[1])
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_US % root + NODES_SEEN_LATE)

@@ -39,8 +39,6 @@ from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook
 from traceml_ray.ray.config import current_config
 from traceml_ray.ray.discovery import find_aggregator
 
-pytestmark = pytest.mark.timeout(180)
-
 BATCHES = 60
 
 
