@@ -15,7 +15,7 @@ from traceml_ray.reports.layer_report import sentence
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile
 from traceml_ray.views.incident import incident
-from traceml_ray.views.run_state import RunState
+from traceml_ray.views.run_state import SLOW_RANKS, RunState
 from traceml_ray.views.state import (
     BADGES,
     RUNNING,
@@ -55,6 +55,8 @@ _ICONS = {
     "unsure": ("#8b939c", "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z"),
 }
 """Of the tab: colour and path."""
+_LAYERS_S, _LAYERS_S_A_RANK = 30.0, 1.0
+"""How often the layers are asked for, at most: an answer takes as long as there are ranks."""
 _SVG = "http://www.w3.org/2000/svg"
 
 
@@ -72,7 +74,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "incident": began,
         "began": began_text(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
-        "by_layer": None if state in RUNNING else _by_layer(cache, run, verdict),
+        "by_layer": _by_layer(cache, run, verdict, state),
         "coverage_text": coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -108,14 +110,20 @@ def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict
 
 
 def _layers(cache: SessionCache, run: RunState | None) -> Layers | None:
-    """Return the layers of a run that is over, where they have been measured."""
-    found = None if run is None else cache.ask(query.Layers(run.id), lambda _: True)
+    """Return the layers of a run, as they were a while ago, where they have been measured."""
+    if run is None:
+        return None
+    found = cache.ask(query.Layers(run.id), every_s=max(_LAYERS_S, _LAYERS_S_A_RANK * run.world))
     return found if found is not None and found.ranks else None
 
 
-def _by_layer(cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None) -> str | None:
-    """Return which layer of a run that is over makes the rank late that its verdict names."""
-    if verdict is None or verdict["stage"] not in ("forward", "backward"):
+def _by_layer(
+    cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None, state: str
+) -> str | None:
+    """Return which layer makes the rank late that the verdict names."""
+    if run is None or verdict is None or verdict["stage"] not in ("forward", "backward"):
+        return None
+    if verdict["rank"] is None or (state in RUNNING and run.world >= SLOW_RANKS):
         return None
     found = _layers(cache, run)
     findings = found.findings if found else ()

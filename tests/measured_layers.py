@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from played import Played
+
 from traceml_ray.analysis.layer_times import REST
 from traceml_ray.layer_messages import OTHERS, LayerSum, LayerWindow
 
@@ -17,6 +19,7 @@ NAMES = {
     "blocks.1.qkv": 2.0,
 }
 NAMES |= {"blocks.1.mlp": 4.0, "head": 3.0}
+LATE, LAYER = 5, "blocks.1.mlp"
 
 
 def window(
@@ -36,3 +39,17 @@ def window(
         "accelerated": False, "waits": False, "cost_ns": 2 * MS, "spent_ns": 100 * MS,
     }  # fmt: skip
     return LayerWindow(steps=steps, layers=layers, **{**usual, **more})
+
+
+def measured(played: Played, n: int = 1, **more: Any) -> None:
+    """All ranks send `n` windows; LATE takes 12 ms longer in LAYER."""
+    for number in range(n):
+        for node, relay in enumerate(played.relays):
+            batches = []
+            for rank in played.ranks:
+                if rank.identity.node_rank == node:
+                    late = {LAYER: 12.0} if rank.identity.global_rank == LATE else {}
+                    times = {name: (ms + late.get(name, 0), 2 * ms) for name, ms in NAMES.items()}
+                    batches.append(rank.batch(0, layers=[window(times, number=number, **more)]))
+            played.aggregator.ingest(relay.message(*batches))
+    assert played.aggregator.commit()

@@ -12,7 +12,7 @@ from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layer, Layers
 from traceml_ray.layer_messages import MAX_LAYER_STEPS
 from traceml_ray.reports.drawing import icicle
-from traceml_ray.reports.layer_report import NONE_LONGER, about_layers, layer_name, region_of, sentence
+from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 
@@ -37,11 +37,6 @@ _KEYS: listing.Keys = {
     "gradients": lambda one: one.gradient_bytes,
     "largest": lambda one: one.worst_ms,
 }
-_NOTHING = (
-    "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
-    "`traceml_ray.start(deep=True)` or TRACEML_DEEP=1; and for some steps of a job that runs, by "
-    "`traceml-ray layers SESSION --steps 20` or on this page."
-)
 _WHAT = (
     "ms and bytes of a step, medians of the ranks; forward and backward are without the layers inside. "
     "Outputs: what its calls return, an estimate of its activations. Largest: forward and backward on the "
@@ -74,7 +69,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if view["state"] == "live" and not route.get("session"):
         body.append(panel("Measure the steps to come", part(_form(view, route)), part(_asked(view, route))))
     if found is None or not found.ranks:
-        return html.Div([*body, part(html.P(marked(_NOTHING), id="layers-missing", className="empty"))])
+        nothing = marked(f"{NOTHING} or on this page.")
+        return html.Div([*body, part(html.P(nothing, id="layers-missing", className="empty"))])
     body += [
         part(html.Div(_found(found), id="layers-found")),
         _icicle(found, route),
@@ -123,10 +119,7 @@ def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
 
 def _found(found: Layers) -> list[Any]:
     """Return which layer takes longer on a rank, or that none does, and what that is of."""
-    waits = any("waits for other ranks" in limit for limit in found.limits)
-    sentences = [sentence(one.why) for one in found.findings]
-    if not sentences and len(found.ranks) > 1 and not waits:
-        sentences = [NONE_LONGER]
+    sentences = layers_sentences(found)
     tone = "warning" if found.findings else "good" if sentences else "info"
     about = [about_layers(msgspec.structs.asdict(found)), *found.limits]
     shown = [html.P(marked(sentence)) for sentence in sentences]

@@ -7,13 +7,16 @@ import gzip
 import json
 import sqlite3
 import sys
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import trace_format
+from measured_layers import window
 from played import Played
 from sessions import MS, Rank
 
@@ -51,7 +54,8 @@ class Apart(Played):
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
         said = wire.Output(2, self.clock(), ["one", "two"], skipped=3)
-        return super()._batch(rank, rows, output=[said], **fields)
+        layers = [window({"": (1, 2), "mlp": (3, 4)}, number=self.step // 5, waits=True)]
+        return super()._batch(rank, rows, output=[said], layers=layers, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,17 @@ def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
+def layers_of(file: sqlite3.Connection) -> list[dict[str, Any]]:
+    """The layers of each window that is stored, decoded here once more."""
+    found = []
+    for row in file.execute("SELECT * FROM layer_window ORDER BY process, number"):
+        about = {name: row[name] for name in row.keys() if name not in ("id", "layers")}  # noqa: SIM118
+        for own in msgspec.msgpack.decode(zlib.decompress(row["layers"])):
+            found.append(about | dict(zip(wire.LayerSum.__struct_fields__, own, strict=True)))
+    assert len(found) == 3 * 4 * 2
+    return found
+
+
 @pytest.mark.parametrize("name", ["host", "device"])
 def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -108,6 +123,7 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
             if "id" not in TABLES[exported].columns:
                 stored = [{key: value for key, value in row.items() if key != "id"} for row in stored]
             assert read[exported].to_pylist() == stored, exported
+        assert read["layers"].to_pylist() == layers_of(file)
     assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards"}
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold
         kinds = {"integer": "int64", "real": "double", "text": "string"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured_layers import NAMES, window
+from measured_layers import LATE, LAYER, NAMES, measured
 from played import Played, look
 from plotly.io.json import to_json_plotly
 from sessions import aggregation
@@ -29,7 +29,6 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import StoredSource
 
 TOKEN = {"Authorization": "Bearer secret"}
-LATE, LAYER = 5, "blocks.1.mlp"
 
 
 @pytest.fixture
@@ -38,20 +37,6 @@ def played(tmp_path: Path) -> Played:
     for _ in range(8):
         made.play(5)
     return made
-
-
-def measured(played: Played, n: int = 1, **more: Any) -> None:
-    """All ranks send `n` windows; LATE takes 12 ms longer in LAYER."""
-    for number in range(n):
-        for node, relay in enumerate(played.relays):
-            batches = []
-            for rank in played.ranks:
-                if rank.identity.node_rank == node:
-                    late = {LAYER: 12.0} if rank.identity.global_rank == LATE else {}
-                    times = {name: (ms + late.get(name, 0), 2 * ms) for name, ms in NAMES.items()}
-                    batches.append(rank.batch(0, layers=[window(times, number=number, **more)]))
-            played.aggregator.ingest(relay.message(*batches))
-    assert played.aggregator.commit()
 
 
 def ask(played: Played) -> Callable[[query.Request[Any]], Any]:
@@ -88,15 +73,50 @@ def test_layer_stands_beside_a_verdict_on_its_rank_and_stage(tmp_path: Path, sta
     for _ in range(20):
         played.play(5)
     measured(played)
+    live = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    live.poll()
+    assert_beside_the_verdict(live, stage, named)
     played.end()
-    pages = SessionPages(StoredSource(played.folder))
-    pages.poll()
+    stored = SessionPages(StoredSource(played.folder))
+    stored.poll()
+    assert_beside_the_verdict(stored, stage, named)
+
+
+def assert_beside_the_verdict(pages: SessionPages, stage: int, named: bool) -> None:
     header = [look(pages, page) for page in ("header", "overview", "header")][-1]  # asked with the page
     assert (header["verdict"]["rank"], header["verdict"]["stage"]) == (LATE, STAGES[stage])
     sentence = f"Layer {LAYER} (Linear) takes 12 ms longer on rank {LATE}"
     assert (sentence in (header["by_layer"] or "")) == named
     page, answer = Refresher(pages).refresh("/", "", {})
     assert ("By layer" in to_json_plotly([page, answer["set"]])) == named
+
+
+def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", late=LATE, stage=FORWARD, onset=0)
+    for _ in range(20):
+        played.play(5)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    for _ in range(3):
+        pages.poll()
+        look(pages, "header")
+        played.play(5)
+    asked, reply = list[list[str]](), played.source.reply
+
+    def noted(message: bytes) -> bytes:
+        asked.append([type(each).__name__ for each in query.decode(message)[0]])
+        return reply(message)
+
+    played.source.reply = noted  # type: ignore[method-assign]
+    named = []
+    for second in range(40):
+        if second == 10:
+            measured(played)
+        played.play(5)
+        pages.poll()
+        named.append(look(pages, "header")["by_layer"] is not None)
+    of_layers = [message for message in asked if "Layers" in message]
+    assert 1 <= len(of_layers) <= 2 and all("Status" in message for message in of_layers)
+    assert named == sorted(named) and 10 <= named.index(True) <= 30
 
 
 def test_newest_windows_of_a_rank_are_kept(played: Played) -> None:

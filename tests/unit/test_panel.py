@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_layers import measured
 from played import Played, look
 from rich.color import ColorSystem
 from rich.text import Text
@@ -136,13 +137,15 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
     poll = followed(played)
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
-    for page in ("overview", "ranks", "memory", "events"):
+    for page in ("overview", "ranks", "memory", "events", "layers"):
         look(pages, page)
     look(pages, "rank", rank=5)
     who = "top"
-    for pane in PANES:
+    for pane in PANES[:-1]:
         seen(poll, Choice(pane))
     poll.poll()
+    assert "Layers" not in asked["top"], "only where they are shown"
+    seen(poll, Choice("layers"))
     assert asked["top"] and asked["top"] <= asked["web"]
 
 
@@ -151,6 +154,23 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
 def test_any_pane_fits_into_any_window(job: SessionPoll, pane: str, size: tuple[int, int]) -> None:
     choice = Choice("ranks", rank=5) if pane == "rank" else Choice(pane, scroll=3)
     text(seen(job, choice), *size, choice)
+
+
+def test_pane_of_layers(played: Played, snapshot: Kept) -> None:
+    poll, choice = followed(played), Choice("layers")
+    none = text(seen(poll, choice), 300, 40, choice)
+    assert "No layer has been measured" in none and "traceml-ray layers SESSION --steps 20" in none
+    measured(played)
+    poll.poll()
+    for width, height in SIZES:
+        snapshot("top", text(seen(poll, choice), width, height, choice))
+    slowest = Choice("layers", "time", scroll=1)
+    shown = text(seen(poll, slowest), 120, 20, slowest)
+    assert "from 2 of 8" in shown and shown.index("blocks.1.mlp") < shown.index("head") < shown.index("qkv")
+    played.end()
+    stored = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    stored.poll()
+    assert seen(stored, choice).layers == seen(poll, choice).layers
 
 
 def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) -> None:

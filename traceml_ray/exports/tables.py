@@ -1,8 +1,9 @@
 """
 The tables of a session as columns of plain values, a batch at a time: what is written as parquet and CSV.
 
-They are those of `store.schema`, with two differences: `steps` has the rows of all ranks one by one, and
-`ranks` is the table of rank processes. Text that is JSON in the file stays JSON. What is not known is None.
+They are those of `store.schema`, with three differences: `steps` has the rows of all ranks one by one,
+`layers` each layer of each window, and `ranks` is the table of rank processes.
+Text that is JSON in the file stays JSON. What is not known is None.
 """
 
 from __future__ import annotations
@@ -142,6 +143,25 @@ def _shards(session: SessionFile, _: Chosen) -> Iterator[Batch]:
         }
 
 
+def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
+    """Yield each layer of each window that is kept of a process; of a window without layers one row."""
+    found: list[tuple[Any, ...]] = []
+    for process, window in session.every_layer_window():
+        values = msgspec.structs.asdict(window)
+        about = [int(value) if isinstance(value := values[name], bool) else value for name in _OF_WINDOW]
+        of_layers = [msgspec.structs.astuple(one) for one in window.layers]
+        found += [(process, *about, *own) for own in of_layers or [[None] * len(_OF_LAYER)]]
+        if len(found) >= AT_ONCE:
+            yield _by_column(found)
+            found = []
+    if found:
+        yield _by_column(found)
+
+
+def _by_column(rows: Sequence[Sequence[Any]]) -> Batch:
+    return dict(zip(_LAYERS, map(list, zip(*rows, strict=True)), strict=True))
+
+
 def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
@@ -178,6 +198,9 @@ def _of_nodes() -> dict[str, Kind]:
 
 _PROCESS: dict[str, Kind] = {"process": "integer"}
 _SHARDS = _PROCESS | _kinds(wire.Sharding)
+_OF_WINDOW = {name: kind for name, kind in _kinds(wire.LayerWindow).items() if name != "layers"}
+_OF_LAYER = _kinds(wire.LayerSum)
+_LAYERS = _PROCESS | _OF_WINDOW | _OF_LAYER
 _NODE: dict[str, Kind] = {"node_id": "text"}
 _CLOCK: dict[str, Kind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
 TABLES: dict[str, Table] = {
@@ -190,6 +213,7 @@ TABLES: dict[str, Table] = {
     "clocks": _stored("clock", _NODE | _CLOCK),
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
     "shards": Table(_SHARDS, _shards),
+    "layers": Table(_LAYERS, _layers),
     "work": _stored("step_work", _PROCESS | _kinds(wire.StepWork)),
     "output": _stored("output", _PROCESS | _kinds(wire.Output)),
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),

@@ -16,6 +16,13 @@ from traceml_ray.store.session_file import SessionFile
 
 _LIMITS = LayerLimits()
 NONE_LONGER = "No layer takes longer on one rank than on its peers."
+NOTHING = (
+    "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
+    "`traceml_ray.start(deep=True)` or TRACEML_DEEP=1; and for some steps of a job that runs, by "
+    "`traceml-ray layers SESSION --steps 20`"
+)
+_WAITS = "waits for other ranks"
+"""In what is said of times from which no rank can be named."""
 _ROWS, _LINES = 20, 4
 _NAME, _KIND = 26, 18
 _REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
@@ -48,6 +55,13 @@ def render_layers(found: Layers) -> str:
     return page([laid_out(layers_facts(block)), laid_out(layers_table(block, len(found.layers)))])
 
 
+def layers_sentences(found: Layers) -> list[str]:
+    """Return which layers take longer on a rank, or that none does; none where that cannot be said."""
+    said = [sentence(one.why) for one in found.findings]
+    waits = any(_WAITS in limit for limit in found.limits)
+    return said or ([NONE_LONGER] if len(found.ranks) > 1 and not waits else [])
+
+
 def layers_facts(block: Mapping[str, Any]) -> Facts:
     """Return what a report says about layers: who takes longer in which, and what that is of."""
     if not block.get("ranks"):
@@ -61,7 +75,7 @@ def layers_facts(block: Mapping[str, Any]) -> Facts:
 
 
 def _waits(block: Mapping[str, Any]) -> bool:
-    return any("waits for other ranks" in limit for limit in block["limits"])
+    return any(_WAITS in limit for limit in block["limits"])
 
 
 def sentence(why: str) -> str:

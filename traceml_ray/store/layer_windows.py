@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -33,13 +33,21 @@ class LayerReader(Reader):
 
     def layer_windows(self, processes: Iterable[int]) -> dict[int, list[wire.LayerWindow]]:
         """Return the windows of each of `processes` (ids), the oldest first. Raises `SessionFileError`."""
-        wanted, found = {*processes}, dict[int, list[wire.LayerWindow]]()
+        found = dict[int, list[wire.LayerWindow]]()
+        for process, window in self.every_layer_window({*processes}):
+            found.setdefault(process, []).append(window)
+        return found
+
+    def every_layer_window(self, of: Container[int] | None = None) -> Iterator[tuple[int, wire.LayerWindow]]:
+        """
+        Yield the windows of the processes `of` (ids; None: of all) with the id of each, those of a process
+        one after the other, the oldest first. Raises `SessionFileError`.
+        """
         with legible(self.path):
             query = f"SELECT process, {', '.join(_FIELDS)} FROM layer_window ORDER BY process, number"
             for process, *values in self._iterate(query):
-                if process in wanted:
-                    found.setdefault(process, []).append(_window(values))
-        return found
+                if of is None or process in of:
+                    yield process, _window(values)
 
 
 def _window(values: list[Any]) -> wire.LayerWindow:

@@ -35,7 +35,7 @@ def panel(of: Snapshot, choice: Choice, width: int, height: int, foot: str | Non
         body = _overview(of, choice, inner)
     overview = choice.pane == PANES[0] and choice.rank is None
     parts = [sections.verdict(of, inner, _VERDICT if overview else _BRIEF), *body]
-    below = _keys(choice) if foot is None else Text(foot)
+    below = _keys(choice, inner) if foot is None else Text(foot)
     return framed(sections.title_of(of), sections.head(of, inner), parts, below, width, height)
 
 
@@ -52,13 +52,14 @@ def _overview(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     ]
 
 
-def _keys(choice: Choice) -> Text:
-    """Return the panes with their keys, the one that is shown in brackets, and the other keys."""
+def _keys(choice: Choice, width: int) -> Text:
+    """Return the panes with their keys, the one that is shown in brackets, and what other keys have room."""
     found = Text()
     for at, name in enumerate(PANES, 1):
         shown = name == choice.pane and choice.rank is None
-        found.append(f"[{at} {name}]" if shown else f" {at} {name} ", "bold" if shown else QUIET)
-    return found.append(" ? help q quit", QUIET)
+        found.append(f"[{at} {name}] " if shown else f"{at} {name} ", "bold" if shown else QUIET)
+    more = "? help q quit"
+    return found.append(more if found.cell_len + len(more) + 2 <= width else "? help", QUIET)
 
 
 def line(of: Snapshot, clock: str) -> str:

@@ -1,13 +1,16 @@
-"""The panes that fill the window: nodes, ranks, one rank, memory, events, and the keys."""
+"""The panes that fill the window: nodes, ranks, one rank, memory, events, layers, and the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from rich.text import Text
 
 from traceml_ray import text
+from traceml_ray.analysis.layer_times import Layers
+from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.sharding import sharding_facts
 from traceml_ray.stages import STAGES
@@ -15,20 +18,21 @@ from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.ranks import NAMED, SERVES, SILENT
 from traceml_ray.views.severity import SIGNS
 
-from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
+from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, cut, flow, table, wrap
 from .sections import bar, event_cells, legend, of_steps, output
 from .snapshot import PANES, Choice, Snapshot
 
 KEYS = {
-    "1 … 6, Tab": "panes",
+    f"1 … {len(PANES)}, Tab": "panes",
     "↑ ↓ PgUp PgDn": "scroll",
-    "s": "ranks by number, or the slowest first",
+    "s": "ranks and layers in their order, or the slowest first",
     "r 12 Enter": "one rank alone; Esc: back",
     "p, Space": "pause",
     "?": "these keys",
     "q, Ctrl-C": "quit",
 }
-_Columns = Mapping[str, Callable[[Any], Cell]]
+_NO_LAYERS = f"{NOTHING.replace('`', '')}."
+_Columns = dict[str, Callable[[Any], Cell]]
 """Cells by header; a header that begins with `>` is that of a column of numbers."""
 
 
@@ -186,6 +190,63 @@ def output_pane(of: Snapshot, _choice: Choice, width: int) -> list[Section]:
     return [output(of, width)]
 
 
+def layers_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return which layer takes longer on a rank, and all layers in numbers."""
+    found = of.layers
+    if found is None or not found.ranks:
+        missing = _NO_LAYERS if found is not None else "Asking the session …"
+        said = wrap(missing, width)
+        return [Section("LAYERS", lambda most: said[:most], len(said))]
+    tone = MARK if found.findings else ""
+    named = [line for each in layers_sentences(found) for line in wrap(each, width, tone)]
+    about = [about_layers(msgspec.structs.asdict(found)), *found.limits]
+    said = [*named, *(line for each in about for line in wrap(each, width, QUIET))]
+    places = [*range(len(found.layers))]
+    if choice.sort == "time":
+        places.sort(key=lambda at: -(found.layers[at].forward_ms + found.layers[at].backward_ms))
+    columns, drop = _layer_columns(found)
+    order = "; the slowest first" if choice.sort == "time" else ""
+    title = f"EACH LAYER (ms a step, without those inside{order})"
+    listed = _listed(title, places, columns, choice, width, drop)
+    return [Section("LAYERS", lambda most: cut(said, most), len(said), min(3, len(said))), listed]
+
+
+def _layer_columns(found: Layers) -> tuple[_Columns, list[str]]:
+    """Return what is shown of a layer (its position), and which columns a narrow window is without."""
+    of, several = found.layers, len(found.ranks) > 1
+    stands_out = {(one.layer, one.rank) for one in found.findings}
+
+    def time(ms: float | None, at: int, rank: int | None) -> Cell:
+        shown = text.number(ms, aligned=True)
+        return Text(f"▲{shown}", MARK) if (of[at].name, rank) in stands_out else shown
+
+    def of_rank(rank: int) -> Callable[[Any], Cell]:
+        return lambda at: time(found.per_rank_ms[rank][at], at, rank)
+
+    columns: _Columns = {
+        "layer": lambda at: layer_name(of[at]),
+        "class": lambda at: f"{of[at].kind}{region_of(of[at])}",
+        ">calls": lambda at: text.number(of[at].calls),
+        ">forward": lambda at: text.number(of[at].forward_ms, aligned=True),
+        ">backward": lambda at: text.number(of[at].backward_ms, aligned=True),
+        ">with inside": lambda at: text.number(of[at].total_ms, aligned=True),
+        ">of model": lambda at: text.share(of[at].share),
+        ">outputs": lambda at: text.size(of[at].output_bytes),
+        ">params": lambda at: text.size(of[at].parameter_bytes),
+        ">grads": lambda at: text.size(of[at].gradient_bytes),
+    }
+    if several:
+        columns |= {
+            ">largest": lambda at: time(of[at].worst_ms, at, of[at].worst_rank),
+            ">on rank": lambda at: text.plain(of[at].worst_rank),
+            **{f">rank {rank}": of_rank(rank) for rank in found.per_rank_ms},
+        }
+    named = {one.rank for one in found.findings}
+    ranks = sorted(found.per_rank_ms, key=lambda rank: (rank in named, -rank))
+    first = [f">rank {rank}" for rank in ranks]
+    return columns, [*first, ">grads", ">params", ">calls", ">outputs", "class", ">of model", ">with inside"]
+
+
 def _listed(
     title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
 ) -> Section:
@@ -215,6 +276,7 @@ DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
     "memory": memory_pane,
     "events": events_pane,
     "output": output_pane,
+    "layers": layers_pane,
     "help": help_pane,
 }
 """By pane; the overview is in `panel`."""

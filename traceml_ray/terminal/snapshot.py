@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.headlines import cost, lost, named
 from traceml_ray.reports.present import present
@@ -32,7 +33,7 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-PANES = ("overview", "nodes", "ranks", "memory", "events", "output")
+PANES = ("overview", "nodes", "ranks", "memory", "events", "output", "layers")
 """In the order of their keys: 1, 2, …"""
 _EVENTS = 200
 SORTS = ("rank", "time")
@@ -83,6 +84,8 @@ class Snapshot:
     """Only where it is shown."""
     sharding: ShardingInfo | None = None
     """Only where memory is a pane of its own."""
+    layers: Layers | None = None
+    """Only where it is shown; None: not known yet."""
     events: Sequence[Mapping[str, Any]] = ()
     output: LastOutput | None = None
     """What a rank printed last: the chosen one, else the one that is named; only where it is shown."""
@@ -109,6 +112,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
     memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
     sharding = poll.ask(query.Sharding(run.id)) if choice.pane == "memory" else None
+    layers = poll.ask(query.Layers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
     output = poll.ask(query.Output(run.id, _subject(run, choice))) if wants_output else None
     return Snapshot(
@@ -126,6 +130,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         rows=rows,
         memory=memory,
         sharding=sharding,
+        layers=layers,
         events=events_of(poll, run)[:_EVENTS],
         output=output,
     )

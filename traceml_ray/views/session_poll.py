@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -58,6 +58,17 @@ _Wanted = dict[Request[Any], None]
 """Questions, in order."""
 
 
+class _Answer(NamedTuple):
+    version: int
+    """That it is as of."""
+    found: Any
+    at: float
+    """When it came, s of `SessionPoll.timer`."""
+
+
+_NO_ANSWER = _Answer(-1, None, float("-inf"))
+
+
 class SessionPoll:
     """
     What views are made of. Any thread may call `poll` and `made`; none holds `lock` while the source is
@@ -92,12 +103,12 @@ class SessionPoll:
         self.clock = clock
         self.lock = threading.RLock()
         """Held while what is here is read or changed."""
-        self._answers: OrderedDict[Request[Any], tuple[int, Any]] = OrderedDict()
-        """To questions of views, and as of which version."""
+        self._answers: OrderedDict[Request[Any], _Answer] = OrderedDict()
+        """To questions of views."""
         self._wanted: _Wanted = {}
         """What the views that were just made would like to have asked."""
-        self._used: _Wanted = {}
-        """What the views that are looked at have asked."""
+        self._used: dict[Request[Any], float] = {}
+        """What the views that are looked at have asked, and when (s, of `timer`) it is due again."""
         self.timer = timer
         self._limits = thresholds or Thresholds()
         self._polled: dict[str, RunState] = {}
@@ -160,18 +171,25 @@ class SessionPoll:
         with self.lock:
             self.version += 1
 
-    def ask(self, request: Request[A], settled: Callable[[A], bool] | None = None) -> A | None:
+    def ask(
+        self, request: Request[A], settled: Callable[[A], bool] | None = None, every_s: float = 0.0
+    ) -> A | None:
         """
         Return the newest answer to a question of one view, None before any. Called with `lock` by what makes
         it; what is not as of now is asked afterwards, and the view made again: not where the answer is
-        `settled`.
+        `settled`, or of a session that goes on no older than `every_s`.
         """
-        self._used[request] = None
-        known: tuple[int, A | None] = self._answers.get(request, (-1, None))
-        version, found = known
-        if version < self.version and not (settled and found is not None and settled(found)):
+        version, found, at = self._answers.get(request, _NO_ANSWER)
+        if settled and found is not None and settled(found):
+            return found
+        due = at + every_s
+        self._used[request] = min(due, self._used.get(request, due))
+        if version < self.version and self._is_due(due):
             self._wanted[request] = None
         return found
+
+    def _is_due(self, due: float) -> bool:
+        return due <= self.timer() or self.source.stored
 
     def deaths(self, run: RunState) -> Sequence[DeathInfo]:
         """Return the ranks of a run that died, the first cause first; see `ask`."""
@@ -199,7 +217,7 @@ class SessionPoll:
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return questions as they are asked: of columns, only for those that are not here."""
         return [
-            msgspec.structs.replace(request, since=self._answers[request][1]["next"])
+            msgspec.structs.replace(request, since=self._answers[request].found["next"])
             if isinstance(request, query.Columns) and request in self._answers
             else request
             for request in wanted
@@ -207,13 +225,13 @@ class SessionPoll:
 
     def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
         """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
-        new = False
+        new, now = False, self.timer()
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
-            _, before = self._answers.get(request, (-1, None))
+            before = self._answers.get(request, _NO_ANSWER).found
             found = joined(before, answer) if isinstance(request, query.Columns) else answer
             new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
-            keep(self._answers, request, (version, found))
+            keep(self._answers, request, _Answer(version, found, now))
         return new
 
     @property
@@ -233,7 +251,11 @@ class SessionPoll:
         asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
-            used = dict.fromkeys(each for each in self._used if not isinstance(each, _OF_STEPS))
+            used = dict.fromkeys(
+                each
+                for each, due in self._used.items()
+                if not isinstance(each, _OF_STEPS) and self._is_due(due)
+            )
             of_views = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *of_views]
         answers = self._question(every)
