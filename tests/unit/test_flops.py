@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captured_rank import Rank
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from traceml_ray.agent.flops import SKIPPED, FlopCount, ModelFlops
+from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
 BY_HAND = 2 * (2 * 2 * 4 * 4)
 """Of the rank's step: (2, 4) × (4, 4) forward, and the same for the gradient of the weights."""
@@ -57,6 +59,17 @@ def test_flops_of_one_step_are_counted_as_by_hand_and_once(rank: Rank, count: Fl
     assert _get_current_dispatch_mode() is None and rank.recorder.at_step is None
     rank.train(3)
     assert (count.found.flops, count.why, dict(rank.patches.errors)) == (BY_HAND, "", {})
+
+
+@pytest.mark.usefixtures("count")
+def test_rows_that_counting_slows_are_marked(rank: Rank) -> None:
+    """A row ends with its backward, the mode after the optimizer's step: that is in the next row."""
+    rank.train(8)
+    assert rank.recorder.settle(60.0)
+    _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
+    steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
+    marked = np.frombuffer(flags, np.uint8) & FLAG_FIRST != 0
+    assert steps[marked].tolist() == [0, SKIPPED, SKIPPED + 1] and len(steps) >= 7
 
 
 def test_counting_changes_no_bit() -> None:

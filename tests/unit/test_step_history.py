@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,14 @@ from traceml_ray.analysis.kept_steps import ALL
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.stages import (
     FLAG_COUPLED,
     FLAG_FIRST,
     FLAG_NO_DATA,
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
+    FORWARD,
     SEGMENT_BITS,
 )
 
@@ -30,9 +33,15 @@ def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
     return synced(rng.integers(1, 20, (steps, ranks, 5)) * 1_000_000, np.full(steps, 1_000_000))
 
 
-def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0, exchanges: int = 1) -> StepHistory:
+def fed(
+    d: np.ndarray,
+    cuts: list[list[int]],
+    flags: int | np.ndarray = 0,
+    exchanges: int = 1,
+    limits: Thresholds = LIMITS,
+) -> StepHistory:
     """StepHistory that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
-    steps, every = StepHistory(LIMITS), processes(d, flags=flags, exchanges=exchanges)
+    steps, every = StepHistory(limits), processes(d, flags=flags, exchanges=exchanges)
     at = [0] * len(every)
     for ends in [*cuts, [len(d)] * len(every)]:
         pieces = []
@@ -111,6 +120,27 @@ def test_bins_add_up(counts: list[int], seed: int) -> None:
     assert bins.busy.sum(axis=1).tolist() == busy.tolist()
     assert bins.first[0] == 0 and bins.last[end - 1] == counted - 1
     assert (bins.first[1:end] == bins.last[: end - 1] + 1).all()
+
+
+@pytest.mark.parametrize("cuts", [[], [[4, 3], [20, 31]]])
+def test_slowed_step_is_in_no_statistic_without_any_warm_up(
+    cuts: list[list[int]],
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, warmup_steps=0)
+    d, flags = rows(60, 2), np.zeros((60, 2), np.uint8)
+    aside = [0, 2, 3]  # the first, and those that FLOPs are counted in
+    flags[aside], d[aside, :, FORWARD] = FLAG_FIRST, 10**10
+    steps = fed(d, cuts, flags, limits=limits)
+    stats = steps.stats()
+    assert stats is not None and stats.steps == 57 and stats.step(1.0)[0] < 1000
+    assert stats.busy_of_all(1.0) < 1000 and steps.total_ms() < 57_000
+    assert steps.columns(between=ALL).first.tolist() == steps.columns().first.tolist() == [1, *range(4, 60)]
+    judged = steps.window([0, 1], 2, (), 60)
+    assert judged.steps.tolist() == [1, *range(4, 60)] and not len(judged.lacking)
+    line = steps.timeline(0)  # when something happened is still known
+    assert line.first.tolist() == line.last.tolist() == [*range(60)]
+    assert line.took == pytest.approx(d[:, 0].sum(axis=1), rel=1e-6)
+    assert steps.counts() == {0: 60, 1: 60} and steps.ends()[0][0] == 0
 
 
 def test_memory_has_a_bound() -> None:

@@ -295,7 +295,7 @@ class DeviceClock:
             return
         self.counts["device ns out of order"] += moved
         stages = device_row.stages_of(cuts, times)
-        if row.flags & FLAG_FIRST:
+        if row.flags & FLAG_FIRST and not row.times[POST_SYNC]:
             stages[POST_SYNC] = 0
         self.medians.append(times[-1])
         if self.sharded:

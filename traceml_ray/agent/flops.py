@@ -1,9 +1,9 @@
 """
 The model FLOPs of one step of this rank, counted once by torch's `FlopCounterMode`, on the training thread.
 
-The mode looks at every operation, so that this step takes longer: it is one of the first, which no statistic
-is of. It changes no number. Where it would miss something (`torch.compile`, kernels that it does not know)
-there is no count, but a reason.
+The mode looks at every operation, so that this step takes longer, and so does what follows its backward: no
+statistic is of these rows (`Rows.slowed`). It changes no number. Where it would miss something
+(`torch.compile`, kernels that it does not know) there is no count, but a reason.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from traceml_ray.errors import Errors, error_text
 
 SKIPPED = 2
 """Steps before the one that is counted, the same on all ranks: the first does more than all others."""
+_NEVER, _AT_MOST = 1 << 62, 8
+"""Steps: the last that is slowed while the mode is on; so many where the marks cannot be read at its end."""
 SETTLE_S = 0.05
 """Longest wait of the training thread for its own marks, in each of these steps."""
 GIVEN = "torch.compile: give the model's FLOPs instead (--model-flops, traceml_ray.count)"
@@ -86,6 +88,7 @@ class FlopCount:
                 self._give_up(why)
                 return
             self._mode, self._thread, self._began = _counter(), get_ident(), step
+            self._recorder.steps.rows.slowed = step, _NEVER
             self._mode.__enter__()
 
     def _may_end(self) -> None:
@@ -114,6 +117,8 @@ class FlopCount:
             return False
         mode.__exit__(None, None, None)
         self._mode = None
+        now = self._recorder.step_now(SETTLE_S)
+        self._recorder.steps.rows.slowed = self._began, now[0] if now else self._began + _AT_MOST
         return True
 
     def _give_up(self, why: str) -> None:

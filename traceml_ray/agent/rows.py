@@ -33,7 +33,7 @@ class Rows:
 
     __slots__ = (
         *("cuts", "depth", "device", "exchange_ns", "first", "flags", "pending"),
-        *("ring", "segment", "step", "stepped", "synced"),
+        *("ring", "segment", "slowed", "step", "stepped", "synced"),
     )
 
     def __init__(self, ring: StepRing) -> None:
@@ -41,6 +41,11 @@ class Rows:
         self.device: DeviceClock | None = None
         """What rows pass through on their way into the ring, where a device's clock is read."""
         self.step = self.segment = 0
+        self.slowed: tuple[int, int] | None = None
+        """
+        The first and the last step that take longer because something is counted in them: no statistic is of
+        these. Any thread may set it.
+        """
         self.forget()
 
     def forget(self) -> None:
@@ -110,6 +115,8 @@ class Rows:
         self.step += lost
 
     def _emit(self) -> None:
+        if self.slowed is not None and self.slowed[0] <= self.step <= self.slowed[1]:
+            self.flags |= FLAG_FIRST
         (row, cuts), flags, exchange = self.take_back(), self.flags, None
         if self.exchange_ns is not None and not self.first:
             exchange = [*[0] * SYNC_WAIT, self.exchange_ns]

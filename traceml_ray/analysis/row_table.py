@@ -15,6 +15,7 @@ from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_
 CELLS = 1 << 18
 _LEAST, _MOST = 192, 8192
 _OFF_STEPS = 256
+_MOST_ASIDE = 64
 Places = slice | npt.NDArray[np.intp]
 
 
@@ -46,6 +47,8 @@ class RowTable:
         self.lead: Int64 = np.empty(0, np.int64)
         self.lead_ns: Int64 = np.empty(0, np.int64)
         """The key of each rank's first row of all, which does not count, and how long it took; -1 without."""
+        self.aside: dict[int, dict[int, int]] = {}
+        """By rank: how long its other rows with FLAG_FIRST took, ns, by key; of very many the oldest."""
         self.device: Int64 = np.empty(0, np.int64)
         """The newest key of each rank (R,) whose row is on the device's clock, -1 without."""
         self.forgotten = -1
@@ -131,8 +134,13 @@ class RowTable:
 
     def _note_lead(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool, rows: Int64) -> None:
         for line, column in np.argwhere(~usable):
-            self.lead[places[line]] = keys[column]
-            self.lead_ns[places[line]] = rows[line, column, :N_STAGES].sum()
+            at, took = places[line], {int(keys[column]): int(rows[line, column, :N_STAGES].sum())}
+            took |= {int(self.lead[at]): int(self.lead_ns[at])} if self.lead[at] >= 0 else {}
+            first = min(took)
+            self.lead[at], self.lead_ns[at] = first, took.pop(first)
+            aside = self.aside.setdefault(int(self.ranks[at]), {}) if took else {}
+            if len(aside) < _MOST_ASIDE:
+                aside |= took
 
     def _off_clock(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> Bool:
         """

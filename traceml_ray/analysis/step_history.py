@@ -179,6 +179,10 @@ class StepHistory(KeptSteps):
         table = self.table
         counts: Int64 = (table.lead >> SEGMENT_BITS != table.first >> SEGMENT_BITS).astype(np.int64)
         counts[table.lead < 0] = 0
+        for rank, aside in table.aside.items():
+            at = table.places([rank])[0]
+            ends = {int(key[at]) >> SEGMENT_BITS for key in (table.lead, table.first)}
+            counts[at] += len({key >> SEGMENT_BITS for key in aside} - ends)
         for store in self.stores():
             counts[table.places(self._axis)] += store.count[:, : store.end].sum(axis=1, dtype=np.int64)
         return dict(zip(table.ranks.tolist(), (counts + self._unread()).tolist(), strict=True))
@@ -233,8 +237,10 @@ class StepHistory(KeptSteps):
     def timeline(self, rank: int) -> Timeline:
         """Return how long the steps of a rank took, the oldest in sums."""
         at = int(self.table.places([rank])[0])
-        lead, first = slice(at, at + (1 if self.table.lead[at] >= 0 else 0)), self.table.lead >> SEGMENT_BITS
-        parts = [(first[lead], first[lead], self.table.lead_ns[lead], first[lead] < 0)]
+        apart = {int(self.table.lead[at]): int(self.table.lead_ns[at])} | self.table.aside.get(rank, {})
+        keys = np.array(sorted(key for key in apart if key >= 0), np.int64)
+        took = np.array([apart[key] for key in keys.tolist()], np.int64)
+        parts = [(keys >> SEGMENT_BITS, keys >> SEGMENT_BITS, took, keys < 0)]
         own = int(np.searchsorted(self._axis, rank))
         for store in self.stores() if len(self._axis) else ():
             unread_ms = store.unread()[own, :, 1]
@@ -245,7 +251,9 @@ class StepHistory(KeptSteps):
         places, unread = self._unread_in(self._tail)
         steps, took = self.table.keys[self._tail][places] >> SEGMENT_BITS, unread[at, :, 1]
         parts.append((steps[took > 0], steps[took > 0], took[took > 0], took[took > 0] < 0))
-        begins, ends, took, after = (np.concatenate(part) for part in zip(*parts, strict=True))
+        every = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        order = np.argsort(every[1], kind="stable")
+        begins, ends, took, after = (column[order] for column in every)
         begins[1:][after[1:]] = (
             ends[:-1][after[1:]] + 1
         )  # what is unread is between a column and the last one

@@ -149,8 +149,8 @@ def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     for process, window in session.every_layer_window():
         values = msgspec.structs.asdict(window)
         about = [int(value) if isinstance(value := values[name], bool) else value for name in _OF_WINDOW]
-        of_layers = [msgspec.structs.astuple(one) for one in window.layers]
-        found += [(process, *about, *own) for own in of_layers or [[None] * len(_OF_LAYER)]]
+        of_layers = [msgspec.structs.astuple(one) for one in window.layers] or [(None,) * len(_OF_LAYER)]
+        found += [(process, *about, *own) for own in of_layers]
         if len(found) >= AT_ONCE:
             yield _by_column(found)
             found = []

@@ -179,12 +179,13 @@ class SessionPoll:
         it; what is not as of now is asked afterwards, and the view made again: not where the answer is
         `settled`, or of a session that goes on no older than `every_s`.
         """
-        version, found, at = self._answers.get(request, _NO_ANSWER)
+        known = self._answers.get(request, _NO_ANSWER)
+        found: A | None = known.found
         if settled and found is not None and settled(found):
             return found
-        due = at + every_s
+        due = known.at + every_s
         self._used[request] = min(due, self._used.get(request, due))
-        if version < self.version and self._is_due(due):
+        if known.version < self.version and self._is_due(due):
             self._wanted[request] = None
         return found
 
