@@ -21,7 +21,7 @@ from traceml_ray.dash_app.session_pages import SessionPages
 
 FAULTS = Path(__file__).with_name("browser").joinpath("faults.js").read_text()
 WIDTH = "return document.documentElement.scrollWidth - window.innerWidth"
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Other tests are running."""
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (

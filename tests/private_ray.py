@@ -92,7 +92,7 @@ def ask_helper(
         input=msgspec.json.encode(request),
         env=cluster.environ,
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     return msgspec.json.decode(ran.stdout, type=HelperReply)

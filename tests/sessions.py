@@ -266,6 +266,6 @@ def watch(url: str) -> str:
     request = urllib.request.Request(
         url + "_dash-update-component", json.dumps(refresh_request()).encode(), headers
     )
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         page: str = answer.read().decode()
         return page

@@ -104,7 +104,7 @@ class Job:
 
     def end(self) -> list[int]:
         (self.folder / "stop").touch()
-        codes = [rank.wait(60) for rank in self.ranks]
+        codes = [rank.wait(240) for rank in self.ranks]
         self._over.set()
         self._thread.join()
         return codes

@@ -553,7 +553,7 @@ def test_dashboard_of_the_launcher_names_the_slow_rank_and_outlives_the_aggregat
             shows(browser, "verdict-headline", "rank 1")
         finally:
             job.terminate()
-            job.wait(60)
+            job.wait(240)
     shows(browser, "state-badge", "stored file")
     shows(browser, "lost", "traceml-ray dashboard seen", 60.0)
     browser.get_log("browser")  # the server is gone, and the console may say so

@@ -98,7 +98,7 @@ class Job:
         os.kill(int((self.folder / f"pid.{rank}").read_text()), signal.SIGKILL)
 
     def ended(self) -> int:
-        return self.process.wait(60)
+        return self.process.wait(240)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def launch(browser: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[..., 
     for one in started:
         if one.process.poll() is None:
             one.process.terminate()
-            one.process.wait(60)
+            one.process.wait(240)
 
 
 def headline(browser: webdriver.Chrome) -> str:

@@ -119,7 +119,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        timeout=60,
+        timeout=240,
         cwd=tmp_path,
     )
 
@@ -232,7 +232,7 @@ def test_python_without_the_package_is_silent_until_torch_is_imported(tmp_path: 
 
     def run_script(body: str) -> tuple[str, str]:
         words = [str(tmp_path / "bare" / "bin" / "python"), "-c", body]
-        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         return done.stdout, done.stderr
 
     ask = "import importlib.util, sys; print(sys.theirs, importlib.util.find_spec('torch') is not None)"
@@ -246,7 +246,7 @@ def test_python_without_the_package_is_silent_until_torch_is_imported(tmp_path: 
 
 def test_script_without_torch_loads_only_the_import_hook(tmp_path: Path, relay: Node) -> None:
     loaded = "import sys; print(*sorted(sys.modules))"
-    plain = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60)
+    plain = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=240)
     done = run(tmp_path, loaded)
     assert set(done.stdout.split()) - set(plain.stdout.split()) <= {
         *("sitecustomize", "traceml_ray", "traceml_ray.agent", "traceml_ray.agent.imports"),
@@ -259,7 +259,7 @@ def test_exception_keeps_its_traceback_and_is_reported(tmp_path: Path, relay: No
     done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')", API_KEY="hush-hush")
     assert not [packet for packet in relay.heard() if b"hush-hush" in packet]
     plain = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert (done.returncode, done.stderr.replace(str(tmp_path) + "/", "")) == (
         plain.returncode,
@@ -384,7 +384,7 @@ for rank in "10":
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         cwd=tmp_path,
         env={**os.environ, "WORLD_SIZE": "2"},
     )

@@ -113,7 +113,7 @@ class Node:
             input=msgspec.json.encode(request),
             env=self.ray.environ,
             stdout=subprocess.PIPE,
-            timeout=60,
+            timeout=240,
             check=True,
         )
         assert msgspec.json.decode(helper.stdout, type=HelperReply) == HelperReply(True)

@@ -112,7 +112,7 @@ class Job:
     def close(self) -> None:
         for rank in self.ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(240)
         self.relay.close()
         self.aggregator.close()
 
@@ -189,10 +189,10 @@ def test_three_ranks_under_the_launcher_leave_a_bundle_on_request_and_one_of_the
         assert cli.main(["dump", str(folder)]) == 0
         (requested,) = bundles_of(folder)
         (tmp_path / "go").touch()
-        assert job.wait(60) == 1
+        assert job.wait(240) == 1
     finally:
         job.terminate()
-        job.wait(30)
+        job.wait(240)
     stacks = (requested.path / "stacks.txt").read_text()
     assert [stacks.count(f"rank {rank} (") for rank in range(3)] == [1, 1, 1]
     assert traceml_ray.analyze(requested.path).sources[0].ranks == [0, 1, 2]

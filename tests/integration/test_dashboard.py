@@ -55,7 +55,7 @@ class Started:
     def end(self, number: int | None = None) -> tuple[int, str, str]:
         if number is not None:
             self.process.send_signal(number)
-        output, errors = self.process.communicate(timeout=30)
+        output, errors = self.process.communicate(timeout=240)
         return self.process.returncode, output, errors
 
 
@@ -75,7 +75,7 @@ def start(out: Path) -> Iterator[Any]:
 
 def get(url: str, **headers: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=240) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -98,7 +98,7 @@ def test_stored_session_is_served_until_sigterm(start: Any) -> None:
 def test_dashboard_child_that_is_watched_outlives_its_parent_for_a_while(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="1")
-    url = child.wait(30)
+    url = child.wait(240)
     until(lambda: "stored file" in watch(url), "its page")
     child.end()
     until(lambda: child.lingers, "it stays")
@@ -170,16 +170,16 @@ def test_dashboard_stays_while_a_browser_asks_and_ends_by_itself(
 def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="600")
-    url = child.wait(30)
-    assert heard.get(timeout=30) == f"dashboard: {url}"
+    url = child.wait(240)
+    assert heard.get(timeout=240) == f"dashboard: {url}"
     assert get(url)[0] == 200
     same = DashboardProcess("stored", os.environ, heard.put, out=str(out), port=url[:-1].rpartition(":")[2])
-    assert same.wait(30) == ""
-    assert heard.get(timeout=30).startswith("no dashboard: cannot listen on 127.0.0.1:")
+    assert same.wait(240) == ""
+    assert heard.get(timeout=240).startswith("no dashboard: cannot listen on 127.0.0.1:")
     other = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0")
-    assert heard.get(timeout=30) == f"dashboard: {other.url}"
+    assert heard.get(timeout=240) == f"dashboard: {other.url}"
     other._process.kill()
-    assert heard.get(timeout=30) == "no dashboard: it ended with exit code -9"
+    assert heard.get(timeout=240) == "no dashboard: it ended with exit code -9"
     assert child._process.stdin is not None
     child._process.stdin.close()
     until(lambda: child._process.poll() is not None, "the child ends")

@@ -109,7 +109,7 @@ def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
         assert session.dashboard() == url
 
         def state() -> str:
-            with urllib.request.urlopen(url + "health", timeout=20) as answer:
+            with urllib.request.urlopen(url + "health", timeout=240) as answer:
                 return str(json.loads(answer.read())["state"])
 
         until(lambda: state() == "waiting", "the session is seen")
@@ -119,7 +119,7 @@ def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
         aggregator.resume()
         until(lambda: state() == "waiting", "it is heard again")
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=20)
+        urllib.request.urlopen(url, timeout=240)
 
 
 def test_session_is_found_by_another_driver(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_session_is_found_by_another_driver(cluster: FakeCluster, tmp_path: Path
         )
         environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
         ran = subprocess.run(
-            [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=240
         )
         assert ran.stdout.strip() == str(session.folder), ran.stderr[-2000:]
 
@@ -297,7 +297,7 @@ def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert "straggler: rank 1" in ran.stdout, ran.stderr[-3000:]
     left = sorted(path.name for path in (tmp_path / "traceml-sessions" / "default").iterdir())
@@ -344,7 +344,7 @@ def test_start_with_bad_settings_or_environment_fails_in_one_line(
 
 def test_start_without_ray_asks_for_ray_init() -> None:
     script = "import traceml_ray\ntry: traceml_ray.start()\nexcept traceml_ray.StartError as e: print(e)"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert "call ray.init() before" in ran.stdout, ran.stderr
 
 
@@ -356,7 +356,7 @@ def test_agent_starts_no_cluster_after_ray_shutdown(cluster: FakeCluster) -> Non
     )
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     ran = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=240
     )
     assert ran.stdout.strip() == "False", ran.stderr[-2000:]
     assert ran.returncode == 0

@@ -28,7 +28,7 @@ def run(*args: str, ranks: int = 0, cwd: Path | None = None) -> subprocess.Compl
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
     )
 
 

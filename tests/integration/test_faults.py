@@ -42,7 +42,7 @@ def launch(
         cwd=out,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
     )
 
 

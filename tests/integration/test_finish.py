@@ -49,7 +49,7 @@ class Job:
             path.parent.mkdir(mode=0o700)
             if node == 0:
                 ensure_aggregator(self._config(0), self.nodes[0])
-            ray.get(ensure_relay(self._config(node), self.nodes[node]).ready.remote(), timeout=30)
+            ray.get(ensure_relay(self._config(node), self.nodes[node]).ready.remote(), timeout=240)
         self.ranks = [Rank(path, number) for number, path in enumerate(self.sockets)]
 
     def _config(self, node: int) -> ActorConfig:
@@ -126,7 +126,7 @@ def test_lost_node_is_not_waited_for_after_the_first_has_ended(cluster: FakeClus
     job.nodes[1] = lost.node_id
     job.sockets[1] = job.folder / "2" / "relay.sock"
     job.sockets[1].parent.mkdir(mode=0o700)
-    ray.get(ensure_relay(job._config(1), lost.node_id).ready.remote(), timeout=30)
+    ray.get(ensure_relay(job._config(1), lost.node_id).ready.remote(), timeout=240)
     job.ranks[1] = Rank(job.sockets[1], 1)
     send(job, 0, 3, final=True)
     send(job, 1, 3)

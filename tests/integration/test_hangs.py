@@ -144,7 +144,7 @@ class Launch:
         raise AssertionError([(v["label"], v["why"]) for v in self.verdicts()])
 
     def end(self) -> dict[str, Any]:
-        self.process.wait(40)
+        self.process.wait(240)
         summary: dict[str, Any] = json.loads((self.folder / "s" / "summary.json").read_text())
         return summary
 
@@ -167,7 +167,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
                 os.kill(one.pid(rank), signal.SIGCONT)
         if one.process.poll() is None:
             one.process.terminate()
-            one.process.wait(30)
+            one.process.wait(240)
 
 
 def weights(steps: int) -> list[float]:
@@ -283,11 +283,11 @@ def test_collective_without_a_mark_is_found_in_the_torch_flight_recorder(tmp_pat
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(240)
     assert [rank.returncode for rank in ranks] == [0, 0]
     data, state = json.loads(outputs[0])
     assert (data["pending"], state) == ("all_reduce", "scheduled")
@@ -319,7 +319,7 @@ def test_killed_rank_is_named_live_while_the_job_goes_on() -> None:
             assert (verdict.last_step, verdict.open_stage) == (39, "backward")
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(240)
             relay.close()
             aggregator.close()
 

@@ -117,7 +117,7 @@ class Bench:
         while process.poll() is None:
             self.ours()
             time.sleep(0.2)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
@@ -184,7 +184,7 @@ def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(
     while process.poll() is None:
         bench.ours()
         time.sleep(0.2)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "rank 1 is up" in out
     assert "RAY" not in out
@@ -204,7 +204,7 @@ def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(
 def test_failing_rank_keeps_the_exit_code_and_table_of_torchrun(bench: Bench) -> None:
     theirs = subprocess.run(
         bench.command(str(bench.script), "--fail", module="torch.distributed.run"),
-        env=bench.environ, capture_output=True, text=True, timeout=90, check=False,
+        env=bench.environ, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     ran = bench.run("--session", "failed", str(bench.script), "--fail")
     assert ran.returncode == theirs.returncode
@@ -246,7 +246,7 @@ def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
     url = line.removeprefix("traceml-ray: dashboard: ").strip()
     assert url.startswith("http://127.0.0.1:"), line
     for path in ("", "health", "metrics"):
-        with urllib.request.urlopen(url + path, timeout=20) as answer:
+        with urllib.request.urlopen(url + path, timeout=240) as answer:
             assert answer.status == 200
     if linger is not None:  # else no browser watches
         watch(url)
@@ -257,7 +257,7 @@ def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
             assert any("Ray is up, waiting for the first step" in line for line in top.stdout)
             top.kill()
     go.touch()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     stays = f"traceml-ray: dashboard: {url} stays while a browser watches\n" if linger else ""
     again = f"traceml-ray: to look at it again: traceml-ray dashboard {bench.out / 'shown'}\n"
@@ -269,7 +269,7 @@ def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
             dashboard.terminate()
         until(lambda: not bench.ours(), "it ends")
     with pytest.raises(OSError, match=r"refused|reset"):
-        urllib.request.urlopen(url, timeout=20)
+        urllib.request.urlopen(url, timeout=240)
     bench.assert_nothing_is_left()
 
 
@@ -284,7 +284,7 @@ def test_concurrent_launches_stay_apart_and_sigterm_ends_everything(bench: Bench
     assert again.returncode == 2
     assert f"'one' is already running (pid {first.pid})" in again.stderr
     first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 1
+    assert first.wait(240) == 1
     assert second.poll() is None
     control.stop(bench.out / "two")
     with SessionFile(bench.out / "two" / "session.sqlite") as file:
@@ -292,7 +292,7 @@ def test_concurrent_launches_stay_apart_and_sigterm_ends_everything(bench: Bench
     with pytest.raises(control.ControlError, match=r"(does|did) not answer"):
         control.stop(bench.out / "two")
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == 1
+    assert second.wait(240) == 1
     for session in ("one", "two"):
         assert bench.summary(session)["session"]["status"] == "stopped"
         assert bench.summary(session)["ledger"]["stored"] == 1
@@ -304,8 +304,8 @@ def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) 
     job = ("--nnodes", "2", "--master-port", str(free_port()), "--traceml-port", str(free_port()))
     other = bench.start(*job, "--node-rank", "1", *ranks, RAY_AUTH_TOKEN="t" * 32)
     first = bench.start(*job, "--node-rank", "0", *ranks, RAY_AUTH_TOKEN="t" * 32)
-    _, err = first.communicate(timeout=90)
-    _, others = other.communicate(timeout=20)
+    _, err = first.communicate(timeout=240)
+    _, others = other.communicate(timeout=240)
     assert (first.returncode, other.returncode) == (0, 0), err + others
     (folder,) = bench.out.iterdir()
     assert f"files: {folder}" in err
@@ -377,7 +377,7 @@ def test_killed_ray_leaves_training_running_and_the_session_is_finished(
     assert len(ranks) == 2
     assert all(rank.is_running() for rank in ranks)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 1
     assert bench.summary("orphan")["session"]["status"] == "stopped"
     assert str(bench.out / "orphan") in err
@@ -474,7 +474,7 @@ def test_actors_that_hang_at_the_end_and_resume_change_nothing(
         for actor in actors.values():
             actor.suspend()
         (folder / "go.end").touch()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 1, err
         summary = (session / "summary.json").read_bytes()
         assert bench.summary("hung")["session"]["status"] == "failed"

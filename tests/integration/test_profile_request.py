@@ -129,7 +129,7 @@ def test_rank_that_is_killed_while_it_records_is_named_and_the_others_are_kept(j
     while time.monotonic() < deadline and not _recording(job):
         time.sleep(0.02)
     job.ranks[2].send_signal(signal.SIGKILL)
-    asking.join(60)
+    asking.join(240)
     (stored,) = found
     states = {rank.rank: rank.state for rank in stored.profile.ranks}
     assert states[2] == "failed" and "ended before its trace" in str(stored.profile.ranks[2].reason)

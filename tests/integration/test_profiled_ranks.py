@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(script), str(folder), str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = []
     for rank in range(RANKS):

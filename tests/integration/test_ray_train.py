@@ -314,7 +314,7 @@ def test_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path: Pat
         env={**os.environ, "RAY_ADDRESS": cluster.address, "TRACEML_INTERVAL": "0.2"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "straggler: rank 1" in done.stdout

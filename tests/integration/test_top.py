@@ -25,7 +25,7 @@ from terminal_screen import TerminalScreen
 
 from traceml_ray.session import prepare
 
-WAIT_S = 90.0
+WAIT_S = 120.0
 
 
 class Terminal:

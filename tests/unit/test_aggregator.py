@@ -490,7 +490,7 @@ def test_threads_that_ingest_commit_and_query_do_not_disturb_each_other(tmp_path
         aggregator.ingest(relay.message(*(rank.batch(2) for rank in ranks)))
     done.set()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=240)
     assert _ledger(aggregator, tmp_path)["stored"] == 150 * 8
     assert not aggregator.errors
     assert answers
@@ -537,7 +537,7 @@ def _feed(folder: Path, unconfirmed: dict[int, bytes], make: Any, kill_after: in
         child.stdin.flush()
     finally:
         os.kill(child.pid, signal.SIGKILL)
-        child.wait(timeout=30)
+        child.wait(timeout=240)
         child.stdout.close()
         try:
             child.stdin.close()

@@ -26,7 +26,7 @@ def _run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProc
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -67,7 +67,7 @@ def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
         "sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(out)], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(out)], capture_output=True, timeout=240, check=False
     )
     assert done.returncode == 0
 
@@ -149,7 +149,7 @@ def test_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:
     os.close(reading)
     command = [sys.executable, "-m", "traceml_ray.cli", "report", "--out", str(out)]
     done = subprocess.run(
-        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=240, check=False
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

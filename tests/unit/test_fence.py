@@ -91,7 +91,7 @@ def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, 
         finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 1), spool)
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".sqlite-shm"}
         writer.send_signal(signal.SIGCONT)
-        output, _ = writer.communicate(timeout=60)
+        output, _ = writer.communicate(timeout=240)
     finally:
         writer.kill()
         writer.wait()

@@ -97,7 +97,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> tuple[TraceMLTrainCallback, R
 
 
 def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=True)
 
 
 # -- where it is found ---------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def bench() -> Iterator[Bench]:
     for process in made.started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(240)
     shutil.rmtree(folder)
 
 
@@ -660,7 +660,7 @@ def run_rank(bench: Bench, batches: list[bytes], *how: str) -> None:
     process = subprocess.Popen(command, start_new_session=True)
     bench.started.append(process)
     if "wait" not in how:
-        process.wait(60)
+        process.wait(240)
 
 
 @pytest.mark.parametrize("when", ["wait", "at once"])
@@ -1142,7 +1142,7 @@ def test_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
 
 def test_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Bench) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(60)
+    ended.wait(240)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, ended.pid, "explicit")
     batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
     bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))

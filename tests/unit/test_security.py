@@ -49,7 +49,7 @@ class Server:
         self, method: str, path: str, body: bytes | str | None = None, **headers: str
     ) -> http.client.HTTPResponse:
         """Return the answer, with its `body` and headers; redirects are not followed."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         with contextlib.closing(connection):
             connection.request(method, path, body, named)
@@ -59,7 +59,7 @@ class Server:
 
     def raw(self, data: bytes) -> bytes:
         """Return the first answer to these bytes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=240) as connection:
             answer = b""
             with contextlib.suppress(OSError):  # it may have hung up on us
                 connection.sendall(data)

@@ -34,7 +34,7 @@ def test_live_session_is_not_entered_by_another_process(tmp_path: Path) -> None:
     folder = prepare(tmp_path, "s")
     code = "import sys; from traceml_ray.session import prepare; prepare(sys.argv[1], 's')"
     child = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )
     assert f"session 's' is already running (pid {os.getpid()})" in child.stderr
     with pytest.raises(SessionError, match="already running"):

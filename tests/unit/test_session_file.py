@@ -189,7 +189,7 @@ def test_other_processes_read_while_the_session_is_written(tmp_path: Path, kind:
     assert bool(list(tmp_path.glob("*-wal"))) is (kind == "local")
     done = subprocess.run(
         [sys.executable, "-m", "traceml_ray.cli", "status", str(tmp_path)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert "5 rows produced = 5 stored" in done.stdout, done.stderr
     aggregator.ingest(relay.message(rank.batch(5)))

@@ -90,7 +90,7 @@ assert not gc.isenabled()
 
 
 def test_garbage_collection_during_the_walk_does_not_stop_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -99,7 +99,7 @@ def test_main_thread_is_taken_without_a_training_thread(owner: int | None) -> No
     found: list[wire.Event] = []
     asking = threading.Thread(target=lambda: found.append(stacks.event(owner, OPEN, "h1")))
     asking.start()
-    asking.join(30)
+    asking.join(240)
     assert found[0].message.startswith("thread MainThread, training:\n")
     assert "test_stacks.py" in str(found[0].data["where"])
 
