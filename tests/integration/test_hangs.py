@@ -134,7 +134,7 @@ class Launch:
             return process.stored if process else 0
         return 0
 
-    def until(self, done: Callable[[], Any], seconds: float = 30.0) -> Any:
+    def until(self, done: Callable[[], Any], seconds: float = 90.0) -> Any:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if found := done():
