@@ -18,7 +18,9 @@ from traceml_ray.text import one_line
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray profile`."""
-    command.add_argument("--ranks", default="all", metavar="0,4-7", help="whom to profile (default: all)")
+    command.add_argument(
+        "--ranks", default="all", metavar="0,4-7", help="whom to profile, or to show (default: all)"
+    )
     most = wire.MAX_PROFILE_STEPS
     command.add_argument(
         "--steps", type=int, default=3, metavar="N", help=f"how many steps, 1 to {most} (default: 3)"
@@ -48,7 +50,7 @@ def _add_views(command: argparse.ArgumentParser) -> None:
     )
     shown = command.add_argument_group("traces that are there", about)
     shown.add_argument("--id", help="which profile (default: the newest)")
-    shown.add_argument("--table", action="store_true", help="print the operations of --ranks")
+    shown.add_argument("--table", action="store_true", help="print the operations")
     shown.add_argument("--json", action="store_true", help="print them, or the difference, as JSON")
     shown.add_argument("--csv", type=Path, metavar="OUT", help="write them as CSV")
     shown.add_argument("--parquet", type=Path, metavar="OUT", help="write them as parquet (needs pyarrow)")
@@ -59,11 +61,11 @@ def _add_views(command: argparse.ArgumentParser) -> None:
         help="what rank 5 does more of than the median of the others, or than rank 2",
     )
     shown.add_argument("--stage", choices=STAGES, help="of --diff: only operations of this stage")
-    shown.add_argument("--sort", default="self_cpu_ms", metavar="COLUMN", help="(default: self_cpu_ms)")
+    shown.add_argument("--sort", metavar="COLUMN", help="(default: self_cpu_ms)")
     shown.add_argument(
         "--name", metavar="TEXT", help="only operations with this in their name, or a pattern: aten::*"
     )
-    shown.add_argument("--top", type=int, metavar="N", help="only so many operations")
+    shown.add_argument("--top", type=_number, metavar="N", help="only so many operations")
     shown.add_argument("--by-shape", action="store_true", help="a row for each shape of inputs")
 
 
@@ -71,12 +73,32 @@ def _views(arguments: argparse.Namespace) -> bool:
     """Return whether traces that are there are to be shown."""
     output = "table", "json", "csv", "parquet", "trace", "diff"
     return any(
-        getattr(arguments, name) for name in (*output, "files", "id", "stage", "name", "top", "by_shape")
+        getattr(arguments, name)
+        for name in (*output, "files", "id", "stage", "sort", "name", "top", "by_shape")
     )
+
+
+def _number(text: str) -> int:
+    if not (text.isdecimal() and int(text[:9])):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
+    return int(text[:9])
+
+
+def _contradiction(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with options that do not go together; None: nothing is."""
+    if arguments.stage and not arguments.diff:
+        return f"--stage {arguments.stage} goes with --diff, as in --diff 5,median --stage {arguments.stage}"
+    alone = [f"--{name}" for name in ("list", "remove") if getattr(arguments, name)]
+    if len(alone) > 1 or (alone and _views(arguments)):
+        return f"{alone[0]} goes with no option that shows or removes a profile"
+    return None
 
 
 def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     """Do what the arguments ask for; return the exit code. `find` returns the session's folder."""
+    if (wrong := _contradiction(arguments)) is not None:
+        print(f"traceml-ray: {wrong}", file=sys.stderr)
+        return 2
     if _views(arguments):
         from traceml_ray.launchers import profile_views
 

@@ -14,6 +14,8 @@ from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of
 LIMIT_S = 600.0
 """How long a capture is waited for; it goes on all the same."""
 _POLL_S = 0.2
+_GONE_S = 10.0
+"""One that was being made, and is neither there nor being made for so long, could not be kept."""
 
 
 def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S) -> StoredProfile:
@@ -26,14 +28,20 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     progress.advance("profile: waiting", None)
     request(folder, wire.Request(wire.VERSION, asked, wanted), limit_s)
-    goes_on = True
+    goes_on, seen_s = True, None
     while goes_on and time.monotonic() < deadline:
         goes_on = holder(folder) is not None
         for stored in reversed(profiles_of(folder)):
             if asked in stored.profile.requests:
                 return stored
         now = under_way(folder)
-        what, share = so_far(now) if now is not None and asked in now.requests else ("waiting", None)
+        what, share = "waiting", None
+        if now is not None and asked in now.requests:
+            seen_s, (what, share) = time.monotonic(), so_far(now)
+        elif seen_s is not None and time.monotonic() - seen_s > _GONE_S:
+            raise ControlError(
+                f"session {folder.name!r} could not keep the profile; `traceml-ray status` may say why"
+            )
         progress.advance(f"profile: {what}", share)
         time.sleep(_POLL_S)
     if not goes_on:

@@ -24,6 +24,7 @@ from traceml_ray.traces.spent import RecordingError
 
 _MERGED = "merged-trace.json.gz"
 _TOP = 30
+_SORT = "self_cpu_ms"
 _WRITERS = {"csv": tables.to_csv, "parquet": tables.to_parquet}
 
 
@@ -45,7 +46,7 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
         else:
             stored = _stored(folder(), arguments.id)
             sources, profile = of_profile(stored), stored.profile
-        _show(sources, profile, arguments)
+        _show(_chosen(sources, arguments), profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
@@ -55,9 +56,32 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
 def _files(arguments: argparse.Namespace) -> list[Source]:
     if arguments.session != "merge":
         raise ViewError(f"{arguments.files[0]}: write `profile merge TRACE …` for traces of your own")
+    if arguments.id:
+        raise ViewError("--id is of a profile of a session: for merge give its folder")
     if not any((arguments.table, arguments.json, arguments.csv, arguments.parquet, arguments.diff)):
         arguments.trace = arguments.trace or Path(_MERGED)
-    return of_files(Path(file) for file in arguments.files)
+    sources = of_files([Path(file) for file in arguments.files])
+    if arguments.trace and any(_same(arguments.trace, source.path) for source in sources):
+        raise ViewError(f"--trace {arguments.trace}: that is one of the traces, it would be lost")
+    return sources
+
+
+def _same(out: Path, path: Path) -> bool:
+    return out.exists() and path.exists() and out.samefile(path)
+
+
+def _chosen(sources: Sequence[Source], arguments: argparse.Namespace) -> Sequence[Source]:
+    """Return the traces of --ranks, and of the ranks that --diff names."""
+    if not sources:
+        raise ViewError("no rank was captured: there is no trace to show")
+    if arguments.ranks == "all":
+        return sources
+    ranks, named = rank_filter(arguments.ranks), _pair(arguments.diff) if arguments.diff else ()
+    found = [each for each in sources if each.rank is not None and (each.rank in ranks or each.rank in named)]
+    if not found:
+        known = text.ranks(each.rank for each in sources if each.rank is not None)
+        raise ViewError(f"there is no trace of --ranks {arguments.ranks[:40]}: there are those of {known}")
+    return found
 
 
 def _stored(folder: Path, name: str | None) -> StoredProfile:
@@ -72,8 +96,6 @@ def _stored(folder: Path, name: str | None) -> StoredProfile:
 
 
 def _show(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
-    if not sources:
-        raise ViewError("no rank was captured: there is no trace to show")
     # What is printed as JSON is one document, and nothing but that.
     messages = sys.stderr if arguments.json else sys.stdout
     document: dict[str, Difference | Sequence[Operation]] = {}
@@ -113,10 +135,9 @@ def _operations(
     sources: Sequence[Source], arguments: argparse.Namespace, messages: TextIO
 ) -> Sequence[Operation]:
     """Return the rows asked for, which are also written to the files asked for."""
-    ranks = None if arguments.ranks == "all" else rank_filter(arguments.ranks)
     with progress.shown("reading"):
         found = key_averages(_counted(sources), arguments.by_shape)
-    rows = select(sort(found, arguments.sort), arguments.name, ranks, arguments.top)
+    rows = select(sort(found, arguments.sort or _SORT), arguments.name, top=arguments.top)
     for name, write in _WRITERS.items():
         if out := getattr(arguments, name):
             write_file(out, write(rows))

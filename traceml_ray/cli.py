@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        named = error.filename is not None and error.filename2 is None
+        reason = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"traceml-ray: {one_line(reason)}", file=sys.stderr)
         return 1
 
 

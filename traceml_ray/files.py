@@ -52,9 +52,10 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
     }
     try:
         for name, path in temporary.items():
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(files[path])
+            with _named(path):
+                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with os.fdopen(fd, "wb") as file:
+                    file.write(files[path])
         with inside or contextlib.nullcontext():
             for name, path in temporary.items():
                 name.replace(path)
@@ -63,12 +64,24 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
 
 
 @contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have errors name the file as it was asked for, not as it is called meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(error.filename).parent == path.parent:
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+@contextlib.contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """Give another name to write to; the file gets the name `path` when it is whole, or there is none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        temporary.replace(path)
+        with _named(path):
+            yield temporary
+            temporary.replace(path)
     finally:
         remove([temporary])
 

@@ -49,6 +49,9 @@ class ProfileRequest(Part, frozen=True):
     def checked(cls, values: Mapping[str, Any]) -> ProfileRequest:
         """Return what a person asks for, as `of`. Raises ValueError also for ranks that cannot be read."""
         rank_filter(values["ranks"])
+        steps = values.get("steps", 1)
+        if isinstance(steps, int) and not 1 <= steps <= MAX_PROFILE_STEPS:
+            raise ValueError(f"steps={steps} must be an integer from 1 to {MAX_PROFILE_STEPS}")
         return cls.of(values)
 
     def event_data(self, asked: str) -> dict[str, Value]:

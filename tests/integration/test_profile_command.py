@@ -15,7 +15,7 @@ import pytest
 
 from traceml_ray import wire
 from traceml_ray.cli import main
-from traceml_ray.launchers import control
+from traceml_ray.launchers import control, profile_request
 from traceml_ray.session import DATABASE, Live, prepare, write_live
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
@@ -80,6 +80,27 @@ def _profile(state: profiles.State, asked: str) -> Profile:
         id="20261123T080006", session="s", run="r", time="", t_ns=0, why="", requests=[asked], first_step=12,
         n_steps=2, ranks=[rank], traceml_ray="",
     )  # fmt: skip
+
+
+def test_profile_that_could_not_be_kept_is_not_waited_for(
+    session: Path, relay: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_request, "_GONE_S", 0.3)
+    errors = list[str]()
+
+    def ask() -> None:
+        try:
+            profile_request.profile(session, wire.ProfileRequest(), 60.0)
+        except control.ControlError as error:
+            errors.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    profiles.show(session, _profile("recording", _answer(relay).request))
+    asking.join(0.5)
+    profiles.clear_unfinished(session)
+    asking.join(30)
+    assert errors == ["session 's' could not keep the profile; `traceml-ray status` may say why"]
 
 
 def test_progress_is_shown_in_a_terminal(

@@ -46,7 +46,7 @@ class Job:
         self.now += seconds
         labels = {process.id: "node-1" for process in self.ranks.values()}
         verdict = Verdict(label="healthy", mean_step_ms=1e3 * self.step_s)
-        run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict)
+        run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict, self.step_s)
         self.over = self.captures.turn([run] if runs else []) or self.over
 
     @property
@@ -120,12 +120,36 @@ def test_long_steps_are_asked_for_two_ahead(job: Job) -> None:
     assert job.command["first_step"] == 103 + 1 + captures.AHEAD_STEPS
 
 
-def test_length_of_a_step_is_known_before_there_is_a_verdict(job: Job) -> None:
-    for process in job.ranks.values():
-        process.first_seen_ns, process.last_rows_ns = 10**9, 10**9 + 50_000_000 * (process.last_step or 0)
-    run = RunNow("run", "name", job.ranks, {}, {})
-    assert run.step_s == pytest.approx(0.05)
-    assert RunNow("run", "name", {}, {}, {}).step_s is None
+def test_ranks_that_have_not_reported_are_waited_for_then_named(job: Job) -> None:
+    late = {rank: job.ranks.pop(rank) for rank in (2, 3)}
+    job.ask("0,1")
+    job.turn()
+    assert job.command["ranks"] == "0,1"
+    job.capture(0, 1)
+    job.turn()
+    assert job.over is not None
+    profiles.finish(job.folder, job.over)
+    job.over = None
+    job.ask()
+    job.turn()
+    assert not job.captures.commands()
+    job.ranks[2] = late[2]
+    job.turn(captures.KNOWN_S)
+    assert job.command["ranks"] == "0,1,2"
+    assert job.state(3) == ("refused", "it has not reported so far")
+
+
+def test_trace_without_room_is_given_up_with_the_reason(job: Job) -> None:
+    job.ask("0,1")
+    job.turn()
+    for rank in (0, 1):
+        job.say(rank, "sending", total=len(TRACE))
+    (profiles.unfinished(job.folder, job.command["id"]) / profiles.trace_name(0)).mkdir()
+    job.send(0, 0, TRACE)
+    job.send(1, 0, TRACE)
+    job.turn()
+    assert job.state(0) == ("failed", "its trace could not be kept: Is a directory")
+    assert job.state(1)[0] == "captured" and job.errors["trace: IsADirectoryError"]
 
 
 def test_rank_that_was_past_the_step_has_all_begin_anew_further_ahead(job: Job) -> None:

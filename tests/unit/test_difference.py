@@ -66,6 +66,14 @@ def test_extra_calls_are_named_beside_the_median(tmp_path: Path) -> None:
     assert text.startswith("Rank 0 spends 4 ms") and "aten::copy_" in text.split("per step, of 2 steps")[1]
 
 
+def test_python_functions_are_the_same_at_another_address(tmp_path: Path) -> None:
+    name = "<built-in method acquire of _thread.lock object at 0x7f{:04x}>"
+    found = compared(
+        tmp_path, *([at_ms(name.format(rank), 10, 20, cat="python_function")] for rank in (0, 1))
+    )
+    assert {row.name for row in found.operations} == {name.partition(" at")[0] + ">", OUTSIDE}
+
+
 def test_calls_that_take_longer_are_named_as_many(tmp_path: Path) -> None:
     found = compared(tmp_path, [MM, at_ms("aten::add", 60, 19)], [MM, ADD], beside=1)
     assert found.sentences == ["rank 0 spends 9 ms a step more in `aten::add` (as many calls) than rank 1."]

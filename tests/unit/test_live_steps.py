@@ -127,6 +127,16 @@ def test_rank_in_a_new_process_restarts_its_history(tmp_path: Path) -> None:
     aggregator.close()
 
 
+def test_length_of_a_step_is_known_at_once_whatever_its_number(tmp_path: Path) -> None:
+    clock, relay, rank = Clock(), Relay(), Rank(0)
+    rank.produced = 5000
+    aggregator = aggregation(tmp_path / "s", clock)
+    aggregator.ingest(relay.message(rank.batch(10)))
+    aggregator.judge()
+    assert [run.step_s for run in aggregator._judge.running()] == [pytest.approx(0.01)]
+    aggregator.close()
+
+
 def test_rows_that_are_not_judged_have_a_bound_and_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

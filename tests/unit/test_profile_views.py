@@ -62,6 +62,10 @@ def test_table_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert code == 0 and " ".join(text.split()).endswith("node-1 1 aten::copy_ operation 9.000 9.000 10")
     code, text, _ = run(out, "s --id p --ranks 0", capsys)
     assert code == 0 and "node-0" in text and "node-1" not in text
+    code, text, _ = run(out, "s --trace {out}/one.json.gz --ranks 0", capsys)
+    assert code == 0 and "1 rank, " in text
+    code, text, _ = run(out, "s --sort calls --top 1", capsys)  # shows, and records nothing
+    assert code == 0 and "aten::copy_" in text
     code, text, _ = run(out, "s --json --sort calls --top 1", capsys)
     assert [each["name"] for each in json.loads(text)] == ["aten::copy_"]
     assert run(out, "s --csv {out}/t.csv --parquet {out}/t.parquet", capsys)[0] == 0
@@ -98,6 +102,25 @@ def test_one_trace_of_a_profile_and_of_files(out: Path, capsys: pytest.CaptureFi
     assert "Rank 1 spends 9 ms a step more in" in run(out, "merge {out}/s/profiles/p --diff 1", capsys)[1]
 
 
+def test_file_that_cannot_be_written_is_named_as_it_was_given(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("csv", "trace"):
+        code, _, error = run(out, f"s --{option} {{out}}/none/x.gz", capsys)
+        assert code == 1 and error == f"traceml-ray: {out}/none/x.gz: No such file or directory\n"
+
+
+def test_traces_of_which_nothing_says_the_rank_are_told_apart(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        written(out / f"{name}.json", [operation("aten::mm", 1000, 5000)])
+    _, text, _ = run(out, "merge {out}/a.json {out}/b.json --table", capsys)
+    assert "a.json" in text and "b.json" in text
+    code, _, error = run(out, "merge {out}/a.json {out}/b.json --diff 0,1", capsys)
+    assert code == 2 and "put the rank into its name, as rank0.json" in error
+
+
 def test_traces_of_users_become_one_without_being_asked(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +139,14 @@ def test_traces_of_users_become_one_without_being_asked(
         ("s --diff 1 --stage data", "no whole `data`"),
         ("s --table --sort nme", "no column 'nme'"),
         ("s --table --ranks x", "is not a rank"),
+        ("s --table --ranks 7", "no trace of --ranks 7: there are those of ranks 0 and 1"),
+        ("s --stage forward", "--stage forward goes with --diff"),
+        ("s --list --json", "--list goes with no option that shows"),
+        ("s --steps 0", "steps=0 must be an integer from 1 to 50"),
         ("s x.json", "write `profile merge TRACE …`"),
+        ("merge {out}", "no trace in"),
+        ("merge {out}/s/profiles/p/rank-0.json.gz --diff 7,0", "the profile has rank 0"),
+        ("merge {out}/s/profiles/p --trace {out}/s/profiles/p/rank-1.json.gz", "it would be lost"),
         ("merge {out}/missing.json", "No such file"),
         ("merge {out}/s/profiles/p/profile.json", "no traceEvents"),
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
+from played import Played
 
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
@@ -40,6 +44,22 @@ def test_profile_appears_whole_and_without_traces_that_are_not(tmp_path: Path) -
     assert found.path == path and [rank.rank for rank in found.profile.captured] == [0]
     assert {file.name for file in path.iterdir()} == {"profile.json", "rank-0.json.gz"}
     assert profiles.read_part(tmp_path, "a", "rank-0.json.gz", 990, 100) == bytes(10)
+
+
+def test_profile_without_room_for_its_traces_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(folder: Path, profile: Profile) -> None:
+        if len([*profiles.unfinished(folder, profile.id).iterdir()]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(folder, profile)
+
+    original = profiles.show
+    monkeypatch.setattr(profiles, "show", show)
+    played = Played(tmp_path / "s", 1)
+    (profiles.unfinished(played.folder, "a") / "rank-0.json.gz").write_bytes(b"trace")
+    played.aggregator._profiling._finish(_profile("a", RankProfile(0, "captured", file="rank-0.json.gz")))
+    ((found,), _) = msgspec.structs.astuple(profiles.listed(played.folder))
+    assert found.profile.ranks[0].reason == "its trace could not be kept: No space left on device"
+    played.aggregator.close()
 
 
 def test_only_own_files_of_a_profile_are_read(tmp_path: Path) -> None:

@@ -48,8 +48,23 @@ def asked_ranks(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> di
     for rank in going[profiles.MAX_RANKS :]:
         rank.process_id = ""
         rank.end("refused", f"a profile has {profiles.MAX_RANKS} ranks at most")
-    absent = {rank: AskedRank(RankProfile(rank, "refused", "there is no such rank")) for rank in unknown}
+    unknown += to_come(asked, run)
+    absent = {rank: AskedRank(RankProfile(rank, "refused", _absence(rank, run))) for rank in unknown}
     return dict(sorted((found | absent).items()))
+
+
+def to_come(asked: wire.ProfileRequest, run: RunNow) -> list[int]:
+    """Return the ranks, of those that a profile may have, that are meant and have not reported so far."""
+    try:
+        wanted = rank_filter(asked.ranks)
+    except RankFilterError:
+        return []
+    first = range(min(run.world, profiles.MAX_RANKS))
+    return [rank for rank in first if rank in wanted and rank not in run.ranks]
+
+
+def _absence(rank: int, run: RunNow) -> str:
+    return "it has not reported so far" if rank < run.world else "there is no such rank"
 
 
 def _rank(rank: int, run: RunNow) -> AskedRank:

@@ -19,7 +19,7 @@ import msgspec
 from traceml_ray import __version__, text, wire
 from traceml_ray.errors import Errors
 from traceml_ray.monitor import serving
-from traceml_ray.monitor.asked_ranks import AskedRank, asked_ranks
+from traceml_ray.monitor.asked_ranks import AskedRank, asked_ranks, to_come
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.reports.run_facts import moment
@@ -43,6 +43,8 @@ SEND_S = 30.0
 """how long nothing of a trace may come before it is asked for again,"""
 AGAIN = 3
 """and how often that is done."""
+KNOWN_S = 15.0
+"""How long ranks of a run are waited for that have not reported yet, before it is begun without them."""
 MAX_WAITING = 8
 """Captures that wait for the one before."""
 
@@ -102,8 +104,8 @@ class Captures:
         self._clock, self._ticks = clock, ticks
         self._now: _Capture | None = None
         self._waiting: deque[Wanted] = deque()
-        self._without_run_s: float | None = None
-        """Since when something waits for a run."""
+        self._waits_s: float | None = None
+        """Since when what is first waits for a run, or for all of its ranks."""
         profiles.clear_unfinished(folder)  # of an aggregator that was killed
 
     @property
@@ -164,14 +166,23 @@ class Captures:
         if piece.offset > about.bytes or piece.offset + len(piece.data) <= about.bytes:
             return
         about.file = profiles.trace_name(about.rank)
-        path = profiles.unfinished(self._folder, now.profile.id) / about.file
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            written = os.pwrite(fd, piece.data, piece.offset)
-        finally:
-            os.close(fd)
+            written = self._write(now.profile.id, about.file, piece)
+        except OSError as error:
+            self._errors.note("trace", error)
+            rank.end("failed", f"its trace could not be kept: {error.strerror}")
+            return
         about.bytes, rank.moved_s, rank.stalled = piece.offset + written, self._ticks(), False
         self._check_whole(about)
+
+    def _write(self, profile: str, name: str, piece: wire.TracePiece) -> int:
+        fd = os.open(
+            profiles.unfinished(self._folder, profile) / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            return os.pwrite(fd, piece.data, piece.offset)
+        finally:
+            os.close(fd)
 
     def _check_whole(self, about: RankProfile) -> None:
         if about.state == "sending" and about.total_bytes is not None and about.bytes >= about.total_bytes:
@@ -181,7 +192,8 @@ class Captures:
 
     def turn(self, runs: Sequence[RunNow]) -> Profile | None:
         """Go on: begin what waits, give up what does not come. Return the profile that is over."""
-        if self._now is None and self._waiting and self._may_begin(bool(runs)):
+        if self._now is None and self._waiting and self._may_begin(self._waiting[0], runs):
+            self._waits_s = None
             self._begin(self._waiting.popleft(), runs)
         now = self._now
         if now is None:
@@ -201,13 +213,14 @@ class Captures:
         serving.share_steps(now.profile)
         return now.profile
 
-    def _may_begin(self, goes_on: bool) -> bool:
-        """Whether what waits first can begin: a driver may ask before its run has."""
-        if goes_on:
-            self._without_run_s = None
-        elif self._without_run_s is None:
-            self._without_run_s = self._ticks()
-        return self._without_run_s is None or self._ticks() - self._without_run_s >= STEPS_S
+    def _may_begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> bool:
+        """Whether a profile can begin: it may be asked for before its run is there, or some of its ranks."""
+        run = _run_of(wanted.request, runs)
+        limit_s = (
+            STEPS_S if not runs else KNOWN_S if run is not None and to_come(wanted.request, run) else 0.0
+        )
+        self._waits_s = self._ticks() if self._waits_s is None else self._waits_s
+        return self._ticks() - self._waits_s >= limit_s
 
     def stop(self, why: str) -> Profile | None:
         """End all: the session is over. Return the profile that was under way, as far as it is."""
@@ -219,8 +232,7 @@ class Captures:
 
     def _begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> None:
         asked, t_ns = wanted.request, self._clock()
-        same = [run for run in runs if asked.run in (None, run.run, run.name)]
-        run = same[-1] if same else None
+        run = _run_of(asked, runs)
         profile = Profile(
             id=profiles.new_id(self._folder, t_ns),
             session=self._folder.name,
@@ -254,7 +266,7 @@ class Captures:
         asked, profile = now.wanted.request, now.profile
         ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 4 ** (now.number - 1) / now.step_s))
         now.newest = _newest(now, run)
-        profile.first_step = now.newest + ahead
+        profile.first_step = now.newest + ahead if now.ranks else None
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
         record_s = RECORD_S + 4 * asked.steps * now.step_s
         command = wire.ProfileCommand(
@@ -262,7 +274,7 @@ class Captures:
             number=now.number,
             run=profile.run,
             ranks=",".join(str(rank.about.rank) for rank in now.ranks.values()),
-            first_step=profile.first_step,
+            first_step=now.newest + ahead,
             steps=asked.steps,
             limit_s=limit_s,
             record_s=record_s,
@@ -324,6 +336,11 @@ class Captures:
             profiles.show(self._folder, now.profile)
         except OSError as error:
             self._errors.note("profile", error)
+
+
+def _run_of(asked: wire.ProfileRequest, runs: Sequence[RunNow]) -> RunNow | None:
+    """Return the run that is meant, the newest of several."""
+    return next((run for run in reversed(runs) if asked.run in (None, run.run, run.name)), None)
 
 
 def _newest(now: _Capture, run: RunNow) -> int:

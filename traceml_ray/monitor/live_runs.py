@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import RankProcess, standing, trained
+from traceml_ray.store.rank_processes import RankProcess, standing, trained, world_size
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, run_names
 from traceml_ray.store.writer import SessionWriter
@@ -47,18 +47,13 @@ class RunNow:
     """Offset and bound of each node's clock, ns, by its id."""
     verdict: Verdict | None = None
     """As it stands."""
+    step_s: float | None = None
+    """How long a step takes, about; None: not known."""
 
     @property
-    def step_s(self) -> float | None:
-        """How long a step takes, about; None: not known."""
-        if self.verdict is not None and self.verdict.mean_step_ms:
-            return self.verdict.mean_step_ms / 1e3
-        took = [
-            (process.last_rows_ns - process.first_seen_ns) / 1e9 / process.last_step
-            for process in self.ranks.values()
-            if process.last_rows_ns is not None and process.last_step
-        ]
-        return min(took, default=0.0) or None
+    def world(self) -> int:
+        """How many ranks it has, as far as they have said."""
+        return world_size(dict(self.ranks), None)
 
 
 @dataclass(eq=False)
@@ -102,15 +97,27 @@ class LiveRuns:
         which = {run: of for run, (_, of) in last.items()}
         return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
 
-    def running(self, verdict: Callable[[str], Verdict | None]) -> list[RunNow]:
-        """Return the runs that have ranks, the newest last, each with its present `verdict`."""
+    def running(
+        self,
+        verdict: Callable[[str], Verdict | None],
+        step_s: Callable[[Iterable[RankProcess]], float | None],
+    ) -> list[RunNow]:
+        """
+        Return the runs that have ranks, the newest last.
+
+        Args:
+            verdict: returns that on a run as it stands.
+            step_s: returns how long the newest steps of rank processes took.
+        """
         known, clocks = self.known, self.clocks()
         names = run_names([], self.writer.meta)
-        return [
-            RunNow(run, names.get(run, run), ranks, known.labels, clocks, verdict(run))
-            for run, ranks in known.ranks.items()
-            if ranks
-        ]
+        found = []
+        for run, ranks in known.ranks.items():
+            now = verdict(run)
+            took = now.mean_step_ms / 1e3 if now and now.mean_step_ms else step_s(ranks.values())
+            if ranks:
+                found.append(RunNow(run, names.get(run, run), ranks, known.labels, clocks, now, took))
+        return found
 
     def clocks(self) -> dict[str, tuple[int, int]]:
         """Return offset and bound of each node's clock that are known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
-from traceml_ray.stages import N_STAGES
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
 from traceml_ray.store.session_file import SessionFile
@@ -24,6 +24,8 @@ MAX_ARRIVED = 1 << 21
 """Rows that wait for `feed` (120 MB; of devices 230 MB): more come only while its thread is held up."""
 MAX_UNKNOWN_ROWS = 4096
 """Newest rows kept of a process of unknown rank."""
+_NEWEST = 32
+"""Rows that say how long a step takes just now."""
 OLDER_ROWS = 1 << 16
 """Rows read at a time of those that were stored before a restart."""
 Rows = wire.Columns
@@ -117,6 +119,17 @@ class LiveSteps:
         owner, rank = self._owners[process]
         keys, flags, found = owner.history.table.line(rank, last)
         return keys, flags, found[:, :N_STAGES]
+
+    def step_s(self, processes: Iterable[RankProcess]) -> float | None:
+        """Return how long the newest steps of these took, of the shortest, s; None: there are none so far."""
+        with self.lock:
+            newest = [self.rows_of(process.id, _NEWEST) for process in processes]
+        took = [
+            int(rows.sum()) / 1e9 / len(np.unique(keys >> SEGMENT_BITS))
+            for keys, _, rows in newest
+            if len(keys)
+        ]
+        return min(took, default=0.0) or None
 
     def resume(
         self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], found: list[RankRows]

@@ -249,7 +249,7 @@ class LiveJudge:
 
     def running(self) -> list[RunNow]:
         """Return the runs that are judged, the newest last, as they are profiled."""
-        return self.live_runs.running(self.verdict)
+        return self.live_runs.running(self.verdict, self.steps.step_s)
 
     def peer(self, run: str, verdict: Verdict) -> int | None:
         """Return the rank that those of a verdict on a run are compared with: the median of the others."""

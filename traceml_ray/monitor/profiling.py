@@ -128,7 +128,7 @@ class Profiling:
         try:
             if profile.captured:
                 self._add_rows(profile)
-            profiles.finish(self._folder, profile)
+            self._appear(profile)
             there = True
             profiles.prune(self._folder, self._max_bytes)
             if profile.suspect is not None and len(profile.captured) > 1:
@@ -138,6 +138,16 @@ class Profiling:
             profiles.clear_unfinished(self._folder)
         with self._writer.lock:
             self._writer.add_event(_event(profile, there, self._clock()), run=profile.run)
+
+    def _appear(self, profile: Profile) -> None:
+        """Give a profile its name; without its traces where there is no room for it with them."""
+        try:
+            profiles.finish(self._folder, profile)
+        except OSError as error:
+            self._errors.note("profile", error)
+            for rank in profile.captured:
+                rank.state, rank.reason = "failed", f"its trace could not be kept: {error.strerror}"
+            profiles.finish(self._folder, profile)
 
     def _explain(self, path: Path) -> None:
         """Have another process say what the suspect does more of, and note it in the profile's manifest."""

@@ -78,8 +78,7 @@ def difference(
     others = [each for each in by_rank if each != rank] if beside == MEDIAN else [beside]
     for wanted in (rank, *others):
         if wanted not in by_rank:
-            known = text.ranks(by_rank) or "no rank"
-            raise RecordingError(f"rank {wanted} was not recorded: the profile has {known}")
+            raise RecordingError(_lacking(wanted, by_rank, [s.label for s in sources if s.rank is None]))
     if not others or others == [rank]:
         raise RecordingError(f"only rank {rank} was recorded: there is nothing to compare it with")
     if stage is not None and stage not in STAGES:
@@ -87,6 +86,16 @@ def difference(
     return compare(
         rank, spent(by_rank[rank], stage), {each: spent(by_rank[each], stage) for each in others}, stage
     )
+
+
+def _lacking(wanted: int, known: Iterable[int], unknown: Sequence[str]) -> str:
+    there = f": the profile has {text.ranks(known)}" if known else ""
+    whose = (
+        f"; whose {text.listed(unknown)} is, is not known: put the rank into its name, as rank0.json"
+        if unknown
+        else ""
+    )
+    return f"rank {wanted} was not recorded{there}{whose}"
 
 
 def compare(rank: int, own: Spent, others: dict[int, Spent], stage: str | None) -> Difference:

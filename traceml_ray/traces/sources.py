@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ def _window(rank: RankProfile) -> tuple[int, int] | None:
     return min(step.begin_ns for step in rank.steps), max(step.end_ns for step in rank.steps)
 
 
-def of_files(paths: Iterable[Path]) -> list[Source]:
+def of_files(paths: Sequence[Path]) -> list[Source]:
     """
     Return traces that somebody has taken, in order of ranks, those in folders too. Who is who is taken from
     what a trace says of itself, else from its name; a folder that is a profile has it in its manifest. Raises
@@ -77,11 +77,17 @@ def of_files(paths: Iterable[Path]) -> list[Source]:
     found: list[Source] = []
     for path in _files(paths):
         found += _of_folder(path) if path.is_dir() else [_of_file(path)]
+    if not found:
+        given = ", ".join(map(str, paths))
+        raise TraceError(
+            f"no trace in {given}: their names end in .json or .json.gz; folders inside are not read"
+        )
     taken: dict[int, Path] = {}
     for source in found:
         if source.rank is not None and (other := taken.setdefault(source.rank, source.path)) != source.path:
             raise TraceError(
-                f"{other} and {source.path} are both of rank {source.rank}: leave one of them out"
+                f"{other} and {source.path} are both of rank {source.rank}: merge one of each rank, of the "
+                "same time"
             )
     return sorted(found, key=lambda source: (source.rank is None, source.rank or 0))
 
@@ -108,7 +114,7 @@ def _of_folder(path: Path) -> list[Source]:
 def _of_file(path: Path) -> Source:
     header = first_header(path)
     rank = rank_in_name(path.name) if header.rank is None else header.rank
-    return Source(path, rank, node=header.hostname)
+    return Source(path, rank, node=path.name if rank is None else header.hostname)
 
 
 def first_header(path: Path) -> Header:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,8 @@ Key = tuple[str, Kind | Literal["outside"]]
 _SYNCHRONISES = "Synchronize"
 """In the names of the calls of CUDA's runtime in which a thread waits for its device."""
 _STEP = "ProfilerStep#"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
+"""Of an object, in the name of a Python function: another one in each process."""
 
 
 class RecordingError(ValueError):
@@ -104,7 +107,7 @@ class _Reading:
         self._keys: list[Key] = []
         waits, work = [], []
         for name, category in zip(*(each.tolist() for each in divmod(self._pairs, categories)), strict=True):
-            key = trace.names[name], kind_of(trace.categories[category])
+            key = _ADDRESS.sub("", trace.names[name]), kind_of(trace.categories[category])
             self._keys.append(key)
             waits.append(_waits(key[0], trace.categories[category]))
             work.append(key[1] in ("operation", "runtime"))
