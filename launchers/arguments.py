@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from traceml_ray.floors import too_old
-from traceml_ray.masking import HIDDEN, SECRET_NAME, hide_login
+from traceml_ray.masking import HIDDEN, SECRET_NAME, masked
 from traceml_ray.settings import Settings
 
 from .nodes import UsageError
@@ -131,7 +131,7 @@ def command_text(words: Sequence[str]) -> str:
         elif hide and not word.startswith("-"):
             word = HIDDEN
         hide = secret and not sign and word.startswith("-")
-        shown.append(hide_login(word))
+        shown.append(masked(word))
     return shlex.join(shown)[:_COMMAND_CHARS]
 
 

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
+from traceml_ray.masking import masked_text
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
 from traceml_ray.text import one_line
@@ -100,7 +101,7 @@ def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
             pid=failure.pid,
             exit_code=failure.exitcode,
             t_ns=int(failure.timestamp) * 1_000_000_000,
-            message=_message(failure.message)[:_MESSAGE_CHARS],
+            message=masked_text(_message(failure.message)[:_MESSAGE_CHARS]),
         )
         for rank, failure in error.failures.items()
     ]

@@ -29,6 +29,7 @@ from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
+from traceml_ray.masking import masked
 from traceml_ray.ray.config import ActorConfig, configure, current_config
 from traceml_ray.settings import Settings, given, known_keywords
 
@@ -308,7 +309,7 @@ def _in_a_line(error: Exception) -> str:
     error = getattr(error, "health_check_failure", error)
     error = getattr(error, "_base_exc", error)  # Ray 2.51 wraps what the loop raised
     kind, _, text = error_text(error).partition(":")
-    return f"{kind}: {next(iter(text.strip().splitlines()), '')}"
+    return masked(f"{kind}: {next(iter(text.strip().splitlines()), '')}")
 
 
 def _unpickled(state: dict[str, Any]) -> Any:

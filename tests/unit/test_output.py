@@ -44,6 +44,18 @@ from traceml_ray.store.writer import SessionWriter
         ("Authorization: Bearer abcdefghijklmnop", "Authorization: ***"),
         ("login with hf_abcdefghijklmnopqrst done", "login with *** done"),
         ("pulling from https://me:pass@host/x", "pulling from https://***@host/x"),
+        ("postgres://me:p@ss@host/x", "postgres://***@host/x"),
+        ("forward_pass: 3 ms, hf_token=None, primary key: 3", None),
+        ("Authorization: Token 0123abcd", "Authorization: ***"),
+        ("{b'authorization': b'Bearer abc def'}", "{b'authorization': ***}"),
+        ("login --password 'two words' --lr 1", "login --password *** --lr 1"),
+        (r'"{\"api_key\": \"a b\", \"lr\": 1}"', r'"{\"api_key\": ***, \"lr\": 1}"'),
+        (r'token="a\"b c", lr=1', "token=***, lr=1"),
+        ("{'tokens': 3, 'token': ['abc', 'def']}", "{'tokens': 3, 'token': ***}"),
+        ("DB_PASS=a,b;c)d MODE=x", "DB_PASS=*** MODE=x"),
+        ("f(api_key=abc,lr=1)", "f(api_key=***,lr=1)"),
+        ("using API key: 0123abcd", "using API key: ***"),
+        ("GET https://x/y?sv=1&sig=ab%3D&n=2", "GET https://x/y?sv=1&sig=***&n=2"),
     ],
 )
 def test_secrets_in_lines_are_hidden(line: str, shown: str | None) -> None:

@@ -530,6 +530,15 @@ def test_exception_without_a_printable_message_is_reported_by_its_kind() -> None
     assert wire.size_of(ending.event(opened, ValueError("\udc80")))
 
 
+def test_secrets_in_an_exception_are_hidden() -> None:
+    opened = make(Pipe()).recorder.open_stage()
+    for report in ending.event, lambda *how: ending.out_of_memory(*how, "step"):
+        event = report(opened, ValueError("refused:\nAuthorization: Bearer hush-1\nhttps://me:hush-2@host/x"))
+        assert "hush" not in event.message + str(event.data)
+        assert "refused:\nAuthorization: ***" in event.message
+        assert str(event.data["traceback"]).startswith("ValueError: refused")
+
+
 def test_job_launched_by_a_rank_does_not_inherit_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in bootstrap.rank_environment(Settings(session="s", socket="/x"), {}).items():
         monkeypatch.setenv(name, value)

@@ -264,6 +264,7 @@ def test_secrets_among_script_arguments_are_hidden() -> None:
         "wandb.api_key=hush3",
         "--tokenizer",
         "gpt2",
+        '{"api_key": "hush5"}',
         "--password",
     ]
     output = arguments.command_text(

@@ -9,11 +9,13 @@ import traceback
 
 from traceml_ray import wire
 from traceml_ray.errors import error_text, sendable
+from traceml_ray.masking import masked_text
 from traceml_ray.stages import DATA
 
 _CALLS = 30
 """Of a traceback, that are sent: the last ones."""
 _TRACEBACK_CHARS = 6000
+_MESSAGE_CHARS = 2000
 _WHERE_CHARS = 64
 _OF_DATA = {"traceml_ray.agent.patch.dataloader", "traceml_ray.agent.patch.iterators"}
 """Modules whose frames wait for batches."""
@@ -27,7 +29,7 @@ def event(
     if error is not None:
         stage = _raised_in(error, stage)
         kind, data = "exception", {"type": type(error).__name__, "traceback": _traceback(error)}
-        message = error_text(error)[:2000]
+        message = masked_text(error_text(error)[:_MESSAGE_CHARS])
     return wire.Event(kind, time.time_ns(), opened.step, stage, message, data)
 
 
@@ -35,7 +37,7 @@ def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> w
     """Return event `oom`: memory ran out in `where`, and the script may go on."""
     data: dict[str, wire.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
     data["traceback"] = _traceback(error)
-    message = error_text(error)[:2000]
+    message = masked_text(error_text(error)[:_MESSAGE_CHARS])
     return wire.Event("oom", time.time_ns(), opened.step, opened.stage, message, data)
 
 
@@ -53,7 +55,8 @@ def _traceback(error: BaseException) -> str | None:
         lines = traceback.format_exception(error, limit=-_CALLS)
     except Exception:  # the script's own classes may answer with anything
         return None
-    return sendable("".join(lines))[-_TRACEBACK_CHARS:]
+    text = sendable("".join(lines))[-2 * _TRACEBACK_CHARS :]
+    return masked_text(text)[-_TRACEBACK_CHARS:]
 
 
 def end_as_interrupted() -> None:
