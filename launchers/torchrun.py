@@ -124,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         [found for found in complete(option_string) if found[1] in theirs] or complete(option_string)
     )
     ours = parser.add_argument_group(
-        "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, …"
+        "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, ..."
     )
     add_flags(ours.add_argument, "the master's port + 1")
     ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")

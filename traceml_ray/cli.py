@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from traceml_ray import __version__, progress, session
-from traceml_ray.commands import compare, completion, export, layers, sessions
+from traceml_ray.commands import compare, completion, export, layers, sessions, streams
 from traceml_ray.commands.help import EXIT_CODES, Formatter, ending
 from traceml_ray.files import write_file
 from traceml_ray.launchers.arguments import add_command, marked
@@ -37,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
+    streams.set_up()
     parser = _parser()
     completion.complete(parser)
     arguments = parser.parse_args(marked(sys.argv[1:] if argv is None else argv))

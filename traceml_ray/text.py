@@ -11,6 +11,7 @@ NA = "n/a"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
 """In a sentence."""
 _LISTED = 8
+_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^!o*o#%+=&^v ")
 
 
 def number(
@@ -181,6 +182,11 @@ def one_line(text: object) -> str:
     """Return `text` with what a terminal cannot show (line breaks, escapes, half characters) written out."""
     line = str(text)
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def in_ascii(text: str) -> str:
+    """Return `text` for a terminal or a file that has nothing but ASCII, as long as it is."""
+    return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 @functools.lru_cache(4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -52,6 +53,19 @@ def test_report_of_a_live_session_is_text_or_json(out: Path, tmp_path: Path) -> 
     summary = json.loads(done.stdout)
     assert summary["session"]["status"] == "running"
     assert summary["steps"]["count"] == 50
+
+
+def test_output_fits_an_encoding_without_our_signs_and_a_closed_stdout(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (["sessions"], ["report", "s"], ["compare", "s", "s"]):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+        assert main([*command, "--out", str(out)]) == 0
+        assert written.getvalue()
+    assert b"s : running" in written.getvalue(), "a middle dot is a colon there"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["report", "s", "--out", str(out)]) == 0
 
 
 def test_status_of_a_live_session_shows_its_launcher_and_rows(out: Path, tmp_path: Path) -> None:

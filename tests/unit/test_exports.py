@@ -220,6 +220,26 @@ def test_what_cannot_be_exported_is_said_and_leaves_no_file(
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_and_left_as_it_was(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, session = tmp_path / "train.py", out / "host" / "session.sqlite"
+    script.write_text("pass")
+    before = session.read_bytes()
+    for kind, to, why in (
+        ("csv", Path("-"), "files are written"),
+        ("perfetto", Path("-"), "files are written"),
+        ("parquet", script, "it is a file"),
+        ("perfetto", out, "it is a folder"),
+        ("perfetto", Path("none/x.gz"), "there is no folder none"),
+        ("perfetto", session, "it is the session itself"),
+    ):
+        assert export(out, "host", kind, to) == 1
+        assert f"cannot export to {to}: {why}" in capsys.readouterr().err
+    assert session.read_bytes() == before and [*tmp_path.iterdir()] == [script]
+
+
 def test_parquet_without_pyarrow_says_what_to_install(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

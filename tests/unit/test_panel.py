@@ -153,7 +153,12 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
 @pytest.mark.parametrize("size", [(1, 1), (20, 5), (40, 10), (79, 23), (300, 100)])
 def test_any_pane_fits_into_any_window(job: SessionPoll, pane: str, size: tuple[int, int]) -> None:
     choice = Choice("ranks", rank=5) if pane == "rank" else Choice(pane, scroll=3)
-    text(seen(job, choice), *size, choice)
+    shown = text(seen(job, choice), *size, choice)
+    if size != (1, 1):
+        assert "├─ " in shown, "something of the pane is shown, however small the window is"
+        assert all(line[-1] in "┐┤│┘" for line in shown.splitlines()), "the frame is whole"
+    if pane == "overview" and size == (20, 5):
+        assert "Verdict" in shown
 
 
 def test_pane_of_layers(played: Played, snapshot: Kept) -> None:

@@ -44,12 +44,13 @@ def export(
         run: of the trace, its id or name; None: the newest.
 
     Raises:
-        ExportError: what is needed for it is not installed, or there is no step.
+        ExportError: what is needed for it is not installed, there is no step, or `out` cannot be that.
         SessionFileError: the session file cannot be read.
         QueryError: there is no such run.
         OSError: it cannot be written.
     """
     path = folder / DATABASE
+    _check_target(out, kind, path)
     with SessionFile(path) as whole, legible(path), whole.at_one_moment():
         session = whole.of(_run_id(whole, run))
         if kind == "perfetto":
@@ -68,6 +69,23 @@ def export(
         return files
 
 
+def _check_target(out: Path, kind: str, session: Path) -> None:
+    """Refuse what cannot be written, or must not be. Raises ExportError."""
+    wrong = ""
+    if out == Path("-"):
+        wrong = "files are written, not stdout"
+    elif kind == "perfetto" and out.is_dir():
+        wrong = "it is a folder, and a trace is one file"
+    elif kind == "perfetto" and out.exists() and out.samefile(session):
+        wrong = "it is the session itself"
+    elif kind != "perfetto" and out.exists() and not out.is_dir():
+        wrong = "it is a file, and the tables need a folder"
+    elif not out.parent.is_dir() and kind == "perfetto":
+        wrong = f"there is no folder {out.parent}"
+    if wrong:
+        raise ExportError(f"cannot export to {out}: {wrong}; choose another --output")
+
+
 def _run_id(session: SessionFile, name: str | None) -> str | None:
     names = run_names(session.processes(), session.meta())
     found = [run for run, known in names.items() if name in (run, known)]
@@ -78,7 +96,7 @@ def _run_id(session: SessionFile, name: str | None) -> str | None:
 
 def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:
     def write(path: Path, table: Table, batches: Iterator[Batch]) -> None:
-        with path.open("w", newline="", errors="replace") as file:
+        with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
             rows = csv.writer(file)
             rows.writerow(table.columns)
             for batch in batches:

@@ -19,8 +19,10 @@ _GAP = 2
 
 def fit(line: Cell, width: int) -> Text:
     """Return a line of exactly `width` cells: cut, with …, or filled up."""
+    if width <= 0:
+        return Text()
     found = line.copy() if isinstance(line, Text) else Text(line)
-    found.truncate(max(0, width), overflow="ellipsis", pad=True)
+    found.truncate(width, overflow="ellipsis", pad=True)
     return found
 
 
@@ -125,8 +127,11 @@ def _sizes(sections: Sequence[Section], room: int) -> list[int]:
     """Return how many lines each section gets, 0 for one that is left out; each has its title besides."""
     sizes = [0] * len(sections)
     for at, section in enumerate(sections):
-        if section.want and min(section.least, section.want) + 1 <= room:
-            sizes[at] = min(section.least, section.want)
+        least = min(section.least, section.want)
+        if not any(sizes):  # the first is cut rather than left out
+            least = min(least, max(1, room - 1))
+        if section.want and least + 1 <= room:
+            sizes[at] = least
             room -= sizes[at] + 1
     growing = True
     while growing and room > 0:  # one line each, in turn
@@ -149,7 +154,7 @@ def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
         beside = Text(" ") + beside + Text(" ")
     room = width - len(right) - len(left)
     about.truncate(max(0, room + len(left)), overflow="ellipsis")
-    beside.truncate(max(0, width - len(right) - about.cell_len), overflow="ellipsis")
+    beside = fit(beside, min(beside.cell_len, width - len(right) - about.cell_len))
     about.append("─" * (width - len(right) - about.cell_len - beside.cell_len), QUIET)
     return fit(about.append_text(beside).append(right, QUIET), width)
 

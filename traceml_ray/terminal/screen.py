@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from traceml_ray.text import in_ascii
+
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 """The other screen, without a cursor; lines do not wrap."""
 LEAVE = "\x1b[m\x1b[?7h\x1b[?25h\x1b[?1049l"
 _NEAR = 6
 """So few cells between two that differ are sent, too: as much as to move the cursor."""
-_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←▲◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<^!o*o#%+=&^v ")
-"""For a terminal that has nothing else."""
 _Cell = tuple[str, str]
 """A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
 _BLANK: _Cell = (" ", "")
@@ -82,17 +82,13 @@ class Screen:
         cells: list[_Cell] = []
         for segment in line.render(self._console):
             codes = _codes(segment.style, self._colours)
-            for char in _ascii(segment.text) if self._plain else segment.text:
+            for char in in_ascii(segment.text) if self._plain else segment.text:
                 wide = 1 if char.isascii() else cell_len(char)
                 if wide:
                     cells += [(char, codes), *[("", codes)] * (wide - 1)]
                 elif cells:
                     cells[-1] = cells[-1][0] + char, cells[-1][1]
         return cells
-
-
-def _ascii(shown: str) -> str:
-    return shown.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 @functools.lru_cache(256)

@@ -139,7 +139,8 @@ def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Te
     sizes = list[int]()
     for at, (_, lines) in enumerate(parts):
         kept = sum(min(len(other), 1 + (most > 4)) for _, other in parts[at + 1 : _FIRST])
-        sizes.append(max(0, min(len(lines), most - sum(sizes) - kept)))
+        left = most - sum(sizes)
+        sizes.append(min(len(lines), max(left - kept, min(left, 1))))
     found = []
     for (label, lines), size in zip(parts, sizes, strict=True):
         for at, line in enumerate(cut(lines, size)):
