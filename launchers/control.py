@@ -13,6 +13,7 @@ from traceml_ray import wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.session import LIVE, Live, holder, read_json
 from traceml_ray.store.bundles import bundles_of
+from traceml_ray.text import listed
 
 _STOPPED = -15
 DUMP_S = 15.0
@@ -83,7 +84,15 @@ def _live(folder: Path) -> Live:
     try:
         return read_json(folder / LIVE, Live)
     except (OSError, ValueError):
-        raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
+        wrong = f"session {folder.name!r} is not live: no usable {folder / LIVE}"
+        raise ControlError(f"{wrong}{_others(folder)}") from None
+
+
+def _others(folder: Path) -> str:
+    """Return which sessions beside it are live: one that begins has no file to be found by yet."""
+    live = [path.parent for path in folder.parent.glob(f"*/{LIVE}") if path.parent != folder]
+    names = [repr(each.name) for each in live if holder(each) is not None]
+    return f"; live is {listed(names)}, which may just be starting" if names else ""
 
 
 def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:

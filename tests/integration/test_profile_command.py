@@ -82,6 +82,14 @@ def _profile(state: profiles.State, asked: str) -> Profile:
     )  # fmt: skip
 
 
+def test_session_that_is_starting_is_named_where_an_older_one_is_found(session: Path) -> None:
+    (session / DATABASE).unlink()
+    older = session.parent / "older"
+    older.mkdir()
+    with pytest.raises(control.ControlError, match=r"'older' is not live: .*; live is 's', which may"):
+        control.request(older, wire.Request(wire.VERSION, "me"), 20.0)
+
+
 def test_profile_that_could_not_be_kept_is_not_waited_for(
     session: Path, relay: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
