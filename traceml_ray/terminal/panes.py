@@ -194,8 +194,7 @@ def layers_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return which layer takes longer on a rank, and all layers in numbers."""
     found = of.layers
     if found is None or not found.ranks:
-        missing = _NO_LAYERS if found is not None else "Asking the session …"
-        said = wrap(missing, width)
+        said = wrap(_NO_LAYERS if found is not None else "No answer yet.", width)
         return [Section("LAYERS", lambda most: said[:most], len(said))]
     tone = MARK if found.findings else ""
     named = [line for each in layers_sentences(found) for line in wrap(each, width, tone)]
