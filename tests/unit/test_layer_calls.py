@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -332,6 +333,43 @@ def test_modules_are_pickled_and_copied_as_without(measured: Callable[..., Measu
     assert not any(ours.step(step).calls)
 
 
+def test_what_is_traced_is_as_without(measured: Callable[..., Measured]) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(4, 3)
+
+    def traced() -> list[object]:
+        graph = torch.jit.trace(model, x).inlined_graph  # it compares two of its own, too
+        return [(node.kind(), [each.debugName() for each in node.outputs()]) for node in graph.nodes()]
+
+    found = [traced()]
+    ours = measured(model)
+    sample = ours.step(lambda: found.append(traced()))
+    assert found[0] == found[1] and not any(sample.calls)
+
+
+def test_scripted_layer_is_measured(measured: Callable[..., Measured]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3))), Leaf(7))
+    ours = measured(model)
+    assert ours.times(ours.step(lambda: trained(model)))["2"] == (7, 14)
+
+
+def test_stack_is_as_deep_as_without(measured: Callable[..., Measured]) -> None:
+    depths: list[int] = []
+
+    class Deep(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            depths.append(len(traceback.extract_stack()))
+            return x
+
+    model = nn.Sequential(nn.Sequential(Deep()))
+    model(torch.ones(1))
+    ours = measured(model)
+    model(torch.ones(1))
+    ours.calls.begin()
+    model(torch.ones(1))
+    assert ours.calls.end() is not None
+    assert len({*depths}) == 1 and len(depths) == 3
+
+
 def test_names_are_without_wrappers_and_of_a_large_model_the_nearest() -> None:
     class DistributedDataParallel(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -411,6 +449,16 @@ def test_windows_have_the_steps_that_were_measured(job: Callable[..., Job]) -> N
     assert (one.parameter_bytes, one.gradient_bytes, one.output_bytes) == (12, 12, 24)
     spans = [window.spent_ns for window in rank.windows]
     assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(spans))
+
+
+def test_model_that_follows_another_one_is_measured(job: Callable[..., Job]) -> None:
+    ours = job()
+    for names in ({"", "0", "1"}, {"", "0", "1", "2"}):
+        ours.model = nn.Sequential(*(Leaf(1000) for _ in range(len(names) - 1)))
+        ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+        ours.windows.clear()
+        ours.train(600, ns=60_000_000)
+        assert {each.name for each in ours.windows[-1].layers} == names
 
 
 def test_more_is_measured_the_less_it_costs(job: Callable[..., Job]) -> None:

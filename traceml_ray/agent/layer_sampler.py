@@ -8,8 +8,10 @@ the same numbers, so that no rank waits for another one that measures alone.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -68,6 +70,8 @@ class LayerSampler:
         self._asked: set[str] = set()
         self._installed = False
         self._table: LayerTable | None = None
+        self._roots: list[weakref.ref[Any]] = []
+        """Whose layers the table has."""
         self._events: LayerEvents | None = None
         self._most = MAX_MODULES
         self.every = _FIRST_EVERY
@@ -198,10 +202,10 @@ class LayerSampler:
             if self._calls.on:
                 return False
             self._done.clear()
-            self._table = table
+            self._table, self._window_s = table, _FIRST_WINDOW_S
             self._calls.use(table)
             self._use_device(on_device)
-        self._paused = False
+        self._paused, self._roots = False, [weakref.ref(root) for root in roots]
         return True
 
     def _use_device(self, on: bool) -> None:
@@ -257,7 +261,8 @@ class LayerSampler:
     def _is_over(self, window: LayerSums) -> bool:
         wanted = self._wanted
         lost = self._calls.broken and self._events is not None
-        if lost or not self._installed or window.asked != ("" if wanted is None else wanted.id):
+        other = [ref() for ref in self._roots] != self._ours.roots.modules()
+        if lost or other or not self._installed or window.asked != ("" if wanted is None else wanted.id):
             if not window.steps:
                 self._window = None
             return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ class LayerCalls:
 
         self._tensor = torch.Tensor
         self._is_compiling = torch.compiler.is_dynamo_compiling
+        self._is_exporting, self._is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
         self._is_grad_enabled = torch.is_grad_enabled
         self._task_id: Callable[[], int] = torch._C._current_graph_task_id
         self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -146,16 +148,19 @@ class LayerCalls:
         import torch
 
         is_compiling, calls = torch.compiler.is_dynamo_compiling, self
+        torchs_own = original is getattr(torch.nn.Module, "_wrapped_call_impl", None)
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
-            if is_compiling() or not calls.on:
+            if is_compiling():
                 return original(self, *args, **kwargs)
-            before = calls.enter(self, args, kwargs)
+            # What torch's own does, so that a model that is as deep as Python's stack allows still runs.
+            inside = (self._compiled_call_impl or self._call_impl) if torchs_own else partial(original, self)
+            before = calls.enter(self, args, kwargs) if calls.on else None
             if before is None:
-                return original(self, *args, **kwargs)
+                return inside(*args, **kwargs)
             output = None
             try:
-                output = original(self, *args, **kwargs)
+                output = inside(*args, **kwargs)
                 return output
             finally:
                 calls.leave(before, output)
@@ -166,15 +171,18 @@ class LayerCalls:
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
         """
         Note that a module is called; return its number and who was measured until now, None for a call that
-        does not count: of another thread, of an evaluation, inside of what is measured as one.
+        does not count: of another thread, of an evaluation, inside of what is measured as one; or one
+        that is written down, as `torch.jit.trace` and `torch.export` do: what we ask of its tensors would
+        be, too.
         """
         try:
             table = self._table
-            if table is None or self._muted:
+            if table is None or self._muted or self._is_tracing() or self._is_exporting():
                 return None
             at = table.by_id.get(id(module))
             if at is None:
-                inside = module._modules.get("_orig_mod")  # the root is known without torch.compile's wrapper
+                # The root is known without torch.compile's wrapper; what is scripted has no `get`.
+                inside = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None
                 at = None if inside is None else table.by_id.get(id(inside))
                 if at is None:
                     return None
@@ -338,4 +346,7 @@ def _leave_alone(*functions: Any) -> None:
 
 def _bytes_of(tensor: Any) -> int:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return int(local.numel() * local.element_size())
+    elements = local.numel()
+    return (
+        elements * int(local.element_size()) if type(elements) is int else 0
+    )  # else symbolic: not to be asked

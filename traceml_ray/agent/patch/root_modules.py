@@ -47,7 +47,7 @@ class RootModules:
 
     def __init__(self, recorder: Recorder, failed: Failed) -> None:
         self.learning = True
-        """No optimizer has taken a step yet."""
+        """No root is known, or none any longer, and no optimizer has taken a step since."""
         self._failed = failed
         self._ids = _Ids()
         self._recorder = recorder
@@ -72,16 +72,16 @@ class RootModules:
         if any(id(module) in {id(child) for child in root.modules()} for root in self.modules()):
             return
         key = id(module)
-        self._ids[key] = weakref.ref(module, lambda _: self._ids.pop(key, None))
+        self._ids[key] = weakref.ref(module, lambda _: self._gone(key))
         self._mark_class(type(module))
 
-    def patch(self, patcher: Patcher) -> None:
-        """
-        Until the first optimizer step, note which modules are asked for their parameters.
+    def _gone(self, key: int) -> None:
+        """A root is gone; after the last one another model may follow, as in a search for parameters."""
+        self._ids.pop(key, None)
+        self.learning = self.learning or not self._ids
 
-        One of them is what the optimizer is given. The wrapper stays beyond that: what was compiled with it
-        would be compiled again without it.
-        """
+    def patch(self, patcher: Patcher) -> None:
+        """Note which modules are asked for their parameters: one of them is what an optimizer is given."""
         import torch
 
         is_compiling = torch.compiler.is_dynamo_compiling
@@ -89,7 +89,7 @@ class RootModules:
         def make(original: Any) -> Any:
             def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    if not is_compiling() and self.learning:
+                    if not is_compiling() and not (self._seen and self._seen[-1]() is module):
                         self._seen.append(weakref.ref(module))
                 except Exception as error:
                     self._failed("forward", error)
@@ -112,7 +112,7 @@ class RootModules:
             return
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         best, best_score = None, (0, 0)
-        for ref in self._seen:
+        for ref in [*self._seen]:  # each is noted again when it is asked here
             module = ref()
             if module is None:
                 continue
