@@ -181,9 +181,9 @@ class LayerCalls:
                 return None
             at = table.by_id.get(id(module))
             if at is None:
-                # The root is known without torch.compile's wrapper; what is scripted has no `get`.
-                inside = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None
-                at = None if inside is None else table.by_id.get(id(inside))
+                parts = module._modules  # without `get` where they are scripted
+                # the root is known without torch.compile's wrapper
+                at = table.by_id.get(id(parts["_orig_mod"])) if "_orig_mod" in parts else None
                 if at is None:
                     return None
                 table.compile(at)
