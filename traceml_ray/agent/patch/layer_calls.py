@@ -81,7 +81,9 @@ class LayerCalls:
 
         self._tensor = torch.Tensor
         self._is_compiling = torch.compiler.is_dynamo_compiling
-        self._is_exporting, self._is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing
+        jit: Any = torch.jit
+        self._is_tracing: Callable[[], bool] = jit.is_tracing
+        self._is_exporting = torch.compiler.is_compiling
         self._is_grad_enabled = torch.is_grad_enabled
         self._task_id: Callable[[], int] = torch._C._current_graph_task_id
         self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
