@@ -61,6 +61,23 @@ def test_role_is_the_place_in_all_dimensions_that_are_not_data_parallel(
     assert role_of({"mesh": mesh, "stages": stages, "of_stages": 4 if stages else 0}) == role
 
 
+@pytest.mark.parametrize(
+    ("mesh", "peers", "role"),
+    [
+        ({"workers": [3, 4]}, 4, None),
+        ({"a": [1, 2], "b": [1, 2]}, 4, None),
+        ({"a": [1, 2], "b": [1, 2]}, 2, "a=1 b=1"),
+        ({"workers": [3, 4]}, None, "workers=3"),
+        ({"dp_shard_cp": [3, 4]}, 4, "dp_shard_cp=3"),
+        ({"dp": [1, 2], "cp": [1, 2]}, 4, "cp=1"),
+    ],
+)
+def test_dimension_of_any_name_is_data_parallel_where_all_its_ranks_exchange_gradients(
+    mesh: dict[str, Any], peers: int | None, role: str | None
+) -> None:
+    assert role_of({"mesh": mesh}, peers) == role
+
+
 # -- the verdict -----------------------------------------------------------------------------------
 
 

@@ -136,6 +136,20 @@ def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -
     assert found["line_samples_per_s"].tolist() == pytest.approx([4 / STEP_S] * 99)
 
 
+@pytest.mark.parametrize(("name", "samples"), [("workers", 8), ("dp_shard_cp", None)])
+def test_samples_of_a_mesh_with_a_name_of_its_own_are_those_of_all_ranks_or_not_known(
+    job: Job, name: str, samples: int | None
+) -> None:
+    job.of_rank = lambda rank: {  # type: ignore[method-assign]
+        "placement": wire.Placement({name: [rank, 2]}), "group": (0, 2)
+    }  # fmt: skip
+    for _ in range(20):
+        job.second()
+    found = job.numbers(whole=True)
+    assert found["samples_per_step"] == samples
+    assert samples or f"`{name}` of the device mesh" in found["why"]["samples"]
+
+
 def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
     job.work = {"flops": 5, "job_flops": 10**10, "peak_tflops": 0.5, "device": "cpu", "device_id": "one"}
     for _ in range(10):

@@ -7,6 +7,7 @@ the coordinate among tensor-parallel ranks. Ranks of the same role, its *replica
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,13 @@ DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
 )
 """Names of dimensions along which ranks do the same work on other data."""
+_OTHERS = frozenset(
+    (
+        *("pp", "pipe", "pipeline", "stage", "tp", "tensor", "model", "mp", "etp", "ep", "expert"),
+        *("cp", "sp", "context", "seq", "sequence"),
+    )
+)
+"""Words in the names of dimensions along which ranks divide a model, or a sample."""
 _MOST = 64
 _PIPELINE = ("pp", "pipe", "pipeline", "stage")
 
@@ -34,17 +42,37 @@ class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
     """0..1, the mean over its ranks; None: these waits are not seen."""
 
 
-def role_of(placement: Mapping[str, Any]) -> str | None:
+def role_of(placement: Mapping[str, Any], peers: int | None = None) -> str | None:
     """
     Return the role of a rank by its `wire.Placement`: "pp=1 tp=0"; None where only data parallelism is known.
 
-    A stage of a pipeline counts where the mesh has no dimension for it.
+    A stage of a pipeline counts where the mesh has no dimension for it. Where all ranks of the mesh exchange
+    gradients with each other, a dimension of any other name ("workers") is data parallel.
+
+    Args:
+        placement: the fields of that message.
+        peers: how many ranks exchange gradients with each other; None: not known.
     """
     mesh, stages = placement.get("mesh") or {}, placement.get("stages") or []
-    parts = [f"{name}={at}" for name, (at, size) in mesh.items() if size > 1 and name not in DATA_DIMENSIONS]
+    whole = peers == math.prod(size for _, size in mesh.values()) and not stages
+    parts = [
+        f"{name}={at}"
+        for name, (at, size) in mesh.items()
+        if size > 1 and name not in DATA_DIMENSIONS and not (whole and not _words(name) & _OTHERS)
+    ]
     if stages and placement.get("of_stages", 0) > 1 and not {*mesh} & {*_PIPELINE}:
         parts.insert(0, f"stage={'+'.join(map(str, stages))}")
     return " ".join(parts) or None
+
+
+def mixed(role: str) -> str | None:
+    """Return the dimension of a role that divides both the data and a sample ("dp_shard_cp"), if any."""
+    names = (part.partition("=")[0] for part in role.split())
+    return next((name for name in names if _words(name) & _OTHERS and _words(name) & DATA_DIMENSIONS), None)
+
+
+def _words(name: str) -> set[str]:
+    return {*name.lower().split("_")}
 
 
 def several(window: Window) -> bool:

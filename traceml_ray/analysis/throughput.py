@@ -10,6 +10,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.device_peaks import peak_tflops
 from traceml_ray.analysis.kept_steps import ALL
+from traceml_ray.analysis.roles import mixed
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.window import Bool, Float, missing_of
 from traceml_ray.analysis.work import AMOUNTS, WorkHistory
@@ -104,6 +105,10 @@ def _counted(
         return _lacking(name, amount, history.ranks, missing) or np.ones(len(who), bool)
     if None in (roles := [each.role for each in who]):
         return f"ranks of one replica of the model have the same samples ({', '.join(sorted(shared))})"
+    if names := {name for role in roles if role and (name := mixed(role))}:
+        return (
+            f"not known which ranks have the same samples: `{min(names)}` of the device mesh is of both kinds"
+        )
     of_role = [np.array([own == role for own in roles]) for role in dict.fromkeys(roles)]
     sums = np.array([amount[role].sum() for role in of_role])
     if np.isnan(sums).all():

@@ -85,7 +85,7 @@ class RankProcess:
     @property
     def role(self) -> str | None:
         """What work it does, where not all ranks of the job do the same."""
-        return role_of(self.placement) if self.placement else None
+        return role_of(self.placement, self.group_size) if self.placement else None
 
     @property
     def worker(self) -> str | None:
