@@ -105,7 +105,7 @@ def _counted(
         return _lacking(name, amount, history.ranks, missing) or np.ones(len(who), bool)
     if None in (roles := [each.role for each in who]):
         return f"ranks of one replica of the model have the same samples ({', '.join(sorted(shared))})"
-    if names := {name for role in roles if role and (name := mixed(role))}:
+    if names := {both for role in roles if role and (both := mixed(role))}:
         return (
             f"not known which ranks have the same samples: `{min(names)}` of the device mesh is of both kinds"
         )
