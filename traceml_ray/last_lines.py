@@ -39,6 +39,7 @@ class LastLines:
         if self._inside:
             _, newline, text = text.partition("\n")
             self._inside = not newline
+            self.skip(len(newline))
         *ended, last = (self._open + text).split("\n")
         ended = self._ended + ended
         self._skipped += max(0, len(ended) - self._most)
@@ -49,6 +50,10 @@ class LastLines:
     def lose(self) -> None:
         """Take that something is missing here: the line that it was a part of is left out."""
         self._open, self._inside = "", True
+
+    def skip(self, lines: int) -> None:
+        """Count lines that were left out before they came here."""
+        self._skipped += lines
 
     @property
     def waiting(self) -> bool:

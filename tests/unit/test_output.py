@@ -105,7 +105,7 @@ def test_only_what_is_new_is_taken() -> None:
     made.feed("lost ")
     made.lose()
     made.feed("the end of a line\nwhole\n")
-    assert made.take(4) == wire.Output(2, 4, ["whole"])
+    assert made.take(4) == wire.Output(2, 4, ["whole"], skipped=1)
 
 
 class Streams:
@@ -199,8 +199,9 @@ def test_a_flood_is_bounded(tmp_path: Path) -> None:
         for n in range(_PIECES):
             print(f"line {n}")
         print("x\n" * _PIECE_CHARS + "end")
-        (_, found, _), *_ = streams.taken()
-        assert found[-1] == "end" and len(found) == 40
+        [found] = streams.tap.take(1)
+        assert found.lines[-1] == "end" and len(found.lines) == 40
+        assert found.skipped + len(found.lines) == _PIECES + _PIECE_CHARS + 1
         assert sum(len(tapped._pieces) for tapped in streams.tap._tapped) == 0
 
 

@@ -14,6 +14,7 @@ What was noted is bounded: of too much at once the newest is left.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class _Tapped:
 
     def __init__(self, stream: Any, number: int, most: int, errors: Errors) -> None:
         self.stream = stream
-        self._pieces: deque[str] = deque(maxlen=_PIECES)
+        self._pieces = _Pieces(maxlen=_PIECES)
+        self._gaps = self._left_out = 0
         self._lines = LastLines(number, most)
         self._own = vars(stream).get("write")
         self._write = _seen(stream.write, self._pieces, errors)
@@ -80,9 +82,11 @@ class _Tapped:
 
     def take(self, t_ns: int) -> Output | None:
         """Return what is new."""
-        pieces = []
-        if len(self._pieces) == _PIECES:
+        pieces, gaps, left_out = [], self._pieces.gaps, self._pieces.left_out
+        self._lines.skip(left_out - self._left_out)
+        if gaps != self._gaps:
             self._lines.lose()
+        self._gaps, self._left_out = gaps, left_out
         for _ in range(_PIECES):  # who writes faster than this is not waited for
             try:
                 pieces.append(self._pieces.popleft())
@@ -100,7 +104,33 @@ class _Tapped:
                 self.stream.write = self._own
 
 
-def _seen(write: Callable[..., Any], pieces: deque[str], errors: Errors) -> Callable[[str], Any]:
+class _Pieces(deque[str]):
+    """What was written to a stream since the last look: of too much the newest, and how much it was."""
+
+    gaps = 0
+    """How often something was left out; together with it, so many ends of lines:"""
+    left_out = 0
+
+    def lose_oldest(self) -> None:
+        """Make room for one."""
+        with contextlib.suppress(IndexError):  # all have just been taken
+            self.left_out += self.popleft().count("\n")
+            self.gaps += 1
+
+    def end_of(self, text: Any) -> str:
+        """Return the last lines of a long text, or how its only one begins; counts the others."""
+        if not isinstance(text, str):
+            return ""
+        whole: str = str.__str__(text)
+        if len(whole) <= _PIECE_CHARS:
+            return whole
+        _, newline, end = whole[-_PIECE_CHARS:].partition("\n")
+        kept = newline + end if newline else whole[: 2 * LINE_CHARS]
+        self.left_out += whole.count("\n") - kept.count("\n")
+        return kept
+
+
+def _seen(write: Callable[..., Any], pieces: _Pieces, errors: Errors) -> Callable[[str], Any]:
     """Return `write`, of which each text is noted in `pieces` once it is written."""
     note = pieces.append
 
@@ -108,20 +138,13 @@ def _seen(write: Callable[..., Any], pieces: deque[str], errors: Errors) -> Call
         written = write(*args, **named)
         try:
             text = args[0] if args else next(iter(named.values()))
-            note(text if type(text) is str and len(text) <= _PIECE_CHARS else _end_of(text))
+            if type(text) is not str or len(text) > _PIECE_CHARS:
+                text = pieces.end_of(text)
+            if len(pieces) == _PIECES:
+                pieces.lose_oldest()
+            note(text)
         except Exception as error:
             errors.swallow("output", error)
         return written
 
     return seen
-
-
-def _end_of(text: Any) -> str:
-    """Return the last lines of a long text, or how its only one begins."""
-    if not isinstance(text, str):
-        return ""
-    whole: str = str.__str__(text)
-    if len(whole) <= _PIECE_CHARS:
-        return whole
-    _, newline, end = whole[-_PIECE_CHARS:].partition("\n")
-    return newline + end if newline else whole[: 2 * LINE_CHARS]
