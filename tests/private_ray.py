@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import psutil
-from ray_cluster import until
+from ray_cluster import is_actor, until
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
@@ -52,7 +52,7 @@ def members(cluster: PrivateRay, name: str = "") -> list[psutil.Process]:
     found = []
     for process in session_members(cluster._process.pid):
         with contextlib.suppress(psutil.Error):
-            if not name or "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
+            if not name or is_actor(process, name):
                 found.append(process)
     return found
 

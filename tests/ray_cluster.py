@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -108,11 +109,16 @@ def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_actor(process: psutil.Process, name: str) -> bool:
+    """Return whether it is an actor of that class; while one is being made, its own name comes first."""
+    return re.match(f"ray::(.*:)?({name})", "".join(process.cmdline()[:1])) is not None
+
+
 def actor_processes(name: str) -> list[psutil.Process]:
     """Return the processes of Ray actors of that class which descend from this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
+            if is_actor(process, name):
                 found.append(process)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
 import warnings
@@ -396,6 +397,6 @@ def _end_hung(pid: int | None) -> None:
         return
     with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it has ended by itself
         process = psutil.Process(pid)
-        if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
+        if re.match(r"ray::(.*:)?Aggregator", "".join(process.cmdline()[:1])):  # `NAME:` while it is made
             process.kill()
             process.wait(KILL_S)

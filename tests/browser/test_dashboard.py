@@ -29,6 +29,7 @@ from looking import (
     wear,
 )
 from played import Played, look
+from ray_cluster import is_actor
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -63,9 +64,7 @@ OF_HOST_0 = [f"rank {rank} on host-0" for rank in range(4)]
 def aggregator(launcher: int) -> psutil.Process:
     """Return the aggregator's process, of that launcher's own Ray."""
     members = psutil.Process(launcher).children(recursive=True)
-    return next(
-        one for one in members if one.cmdline()[:1] and one.cmdline()[0].startswith("ray::Aggregator")
-    )
+    return next(one for one in members if is_actor(one, "Aggregator"))
 
 
 def drawn(browser: webdriver.Chrome) -> None:

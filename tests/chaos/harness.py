@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 from chaos.stopwatch import stalls_s
-from ray_cluster import until
+from ray_cluster import is_actor, until
 from sessions import doubled_rows
 
 from traceml_ray.launchers.cluster import free_port
@@ -189,7 +189,7 @@ class Run:
             for process in psutil.Process(self.launchers[node].pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     first = "".join(process.cmdline()[:1])
-                    if Path(first).name == name or first.startswith(f"ray::{name}"):
+                    if Path(first).name == name or is_actor(process, name):
                         found.append(process)
         return found
 

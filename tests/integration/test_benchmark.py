@@ -52,6 +52,7 @@ def test_gpu_benchmark_says_that_there_is_no_device() -> None:
     assert ran.stderr.startswith("gpu.py needs a CUDA device: ") and "Nothing was measured." in ran.stderr
 
 
+@pytest.mark.long
 def test_gpu_benchmark_goes_through_a_played_device() -> None:
     sections = "stages", "peer", "cost", "nvml"
     ran = gpu("--played", "--markdown", *(f"--only={section}" for section in sections))

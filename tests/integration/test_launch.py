@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-import ray_cluster
+from ray_cluster import is_actor, until
 from sessions import check_ledger, watch
 
 from traceml_ray import wire
@@ -86,9 +85,6 @@ def batch(
     rows = (5_000_000).to_bytes(8, "little") * N_STAGES * n
     sent = wire.VERSION, process_id, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
     return wire.encode(wire.RankBatch(*sent, final=final)).hex()
-
-
-until = functools.partial(ray_cluster.until, seconds=40)
 
 
 class Bench:
@@ -299,6 +295,7 @@ def test_concurrent_launches_stay_apart_and_sigterm_ends_everything(bench: Bench
     bench.assert_nothing_is_left()
 
 
+@pytest.mark.long
 def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) -> None:
     ranks = (str(bench.script), "--batch", batch(), "--other", batch("rank2", rank=2))
     job = ("--nnodes", "2", "--master-port", str(free_port()), "--traceml-port", str(free_port()))
@@ -348,7 +345,7 @@ def test_private_ray_has_low_priority_no_agents_and_ends_with_the_launcher(bench
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
-    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(words(p))]
+    relay = until(lambda: next((p for p in bench.ours() if is_actor(p, "NodeRelay")), None), "its process")
     of_ray = members(os.getsid(relay.pid))
     assert {os.getpriority(os.PRIO_PROCESS, p.pid) for p in of_ray} == {3}
     autogroup = Path(f"/proc/{relay.pid}/autogroup")
@@ -466,7 +463,7 @@ def test_actors_that_hang_at_the_end_and_resume_change_nothing(
             return 0
 
         until(lambda: stored() == 5, "the first rows")
-        actors = {name: p for p in members(pid) for name in hang if f"ray::{name}" in " ".join(words(p))}
+        actors = {name: p for p in members(pid) for name in hang if is_actor(p, name)}
         assert len(actors) == len(hang)
         actors["Aggregator"].suspend()  # it will take the rows that come now when it goes on
         go.touch()

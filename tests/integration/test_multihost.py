@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray_cluster import is_actor
 from sessions import check_ledger
 
 from traceml_ray.store.profiles import profiles_of
@@ -441,5 +442,5 @@ def until_listening(hosts: Hosts, host: int, address: str) -> None:
 
 def is_our_actor(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "".join(process.cmdline()[:1]).startswith(("ray::NodeRelay", "ray::Aggregator"))
+        return is_actor(process, "NodeRelay|Aggregator")
     return False
