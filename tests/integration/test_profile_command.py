@@ -94,7 +94,13 @@ def test_profile_that_could_not_be_kept_is_not_waited_for(
     session: Path, relay: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_request, "_GONE_S", 0.3)
-    errors = list[str]()
+    errors, seen, so_far = list[str](), threading.Event(), profile_request.so_far
+
+    def noted(profile: Profile) -> tuple[str, float | None]:
+        seen.set()
+        return so_far(profile)
+
+    monkeypatch.setattr(profile_request, "so_far", noted)
 
     def ask() -> None:
         try:
@@ -105,9 +111,9 @@ def test_profile_that_could_not_be_kept_is_not_waited_for(
     asking = threading.Thread(target=ask)
     asking.start()
     profiles.show(session, _profile("recording", _answer(relay).request))
-    asking.join(0.5)
+    assert seen.wait(240)
     profiles.clear_unfinished(session)
-    asking.join(30)
+    asking.join(240)
     assert errors == ["session 's' could not keep the profile; `traceml-ray status` may say why"]
 
 
