@@ -177,16 +177,77 @@ def test_missing_session_file_is_no_fence_and_confirms_no_rows(
     assert first.commit() and confirmed(first.ingest(sent)) == 1
 
 
-def test_file_that_cannot_be_claimed_yet_is_claimed_by_its_first_transaction(
+@pytest.fixture
+def unclaimed(
     opened: Callable[[], AggregatorCore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: sqlite3.Connection) -> int:
+) -> Callable[[], AggregatorCore]:
+    """An aggregator that was opened while the disk was full, so that it could not claim the file."""
+
+    def full(_: sqlite3.Connection) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
+    def open_() -> AggregatorCore:
+        with monkeypatch.context() as patch:
+            patch.setattr("traceml_ray.store.fence.claim", full)
+            return opened()
+
+    return open_
+
+
+def test_file_that_cannot_be_claimed_yet_is_claimed_by_its_first_transaction(
+    opened: Callable[[], AggregatorCore], unclaimed: Callable[[], AggregatorCore]
+) -> None:
     first = opened()
-    with monkeypatch.context() as patch:
-        patch.setattr("traceml_ray.store.fence.claim", full)
-        second = opened()
-    assert first.commit()  # as long as nobody else could write
+    assert first.commit()
+    second = unclaimed()
     assert second.commit() and second.commit()
     assert not first.commit() and first.fenced and not second.fenced
+
+
+def test_writer_that_could_not_claim_does_not_write_over_what_came_since(
+    tmp_path: Path, opened: Callable[[], AggregatorCore], unclaimed: Callable[[], AggregatorCore]
+) -> None:
+    """What it knows of the file is out of date: the next message would be stored a second time."""
+    first, relay, rank = opened(), Relay(), Rank(0, 1)
+    first.ingest(relay.message(rank.batch(5)))
+    assert first.commit()
+    second, sent = unclaimed(), relay.message(rank.batch(7))
+    first.ingest(sent)
+    assert first.commit()  # nobody has claimed the file
+    second.ingest(sent)  # the answer was lost
+    assert not second.commit() and second.fenced and not first.fenced
+    assert check_ledger(tmp_path)["stored"] == 12
+    third = opened()
+    assert confirmed(third.ingest(sent)) == 2
+
+
+def test_writer_that_could_not_claim_stays_out_of_a_session_that_a_later_one_has_ended(
+    tmp_path: Path, opened: Callable[[], AggregatorCore], unclaimed: Callable[[], AggregatorCore]
+) -> None:
+    rank = Rank(0, 1)
+    first = opened()
+    first.ingest(Relay().message(rank.batch(30)))
+    assert first.commit()
+    second = unclaimed()
+    finish_offline(tmp_path, Settings(), wire.Finish(wire.VERSION, 1))
+    before = (tmp_path / "session.sqlite").read_bytes()
+    second.ingest(Relay(incarnation="later").message(rank.batch(20)))
+    assert not second.commit() and second.fenced
+    assert (tmp_path / "session.sqlite").read_bytes() == before
+    assert check_ledger(tmp_path)["stored"] == 30
+
+
+def test_failed_commits_of_its_own_fence_no_writer(
+    tmp_path: Path, unclaimed: Callable[[], AggregatorCore]
+) -> None:
+    """Before it has claimed the file as well as afterwards."""
+    writer, relay, rank = unclaimed(), Relay(), Rank(0, 1)
+    connection = writer._writer._connection
+    for _ in range(2):
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        writer.ingest(relay.message(rank.batch(1000)))
+        assert not writer.commit() and not writer.commit() and not writer.fenced
+        connection.execute(f"PRAGMA max_page_count = {1 << 30}")
+        assert writer.commit() and writer.commit()
+    assert check_ledger(tmp_path)["stored"] == 2000

@@ -1,9 +1,11 @@
 """
-Keeps a session file for one writer, the one that opened it last.
+Keeps a session file for one writer, the one that claimed it last.
 
-Each writer counts the epoch in `meta` one up when it opens the file. Each of its transactions begins with a
-look whether the epoch is still its own, and the file still the one at its path. So a writer that was stopped,
-and goes on after another has taken the session over, writes nothing any more.
+`transactions` in `meta` counts the transactions of all writers. A writer notes the number before it reads
+what is in the file, and adds one in each transaction of its own (its claim is the first). A transaction that
+meets another number writes nothing: somebody else has written since, and what this writer knows of the file
+is out of date. The same holds where another file is at the path. So a writer that was stopped, and goes on
+after another has taken the session over, writes nothing any more.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ class Fenced(RuntimeError):  # noqa: N818 - a state more than an error
 class Fence:
     """
     Claims the session file at `path` for the writer whose `connection` it is, as it was opened at `found`
-    (None: it was made). Where that cannot be written now, as on a full disk, the first transaction claims it.
+    (None: it was made). Where that cannot be written now, as on a full disk, the first transaction claims it,
+    unless somebody else has written by then.
 
-    Raises `Fenced` when the file was replaced meanwhile.
+    The writer reads what is in the file after this. Raises `Fenced` when the file was replaced meanwhile,
+    `SessionFileError` when the file cannot be read.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path, found: tuple[int, int] | None) -> None:
@@ -37,31 +41,38 @@ class Fence:
         """Whether another writer has the session."""
         self._connection = connection
         self._path = path
-        self._epoch: int | None = None
-        self._begun = 0
         with contextlib.suppress(sqlite3.OperationalError):
-            self._epoch = claim(connection)
+            claim(connection)
+        try:
+            self._known = self._counted = _transactions(connection)
+        except sqlite3.Error as error:
+            raise SessionFileError(f"{path}: cannot read the session file: {error}") from error
         self._file = identity(path)
         if found not in (None, self._file):
             raise self._fenced()
 
     def check(self) -> None:
-        """Raise `Fenced`, or OSError where the file is gone; called in a transaction before it writes."""
+        """
+        Raise `Fenced` where another writer has the session, OSError where the file is gone; called in a
+        transaction.
+        """
         found = identity(self._path)
         if found is None:
             raise FileNotFoundError(f"{self._path}: the session file is gone")
-        if self._epoch is None:
-            self._begun = _begin(self._connection)
-        elif _epoch(self._connection) != self._epoch:
+        if self.broken or found != self._file or _transactions(self._connection) != self._known:
             raise self._fenced()
-        if self.broken or found != self._file:
-            raise self._fenced()
+        self._counted = self._known
+
+    def count(self) -> None:
+        """Check, and count the transaction; called in it before it writes. Raises as `check`."""
+        self.check()
+        self._counted = _count(self._connection)
 
     def committed(self) -> None:
         """Raise `Fenced` when what was just committed went into a file that is no longer the session's."""
         if identity(self._path) != self._file:
             raise self._fenced()
-        self._epoch = self._epoch or self._begun
+        self._known = self._counted
 
     def _fenced(self) -> Fenced:
         self.broken = True
@@ -81,25 +92,25 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def claim(connection: sqlite3.Connection) -> int:
+def claim(connection: sqlite3.Connection) -> None:
     """
-    Begin a new epoch, and return it; whoever wrote before has written for the last time.
+    Count a transaction that writes nothing else: whoever wrote before has written for the last time.
 
     Raises `sqlite3.Error` when the file is locked, or cannot be written.
     """
     with transaction(connection):
-        return _begin(connection)
+        _count(connection)
 
 
-def _begin(connection: sqlite3.Connection) -> int:
-    epoch = _epoch(connection) + 1
-    connection.execute("REPLACE INTO meta VALUES('epoch', ?)", (str(epoch),))
-    return epoch
+def _count(connection: sqlite3.Connection) -> int:
+    number = _transactions(connection) + 1
+    connection.execute("REPLACE INTO meta VALUES('transactions', ?)", (str(number),))
+    return number
 
 
-def _epoch(connection: sqlite3.Connection) -> int:
-    found = connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
-    return int(found[0]) if found else 0
+def _transactions(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'transactions'").fetchone()
+    return int(row[0]) if row else 0
 
 
 def take_over(path: Path, wait_s: float) -> None:

@@ -49,7 +49,7 @@ _SHARDINGS = update("sharding", "process", ["body"])
 
 class SessionWriter:
     """
-    The one writer of a session file: a writer that opened it before can write no more (see `fence`).
+    The one writer of a session file: a writer that claimed it before can write no more (see `fence`).
     `processes` and `taken` hold everything that arrived, also what is not committed yet; `committed` the
     relay watermarks that are on disk.
 
@@ -71,8 +71,8 @@ class SessionWriter:
         self.max_pending_items = MAX_PENDING_ITEMS
         found = identity(path)
         self._connection = connect(path, create=True)
-        self._fence = Fence(self._connection, path, found)
         with SessionFile(path, self._connection) as stored, legible(path):
+            self._fence = Fence(self._connection, path, found)
             self.processes: dict[str, RankProcess] = {
                 process.process_id: process for process in stored.processes()
             }
@@ -281,7 +281,7 @@ class SessionWriter:
     def put(self, files: Mapping[Path, bytes]) -> None:
         """Write files into the session's folder, each whole. Raises OSError, `sqlite3.Error`, `Fenced`."""
         with self._database:
-            write_files(files, self._transaction())
+            write_files(files, self._transaction(changes=False))
 
     def reader(self) -> SessionFile:
         """Return a reader of what is committed, with a connection of its own."""
@@ -325,9 +325,13 @@ class SessionWriter:
                 write(self._connection, statement, rows)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self, changes: bool = True) -> Iterator[None]:
+        """Keep other writers out; `changes`: of the file, else only of files beside it."""
         with transaction(self._connection):
-            self._fence.check()
+            if changes:
+                self._fence.count()
+            else:
+                self._fence.check()
             yield
         self._fence.committed()
 
