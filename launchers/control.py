@@ -9,9 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-from traceml_ray import wire
+from traceml_ray import progress, wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
-from traceml_ray.session import LIVE, Live, holder, read_json
+from traceml_ray.session import LIVE, Live, holder, live_state, read_json, start_text
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.text import listed
 
@@ -19,6 +19,8 @@ _STOPPED = -15
 DUMP_S = 15.0
 """How long a bundle may take: some seconds for the stacks of the ranks."""
 _POLL_S = 0.1
+UP_S = 60.0
+"""How long a monitor that is starting is waited for."""
 
 
 class ControlError(RuntimeError):
@@ -48,9 +50,10 @@ def request(folder: Path, message: wire.Request, limit_s: float) -> None:
     """
     Hand a request to the live session in `folder`; waits for a relay that is busy, or not there yet.
 
-    Raises ControlError when there is none, or it has not answered within `limit_s` seconds.
+    Raises ControlError when there is none, or it has not answered within `limit_s` seconds from when its
+    monitor runs.
     """
-    live, deadline = _live(folder), time.monotonic() + limit_s
+    live, deadline = _running(folder), time.monotonic() + limit_s
     try:
         while not Path(live.socket).exists() and holder(folder) is not None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -72,7 +75,7 @@ def stop(folder: Path) -> None:
 
     Raises ControlError when it is not live, or does not answer.
     """
-    live = _live(folder)
+    live = _running(folder)
     finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED, force=True))
     if finished is None:
         raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
@@ -80,7 +83,14 @@ def stop(folder: Path) -> None:
         raise ControlError(f"session {folder.name!r} could not be written: {finished.detail}")
 
 
-def _live(folder: Path) -> Live:
+def _running(folder: Path, limit_s: float = UP_S) -> Live:
+    """Wait until the monitor of the live session runs. Raises ControlError where it does not in time."""
+    deadline = time.monotonic() + limit_s
+    while (live := live_state(folder)) is not None and (why := start_text(live)):
+        if live.monitor == "failed" or time.monotonic() > deadline:
+            raise ControlError(f"session {folder.name!r}: {why}")
+        progress.advance(why, None)
+        time.sleep(_POLL_S)
     try:
         return read_json(folder / LIVE, Live)
     except (OSError, ValueError):

@@ -32,7 +32,15 @@ from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import HELPER_S, LAUNCHER_S
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.session import Live, SessionError, SessionFolder, SessionHeldError, prepare, write_live
+from traceml_ray.session import (
+    Live,
+    MonitorState,
+    SessionError,
+    SessionFolder,
+    SessionHeldError,
+    prepare,
+    write_live,
+)
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
@@ -118,6 +126,7 @@ class Monitor:
         )
         # Of the launch: Ray may come up long after, or not at all.
         self.info = {"started_at": time.time_ns(), **self.info}
+        self._address = ""
         self._ray: PrivateRay | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._dashboard: DashboardProcess | None = None
@@ -154,13 +163,12 @@ class Monitor:
                 environ, address = self._ray.environ, self._ray.address
                 if self._ray.token is None:
                     _print("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
-            if self._session:
-                live = Live(os.getpid(), str(self.settings.socket), address)
-                write_live(self._session.path, live)
+            self._address = address
+            self._show_state("starting")
             self._let_others_attach(address)
             self._helper = self._start_helper(address, environ)
         except Exception as error:
-            _print(f"no monitor for this run: {error_text(error)}")
+            self._no_monitor("no monitor for this run", error_text(error))
         else:
             self._start_view()
             self._start_dashboard()
@@ -196,6 +204,19 @@ class Monitor:
             os.close(self._lock)
             if self._session is not None:
                 self._session.release()
+
+    def _no_monitor(self, what: str, why: str) -> None:
+        _print(f"{what}: {why}")
+        with contextlib.suppress(OSError):  # a full disk may be the reason
+            self._show_state("failed", why)
+
+    def _show_state(self, monitor: MonitorState, detail: str = "") -> None:
+        """Write how far the monitor is into the session's folder. Raises OSError."""
+        if self._session is None:
+            return
+        began_ns = int(self.info["started_at"] or 0)
+        live = Live(os.getpid(), str(self.settings.socket), self._address, monitor, began_ns, detail)
+        write_live(self._session.path, live)
 
     def _finish_here(
         self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
@@ -326,8 +347,12 @@ class Monitor:
         except msgspec.MsgspecError:
             ended = self._ray.last_line() if self._ray is not None and self._ray.exited() else ""
             reply = HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")
-        if not reply.ok and not self._ended:
-            _print(f"training goes on without a live monitor: {reply.detail}")
+        if self._ended:
+            return
+        if reply.ok:
+            self._show_state("running")
+        else:
+            self._no_monitor("training goes on without a live monitor", reply.detail)
             self._end_ray()
 
     def _end_helper(self) -> None:

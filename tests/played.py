@@ -47,7 +47,7 @@ def look(pages: SessionPages, page: str, **selection: Any) -> dict[str, Any]:
 class PlayedSource:
     """Asks an aggregator in this process; `down` makes it not answer."""
 
-    stored = starting = False
+    stored, starting = False, None
 
     def __init__(self, aggregator: AggregatorCore) -> None:
         self.target = aggregator.folder.name

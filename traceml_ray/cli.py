@@ -105,10 +105,19 @@ def _stored(arguments: argparse.Namespace) -> tuple[Path, Callable[[bytes], byte
     return folder, Answers(folder, settings.thresholds).reply
 
 
+def _live(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the live session that is meant; its monitor may be starting."""
+    return session.find(arguments.session, Settings.load(out=arguments.out).out, starting=True)
+
+
 def status(arguments: argparse.Namespace) -> int:
     """Print the state of a session."""
-    from traceml_ray.reports.status import render_status
+    from traceml_ray.reports.status import render_start, render_status
 
+    folder = _live(arguments)
+    if not (folder / session.DATABASE).exists() and (live := session.live_state(folder)) is not None:
+        print(render_start(folder, live), end="")
+        return 0
     folder, send = _stored(arguments)
     with progress.shown(f"status of {folder.name}"):
         shown = render_status(send, folder, session.holder(folder), time.time_ns())
@@ -159,7 +168,7 @@ def dump(arguments: argparse.Namespace) -> int:
     """Keep the last minutes of every rank of a live session, with the stacks of all ranks, as a bundle."""
     import traceml_ray.launchers.control as control
 
-    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    folder = _live(arguments)
     try:
         print(control.dump(folder))
     except control.ControlError as error:
@@ -175,16 +184,14 @@ def profile(arguments: argparse.Namespace) -> int:
     """
     from traceml_ray.launchers import profile_command
 
-    return profile_command.run(
-        lambda: session.find(arguments.session, Settings.load(out=arguments.out).out), arguments
-    )
+    return profile_command.run(lambda: _live(arguments), arguments)
 
 
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
     import traceml_ray.launchers.control as control
 
-    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    folder = _live(arguments)
     try:
         control.stop(folder)
     except control.ControlError as error:

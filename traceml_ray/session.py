@@ -18,10 +18,11 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.files import read_file, write_file
 from traceml_ray.settings import check_session_name
 
@@ -48,8 +49,15 @@ class SessionHeldError(SessionError):
     """A session that another process holds."""
 
 
+MonitorState = Literal["waiting_for_cpu", "starting", "running", "failed"]
+
+
+class SessionStartingError(SessionError):
+    """A live session that has no file yet, because its monitor is starting (or could not start)."""
+
+
 class Live(msgspec.Struct, frozen=True):
-    """What is in `live.json` of a session folder while its monitor runs. No secret."""
+    """What is in `live.json` of a session folder from its launch to its end. No secret."""
 
     pid: int
     """Of the launcher, or of the aggregator where there is none."""
@@ -57,6 +65,12 @@ class Live(msgspec.Struct, frozen=True):
     """Of the relay on this node: it can be asked to end the session."""
     address: str
     """Of the Ray cluster."""
+    monitor: MonitorState = "running"
+    """State of the monitor. A failed one is not started again; the rows are stored when training ends."""
+    began_ns: int = 0
+    """Time of the launch (ns, wall clock); 0 where a running monitor has written the file."""
+    detail: str = ""
+    """Why it has failed."""
 
 
 @dataclass
@@ -141,17 +155,26 @@ def inherit(path: Path) -> SessionFolder:
     return SessionFolder(path, lock_fd=fd)
 
 
-def find(session: str | Path | None, out: str | Path) -> Path:
+def find(session: str | Path | None, out: str | Path, *, starting: bool = False) -> Path:
     """
     Return the folder of a stored or live session.
 
     `session` is a name under `out`, a session folder, or a `.sqlite` file; None is the newest
-    session under `out`. Raises `SessionError` naming what was looked for and where.
+    session under `out`. With `starting` it may be a live session that has no file yet, because its monitor is
+    starting; without it, that raises `SessionStartingError`. Raises `SessionError` naming what was looked for
+    and where.
     """
     try:
-        return _find(session, out)
+        folder = _find(session, out)
     except OSError as error:  # no name that a file can have
         raise SessionError(f"cannot look for session {str(session)[:80]!r}: {error.strerror}") from error
+    if not starting and not (folder / DATABASE).is_file():
+        live = live_state(folder)
+        why = "" if live is None else f" {start_text(live)}"
+        raise SessionStartingError(
+            f"session {folder.name!r} has no steps yet.{why} Follow it with: traceml-ray top {folder.name}"
+        )
+    return folder
 
 
 def _find(session: str | Path | None, out: str | Path) -> Path:
@@ -161,7 +184,7 @@ def _find(session: str | Path | None, out: str | Path) -> Path:
     if given.is_file() and given.name == DATABASE:
         return given.parent
     for folder in (Path(out) / given, given):
-        if (folder / DATABASE).is_file():
+        if (folder / DATABASE).is_file() or holder(folder) is not None:
             return folder
     if given.exists():
         raise SessionError(f"{given} is not a session: there is no {DATABASE} in it")
@@ -182,6 +205,29 @@ def holder(folder: Path) -> int | None:
         return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
     finally:
         os.close(fd)
+
+
+def live_state(folder: Path) -> Live | None:
+    """Return how far the monitor of the session in `folder` is; None where nobody holds the session."""
+    if (pid := holder(folder)) is None:
+        return None
+    try:
+        return read_json(folder / LIVE, Live)
+    except (OSError, ValueError):  # it is written a moment after the folder is made, before the database
+        known = (folder / DATABASE).exists() or (folder / LIVE).exists()
+        return Live(pid, "", "", "running" if known else "starting")
+
+
+def start_text(live: Live) -> str:
+    """Return why a live session does not answer yet, in sentences; "" where its monitor runs."""
+    waited = f" ({text.age((time.time_ns() - live.began_ns) / 1e9)} so far)" if live.began_ns else ""
+    return {
+        "waiting_for_cpu": f"Training is running. The monitor is waiting for a free CPU core{waited}.",
+        "starting": f"Training is running. The monitor is starting{waited}.",
+        "running": "",
+        "failed": "Training is running without a live monitor; its steps are stored when it ends "
+        f"({live.detail}).",
+    }[live.monitor]
 
 
 def remove(path: Path) -> list[str]:
@@ -231,12 +277,18 @@ def write_live(folder: Path, live: Live) -> None:
     write_file(folder / LIVE, msgspec.json.encode(live))
 
 
+def starting_sessions(out: Path) -> list[Path]:
+    """Return the folders under `out` of live sessions that have no file yet."""
+    locks = [lock for lock in out.glob(f"*/{_LOCK}") if not (lock.parent / DATABASE).exists()]
+    return [lock.parent for lock in locks if holder(lock.parent) is not None]
+
+
 def _sessions(out: Path) -> list[Path]:
-    """Return the session folders under `out`, newest first."""
+    """Return the session folders under `out`, newest first; also those that are starting."""
     found = []
-    for database in out.glob(f"*/{DATABASE}"):
+    for path in [*out.glob(f"*/{DATABASE}"), *(folder / _LOCK for folder in starting_sessions(out))]:
         try:
-            found.append((database.stat().st_mtime_ns, database.parent))
+            found.append((path.stat().st_mtime_ns, path.parent))
         except OSError:
             continue
     return [folder for _, folder in sorted(found, reverse=True)]

@@ -26,6 +26,11 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         return _others(view, route)
     if view["state"] in ("finished", "stored"):
         return html.Div(html.H1("No rank has reported in this session"))
+    if view["state"] == "unwatched":
+        return html.Div(html.H1("No live monitor"))
+    if view["state"] == "starting":
+        hint = html.P("This page updates when the monitor is running.", className="hint")
+        return html.Div([html.H1("The monitor is starting"), hint])
     if view["state"] != "empty":
         hint = html.P("This page fills by itself with the first step.", className="hint")
         return html.Div([html.H1("The run is starting"), hint])

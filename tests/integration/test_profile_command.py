@@ -16,7 +16,7 @@ import pytest
 from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.launchers import control, profile_request
-from traceml_ray.session import DATABASE, Live, prepare, write_live
+from traceml_ray.session import DATABASE, Live, MonitorState, prepare, write_live
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
 
@@ -88,6 +88,40 @@ def test_session_that_is_starting_is_named_where_an_older_one_is_found(session: 
     older.mkdir()
     with pytest.raises(control.ControlError, match=r"'older' is not live: .*; live is 's', which may"):
         control.request(older, wire.Request(wire.VERSION, "me"), 20.0)
+
+
+def test_session_that_is_starting_is_waited_for(session: Path, relay: socket.socket) -> None:
+    def show(monitor: MonitorState) -> None:
+        write_live(session, Live(os.getpid(), str(session.parent / "relay.sock"), "", monitor, 1, "no room"))
+
+    (session / DATABASE).unlink()
+    show("waiting_for_cpu")
+    message, done = wire.Request(wire.VERSION, "me"), threading.Event()
+
+    def ask() -> None:
+        control.request(session, message, 240.0)
+        done.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert not done.wait(0.3)
+    show("running")
+    assert _answer(relay) == message and done.wait(240)
+    asking.join()
+    show("failed")
+    for asks in (lambda: control.request(session, message, 240.0), lambda: control.stop(session)):
+        with pytest.raises(control.ControlError, match=r"'s': .* without a live monitor; .* \(no room\)"):
+            asks()
+
+
+def test_status_of_a_session_that_is_starting(session: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (session / DATABASE).unlink()
+    write_live(session, Live(os.getpid(), "", "", "waiting_for_cpu"))
+    assert main(["status", "s", "--out", str(session.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert f"starting (launcher pid {os.getpid()})" in shown and "waiting for a free CPU core" in shown
+    assert main(["report", "s", "--out", str(session.parent)]) == 2
+    assert "'s' has no steps yet. Training is running. The monitor is waiting" in capsys.readouterr().err
 
 
 def test_profile_that_could_not_be_kept_is_not_waited_for(

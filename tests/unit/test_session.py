@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray.session import SessionError, find, holder, prepare
+from traceml_ray.session import (
+    Live,
+    SessionError,
+    SessionStartingError,
+    find,
+    holder,
+    live_state,
+    prepare,
+    start_text,
+    write_live,
+)
 from traceml_ray.settings import SettingError
 from traceml_ray.store.schema import connect
 
@@ -100,3 +110,22 @@ def test_find_error_names_what_was_searched(tmp_path: Path) -> None:
         find("b", tmp_path)
     with pytest.raises(SessionError, match="is not a session"):
         find(tmp_path, tmp_path)
+
+
+def test_session_that_is_starting_is_found_by_who_can_wait_and_named_to_others(tmp_path: Path) -> None:
+    older = _finished(tmp_path, "older")
+    os.utime(older / "session.sqlite", (1, 1))
+    folder = prepare(tmp_path, "new")
+    state = live_state(folder.path)
+    assert state == Live(os.getpid(), "", "", "starting") and "The monitor is starting." in start_text(state)
+    write_live(folder.path, Live(os.getpid(), "", "", "waiting_for_cpu"))
+    for named in ("new", str(folder.path), None):
+        assert find(named, tmp_path, starting=True) == folder.path
+        with pytest.raises(SessionStartingError, match=r"'new' has no steps yet\. .* waiting for a free CPU"):
+            find(named, tmp_path)
+    assert find("older", tmp_path) == older
+    folder.release()
+    assert live_state(folder.path) is None
+    assert find(None, tmp_path) == older
+    with pytest.raises(SessionError, match="is not a session"):
+        find(folder.path, tmp_path)

@@ -107,7 +107,7 @@ def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
     header = look(pages, "header")
     assert (header["state"], header["state_text"]) == (
         "starting",
-        "The run is starting: waiting for its aggregator.",
+        "Training is running. Its aggregator does not answer yet.",
     )
     alive.set()
     pages.poll()
@@ -120,6 +120,28 @@ def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
     played.end()
     held.release()
     assert pages.poll() and look(pages, "header")["state"] == "stored"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "state", "sentence"),
+    [
+        ("waiting_for_cpu", "starting", "waiting for a free CPU core (12 s so far)"),
+        ("starting", "starting", "The monitor is starting (12 s so far)"),
+        ("failed", "unwatched", "without a live monitor; its steps are stored when it ends (no room)"),
+    ],
+)
+def test_session_without_a_file_says_how_far_its_monitor_is(
+    tmp_path: Path, monitor: session.MonitorState, state: str, sentence: str
+) -> None:
+    held = session.prepare(tmp_path, "demo")
+    write_live(held.path, Live(1, "", NOWHERE, monitor, time.time_ns() - 12_000_000_000, "no room"))
+    for target in ("demo", str(held.path), None):
+        pages = SessionPages(open_source(target, str(tmp_path), None))
+        pages.poll()
+        header = look(pages, "header")
+        assert header["state"] == state
+        assert header["state_text"].startswith("Training is running") and sentence in header["state_text"]
+    held.release()
 
 
 def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

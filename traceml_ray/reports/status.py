@@ -10,6 +10,7 @@ from traceml_ray import text
 from traceml_ray.reports.contents import ledger_facts, runs_table
 from traceml_ray.reports.layout import Columns, facts, laid_out, page, table
 from traceml_ray.results import NodeInfo
+from traceml_ray.session import Live, start_text
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
@@ -42,6 +43,12 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
     return page(parts)
+
+
+def render_start(folder: Path, live: Live) -> str:
+    """Return the status of a live session that has no file yet."""
+    state = "starting" if live.monitor != "failed" else "no live monitor"
+    return page([[f"{folder}: {state} (launcher pid {live.pid})"], [start_text(live)]])
 
 
 def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from traceml_ray.monitor.proc_inspect import state
+from traceml_ray.monitor import proc_inspect
 from traceml_ray.settings import Settings
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource
@@ -35,7 +35,7 @@ _WHOLE_S = 15.0
 """All of it is sent anew so often: the job may have cleared the terminal."""
 _BLOCKED = 20
 """A terminal that takes long to take a frame is left alone for so many times as long."""
-_NOT_YET = "empty", "starting"
+_NOT_YET = "empty", "starting", "unwatched"
 _STOPPED = "stopped (SIGSTOP)"
 
 
@@ -79,7 +79,7 @@ def _show(feed: Feed, under: Beneath, wake: int) -> None:
         if not under.resized and (now < free_at or not (new or now >= whole_at)):
             continue
         new, free_at = False, now + _INTERVAL_S
-        if state(job) == _STOPPED:  # by Ctrl-Z: the terminal is the shell's
+        if proc_inspect.state(job) == _STOPPED:  # by Ctrl-Z: the terminal is the shell's
             under.leave()
             continue
         whole = now >= whole_at
@@ -95,7 +95,10 @@ def _draw(feed: Feed, under: Beneath, whole: bool) -> int:
         return 0
     found, (width, height) = feed.newest, room
     if found is None or found.state in _NOT_YET:
-        lines = [fit("traceml-ray: waiting for the ranks …", width)]
+        state = (
+            found.state_text if found is not None and found.state != "empty" else "waiting for the ranks …"
+        )
+        lines = [fit(f"traceml-ray: {state}", width)]
     else:
         lines = panel(found, feed.choice, width, height, "")
     return under.draw(lines, whole=whole)

@@ -19,7 +19,16 @@ from traceml_ray.attachment import Attachment
 from traceml_ray.ray.connection import attach
 from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.reports.answers import Answers
-from traceml_ray.session import LIVE, Live, SessionError, find, holder, read_json
+from traceml_ray.session import (
+    LIVE,
+    Live,
+    SessionError,
+    SessionStartingError,
+    find,
+    holder,
+    live_state,
+    read_json,
+)
 from traceml_ray.settings import Settings
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.schema import SessionFileError
@@ -52,7 +61,7 @@ def open_source(session: str | None, out: str, ray_address: str | None, *, file:
     around = os.environ.get("TRACEML_RAY_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not ray_address:
         try:
-            folder = (_begun(None, out) if session is None else None) or find(session, out)
+            folder = (_begun(None, out) if session is None else None) or find(session, out, starting=True)
             around = around if session is None and holder(folder) is None else None
         except SessionError:
             if session is not None and (os.sep in session or Path(session).exists()):
@@ -74,7 +83,7 @@ class StoredSource(Answers):
         except SessionFileError as error:
             raise SourceError(str(error)) from error
 
-    starting = False
+    starting = None
 
     @property
     def stored(self) -> bool:
@@ -85,7 +94,7 @@ class StoredSource(Answers):
 class LiveSource:
     """Asks the aggregator of `session` on the cluster that `where` says; it may come and go."""
 
-    stored = starting = False
+    stored, starting = False, None
 
     def __init__(self, session: str, where: Attachment, out: str) -> None:
         self.target, self.out = session, out
@@ -159,10 +168,10 @@ class LocalSource:
         return self._now is not None and self._now.stored
 
     @property
-    def starting(self) -> bool:
-        """Whether it runs; asked before there is an answer."""
+    def starting(self) -> Live | None:
+        """The state of the monitor of a live session, which may not answer yet; None where none is live."""
         folder = self._folder or _begun(self._session, self.out)
-        return folder is not None and holder(folder) is not None
+        return None if folder is None else live_state(folder)
 
     def reply(self, message: bytes) -> bytes:
         """Have a question answered. Raises `SourceError`."""
@@ -187,6 +196,8 @@ class LocalSource:
         try:
             runs = _begun(None, self.out) if self._session is None else None  # maybe without a file so far
             self._folder = folder = find(runs or self._session, self.out)
+        except SessionStartingError as error:
+            raise SourceError(str(error)) from error
         except SessionError as error:
             raise SourceError(f"{error}. {START}") from error
         self.target = folder.name
@@ -206,8 +217,8 @@ def _begun(session: str | None, out: str) -> Path | None:
 Source = StoredSource | LiveSource | LocalSource
 """
 A session that can be asked (`reply`, see `store.query`; any thread may), and let go of (`close`). `target` is
-what a person calls it, `out` where past sessions are, `stored` whether it is over, `starting` whether it runs
-but may not answer yet.
+what a person calls it, `out` where past sessions are, `stored` whether it is over, `starting` how far
+the monitor of one that runs and may not answer yet is.
 """
 
 

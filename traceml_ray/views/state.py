@@ -11,21 +11,29 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import since
 from traceml_ray.reports.severity import tone_of as tone_of
 from traceml_ray.reports.summary import moment
+from traceml_ray.session import start_text
 
 from .run_state import RunState
 from .session_poll import SessionPoll
 from .values import age_s
 
-BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
+BADGES = {
+    "empty": "no session",
+    "stored": "stored file",
+    "missing": "not found",
+    "waiting": "starting",
+    "unwatched": "no live monitor",
+}
 RUNNING = ("live", "stale", "waiting", "ending")
 OVER = ("stored", "finished")
 """In which nothing changes any more."""
 
 
 def state_of(cache: SessionPoll, run: RunState | None) -> str:
-    """Return the state in one word: empty, starting, waiting, live, stale, ending, finished or stored."""
+    """Return empty, starting, unwatched, waiting, live, stale, ending, finished or stored."""
     if not cache.status:
-        return "starting" if cache.source.starting else "empty"
+        live = cache.source.starting
+        return "empty" if live is None else "unwatched" if live.monitor == "failed" else "starting"
     if cache.source.stored:
         return "stored"
     if cache.status.get("status", "running") != "running":
@@ -39,8 +47,9 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
 
 def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     """Return the state in one sentence, and what to do."""
-    if state == "starting":
-        return "The run is starting: waiting for its aggregator."
+    if state in ("starting", "unwatched"):
+        live = cache.source.starting
+        return (live and start_text(live)) or "Training is running. Its aggregator does not answer yet."
     if state == "empty":
         return cache.trouble or "Searching for the session."
     if state == "stale":
