@@ -5,9 +5,8 @@ For one node: loopback only, with a token of its own. For a job of several nodes
 head that the others can reach, and each of the others a raylet that joins it; their token is the one
 that every node has been given. A token is never in arguments, nor put into a rank's environment.
 Everything on disk is in one private folder, which is also HOME, so that `~/.ray` is not written.
-As a program (`python -m traceml_ray.launchers.cluster PARENT WAIT_S HEAD RANK ARGS…`) it is `ray ARGS…`,
-which ends with everything it started when process PARENT dies; it waits for an idle core first, WAIT_S at
-most, and with a HEAD for that.
+As a program (`python -m traceml_ray.launchers.cluster PARENT HEAD RANK ARGS…`) it is `ray ARGS…`, which ends
+with everything it started when process PARENT dies; with a HEAD it waits for that first.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from .lean_ray import leave_out_agents, take_temp_dir
 
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
-START_WAIT_S = 10.0
-"""How long Ray's start, 2 s of a core, is put off on a machine that is busy: a short job ends before it."""
 _IDLE_S, _IDLE_WINDOWS = 0.5, 4
 """Seconds over which the cores are measured, and how often in a row one has to be idle."""
 JOIN_S = 300.0
@@ -54,17 +51,13 @@ class PrivateRay:
         environ: the user's environment.
         head: host:port of the head of a job of several nodes; "" where there is one.
         rank: of this node; the first (0) is the head, the others join it.
-        nice: how much lower than this process's its priority is, 0 … 19; with 0 it does not wait either.
 
     Raises OSError when the head's host cannot be resolved.
     """
 
-    def __init__(
-        self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0, nice: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0) -> None:
         self._joins = head if rank else ""
         self._rank = rank
-        self._nice = nice
         self._host = "127.0.0.1" if not head else own_address(head, rank) if not rank else ""
         self.address = head if rank else f"{self._host}:{head.rpartition(':')[2] or free_port()}"
         self.log = folder / "ray.log"
@@ -88,11 +81,10 @@ class PrivateRay:
 
     def start(self) -> None:
         """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
-        wait_s = str(START_WAIT_S if self._nice else 0.0)
         port = self.address.rpartition(":")[2]
         head = ["--head", f"--port={port}", f"--node-ip-address={self._host}", "--include-dashboard=false"]
         command = [
-            *(sys.executable, "-m", __name__, str(os.getpid()), wait_s, self._joins, str(self._rank)),
+            *(sys.executable, "-m", __name__, str(os.getpid()), self._joins, str(self._rank)),
             *("start", "--block", f"--temp-dir={self.folder}", *([] if self._joins else head)),
             *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0"),
             *("--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false", "--no-monitor"),
@@ -108,7 +100,11 @@ class PrivateRay:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        yield_cores(self._process.pid, self._nice)
+
+    def yield_cores(self, nice: int) -> None:
+        """Lower the priority of all of it that runs, and of all that it will start."""
+        if (process := self._process) is not None:
+            yield_cores(process.pid, nice)
 
     def exited(self) -> bool:
         """Whether it has ended by itself."""
@@ -134,7 +130,11 @@ class PrivateRay:
 
 
 def members(session: int) -> list[psutil.Process]:
-    """Return the living processes of a session. Ray's workers have process groups of their own."""
+    """
+    Return the living processes of a session, oldest first. Ray's workers have process groups of their own.
+
+    Raises OSError where processes cannot be listed: without `/proc`.
+    """
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError):
@@ -146,8 +146,19 @@ def members(session: int) -> list[psutil.Process]:
 
 
 def kill_session(session: int, timeout: float) -> None:
-    """Kill every process of a session but this one; returns when they are gone, or after `timeout` s."""
+    """
+    Kill every process of a session but this one; returns when they are gone, or after `timeout` s.
+
+    Where processes cannot be listed, kill the process group of its leader: what Ray has started ends with it.
+    """
     deadline = time.monotonic() + timeout
+    try:
+        psutil.pids()
+    except (psutil.Error, OSError):
+        with contextlib.suppress(OSError):
+            if session != os.getpid():
+                os.killpg(session, signal.SIGKILL)
+        return
     while time.monotonic() < deadline:
         others = [process for process in members(session) if process.pid != os.getpid()]
         if not others:
@@ -182,30 +193,48 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def yield_cores(session: int, nice: int) -> None:
     """
-    Lower the priority of a session's leader, just started, and of all that it will start.
+    Lower the priority of all threads of a session, and of all that they will start.
 
-    Linux may share cores out by session first (autogroup); a process's own priority then counts only
+    Linux may share cores out by session first (autogroup); a thread's own priority then counts only
     within its session, so both are set.
     """
     if not nice:
         return
-    with contextlib.suppress(OSError, psutil.Error):
-        psutil.Process(session).ionice(psutil.IOPRIO_CLASS_IDLE)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, session, nice)
+    for _ in range(2):  # again: a thread may have started another one before it was reached
+        for process in _members_or_leader(session):
+            for thread in _threads(process):
+                with contextlib.suppress(OSError, psutil.Error):
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
+                    psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_IDLE)
     with contextlib.suppress(OSError):  # not every kernel has it
         Path(f"/proc/{session}/autogroup").write_text(str(nice))
 
 
+def _members_or_leader(session: int) -> list[psutil.Process]:
+    with contextlib.suppress(OSError, psutil.Error):
+        return members(session) or [psutil.Process(session)]
+    return []
+
+
+def _threads(process: psutil.Process) -> list[int]:
+    with contextlib.suppress(OSError, psutil.Error):
+        return [thread.id for thread in process.threads()]
+    return [process.pid]
+
+
 def wait_for_idle_core(
-    most_s: float, cpu_pct: Callable[[float], float], cores: int, clock: Callable[[], float] = time.monotonic
+    most_s: float,
+    cpu_pct: Callable[[float], float],
+    cores: int,
+    over: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """
-    Return when a core has been idle for 2 s, or after `most_s`; `cpu_pct` measures for so many
-    seconds how busy all `cores` are.
+    Return when a core has been idle for 2 s, after `most_s`, or when it is `over`; `cpu_pct` measures for so
+    many seconds how busy all `cores` are.
     """
     until, idle = clock() + most_s, 0
-    while clock() < until and idle < _IDLE_WINDOWS:
+    while clock() < until and idle < _IDLE_WINDOWS and not over():
         idle = idle + 1 if (1 - cpu_pct(_IDLE_S) / 100) * cores >= 1 else 0
 
 
@@ -225,9 +254,8 @@ def _orphaned(_number: int, _frame: object) -> None:
 def main() -> None:
     """Be `ray`, with a parent to die with."""
     signal.signal(signal.SIGUSR1, _orphaned)
-    parent, wait_s, head, rank, *arguments = sys.argv[1:]
+    parent, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)
-    wait_for_idle_core(float(wait_s), psutil.cpu_percent, psutil.cpu_count() or 1)
     if head:
         address, own = reach(head, JOIN_S)
         arguments += [f"--address={address}", f"--node-ip-address={own_address(address, int(rank), own)}"]

@@ -27,6 +27,7 @@ from traceml_ray.ray.connection import join
 from traceml_ray.text import one_line
 
 from .arguments import RAY_PORT, check_floors, command_text, dashboard_of, settings_of, unmarked
+from .guard import at_the_end
 from .monitor import Monitor, monitor_of
 from .nodes import Nodes, UsageError, head_host
 from .signals import Forwarder
@@ -105,7 +106,8 @@ def _run(words: Sequence[str], monitor: Monitor) -> int:
         monitor.start()
         code = process.wait()
     finally:
-        signals.close()
+        with at_the_end("signals may not do what they did before"):
+            signals.close()
         monitor.finish(code, [])
     return code
 

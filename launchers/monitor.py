@@ -12,10 +12,7 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +27,7 @@ from traceml_ray.attachment import Attachment
 from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
-from traceml_ray.monitor.finish import HELPER_S, LAUNCHER_S
+from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.session import (
     Live,
@@ -44,15 +41,19 @@ from traceml_ray.session import (
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
+from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .dashboard import DashboardProcess
-from .helper import HelperReply, HelperRequest
+from .guard import at_the_end, guarded, say
+from .helper import HelperRequest
 from .live import LiveView, terminal
 from .nodes import Nodes
 
 ATTACH_S = 30.0
-"""How long a running cluster may take to answer. Our own Ray has longer: its priority is low."""
+"""How long a running cluster may take to answer. Our own Ray has longer: it has to start."""
+_NO_MONITOR = "no monitor for this run"
+_RAY_IS_LEFT = "Ray of the monitor may still run"
 
 
 def monitor_of(
@@ -78,7 +79,7 @@ def monitor_of(
     except SessionHeldError as error:
         if settings.session or not nodes.several:
             raise
-        _print(f"no monitor for this run: {error}")
+        say(f"no monitor for this run: {error}")
         return None
 
 
@@ -128,10 +129,9 @@ class Monitor:
         self.info = {"started_at": time.time_ns(), **self.info}
         self._address = ""
         self._ray: PrivateRay | None = None
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._bring_up: BringUp | None = None
         self._dashboard: DashboardProcess | None = None
         self._view: LiveView | None = None
-        self._ended = False
 
     def rank_environment(self) -> dict[str, str]:
         """Return what ranks have in their environment beyond the user's."""
@@ -149,66 +149,82 @@ class Monitor:
                     session.moved.rename(session.path)
 
     def start(self) -> None:
-        """Bring everything up in the background; call it on the main thread, which they die with."""
+        """Bring everything up in the background. When that fails, training goes on without a monitor."""
         try:
-            if self._session and self._session.moved is not None:
-                _print(f"an older session {self._name!r} is now {self._session.moved}")
-            settings = self.settings
-            environ, address = self.environ, settings.ray_address
-            if address is None:
-                self._ray = PrivateRay(
-                    self._runtime, self.environ, self.nodes.head, self.nodes.rank, settings.nice
-                )
-                self._ray.start()
-                environ, address = self._ray.environ, self._ray.address
-                if self._ray.token is None:
-                    _print("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
-            self._address = address
-            self._show_state("starting")
-            self._let_others_attach(address)
-            self._helper = self._start_helper(address, environ)
+            self._start()
         except Exception as error:
-            self._no_monitor("no monitor for this run", error_text(error))
-        else:
+            say(f"{_NO_MONITOR}: {error_text(error)}")
+            with contextlib.suppress(OSError):  # a full disk may be the reason
+                self._show_state("failed", error_text(error))
+            return
+        with guarded("no live view"):
             self._start_view()
+        with guarded("no dashboard"):
             self._start_dashboard()
 
+    def _start(self) -> None:
+        if self._session and self._session.moved is not None:
+            say(f"an older session {self._name!r} is now {self._session.moved}")
+        environ, address = self.environ, self.settings.ray_address
+        if address is None:
+            self._ray = PrivateRay(self._runtime, self.environ, self.nodes.head, self.nodes.rank)
+            environ, address = self._ray.environ, self._ray.address
+            if self._ray.token is None:
+                say("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
+        self._address = address
+        self._show_state("starting")
+        self._let_others_attach(address)
+        self._bring_up = BringUp(
+            self._ray, self._request(address), environ, self._runtime, self.settings.nice, self._show_state
+        )
+        self._bring_up.begin()
+
     def finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
-        """End the session, have its files written, print the verdict, and leave nothing behind."""
-        self._ended = True
-        left_behind = False
-        deadline = time.monotonic() + LAUNCHER_S
+        """End the session: write its files, print the verdict, leave nothing behind. Never raises."""
+        with at_the_end(self._unfinished):
+            self._finish(exit_code, failures)
+
+    def _finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
+        """Do every part of the end, whatever goes wrong in another one."""
+        deadline, unfinished = time.monotonic() + LAUNCHER_S, self._unfinished
+        finished, left_behind = None, self._session is None
         if self._view is not None:
-            self._view.end()
+            with at_the_end("the live view could not be ended"):
+                self._view.end()
         if self._dashboard is not None:
-            self._dashboard.end()
-        try:
-            message = wire.Finish(
-                wire.VERSION, exit_code, failures, stop=self.nodes.first, nodes=self.nodes.count
-            )
+            with at_the_end("the dashboard could not be ended"):
+                self._dashboard.end()
+        message = wire.Finish(
+            wire.VERSION, exit_code, failures, stop=self.nodes.first, nodes=self.nodes.count
+        )
+        with at_the_end("the monitor could not be asked to finish"):
             self._end_helper()
             finished = ask_finish(Path(str(self.settings.socket)), message, deadline - time.monotonic())
+        with at_the_end(_RAY_IS_LEFT):
             self._end_ray()
+        with at_the_end(unfinished):
             if self._session is None:
                 left_behind = self._report_elsewhere(finished)
             else:
                 self._finish_here(self._session, message, finished)
-        except Exception as error:
-            _print(f"session {self._name!r} could not be finished: {error_text(error)}")
-        finally:
-            if self._dashboard is not None:
+        if self._dashboard is not None:
+            with at_the_end("the dashboard could not be ended"):
                 self._dashboard.kill()
                 self._say_how_to_look_again(self._dashboard)
-            self._end_ray()
+        with at_the_end(f"{self._runtime} could not be removed"):
             self._clear(left_behind)
+        with at_the_end(unfinished):
+            if self._bring_up is not None:
+                self._bring_up.close()
+        with at_the_end(unfinished):
             os.close(self._lock)
+        with at_the_end(unfinished):
             if self._session is not None:
                 self._session.release()
 
-    def _no_monitor(self, what: str, why: str) -> None:
-        _print(f"{what}: {why}")
-        with contextlib.suppress(OSError):  # a full disk may be the reason
-            self._show_state("failed", why)
+    @property
+    def _unfinished(self) -> str:
+        return f"session {self._name!r} could not be finished"
 
     def _show_state(self, monitor: MonitorState, detail: str = "") -> None:
         """Write how far the monitor is into the session's folder. Raises OSError."""
@@ -226,7 +242,7 @@ class Monitor:
         elif finished.waiting:
             late, count = finished.waiting, self.nodes.count
             again = "" if self._ray is not None else ": they are written again when all have"
-            _print(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
+            say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
         shutil.rmtree(self._spool, ignore_errors=True)
         _report(session)
 
@@ -235,9 +251,9 @@ class Monitor:
         left = len({path.name.partition(".")[0] for path in self._spool.glob(f"*{SUFFIX}")})
         if left:
             why = f" ({finished.detail})" if finished is not None and finished.detail else ""
-            _print(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
+            say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
         host = self.nodes.host or "the first node"
-        _print(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
+        say(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
         return left > 0
 
     def _clear(self, left_behind: bool) -> None:
@@ -257,35 +273,29 @@ class Monitor:
         if fd is None:
             return
         if self._session is None:
-            _print(f"the live view is on {self.nodes.host or 'the first node'}")
+            say(f"the live view is on {self.nodes.host or 'the first node'}")
             return
         environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
-        try:
-            self._view = LiveView(self._session.path, fd, environ)
-            yield_cores(self._view.pid, self.settings.nice)
-        except OSError as error:
-            _print(f"no live view: {error}")
+        self._view = LiveView(self._session.path, fd, environ)
+        yield_cores(self._view.pid, self.settings.nice)
 
     def _start_dashboard(self) -> None:
         """Start the dashboard; nothing of the run waits for that."""
         if self.dashboard is None:
             return
         if self._session is None:
-            _print(f"the dashboard is on {self.nodes.host or 'the first node'}")
+            say(f"the dashboard is on {self.nodes.host or 'the first node'}")
             return
-        try:
-            environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
-            out = str(self._session.path.parent)
-            self._dashboard = DashboardProcess(self._name, environ, _print, out=out, **self.dashboard)
-        except OSError as error:
-            _print(f"no dashboard: {error}")
+        environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
+        out = str(self._session.path.parent)
+        self._dashboard = DashboardProcess(self._name, environ, say, out=out, **self.dashboard)
 
     def _say_how_to_look_again(self, dashboard: DashboardProcess) -> None:
         """Print the command that opens the session in a browser, and whether its dashboard stays."""
         if dashboard.lingers:
-            _print(f"dashboard: {dashboard.url} stays while a browser watches")
+            say(f"dashboard: {dashboard.url} stays while a browser watches")
         if dashboard.url and self._session is not None:
-            _print(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
+            say(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
 
     def _let_others_attach(self, address: str) -> None:
         """Write what ranks and views need to attach; so the token is in no environment."""
@@ -299,17 +309,16 @@ class Monitor:
             found = Attachment(address, str(self._ray.folder), environ)
         write_file(self._runtime / ATTACHMENT, msgspec.json.encode(found))
 
-    def _start_helper(self, address: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        settings = self.settings
+    def _request(self, address: str) -> HelperRequest:
         actors = ActorConfig(
             session=self._name,
             folder=str(self._session.path) if self._session else "",
-            socket=str(settings.socket),
+            socket=str(self.settings.socket),
             spool=str(self._spool),
-            settings=settings,
+            settings=self.settings,
             info=self.info,
         )
-        request = HelperRequest(
+        return HelperRequest(
             os.getpid(),
             address,
             actors,
@@ -317,53 +326,10 @@ class Monitor:
             temp_dir=str(self._ray.folder) if self._ray is not None else "",
             first=self.nodes.first,
         )
-        helper = subprocess.Popen(
-            [sys.executable, "-m", "traceml_ray.launchers.helper"],
-            cwd=self._runtime,  # the user's folder may hold files named like modules that Ray imports
-            env=dict(environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        yield_cores(helper.pid, settings.nice)
-        watch = threading.Thread(target=self._watch, args=(helper, msgspec.json.encode(request)), daemon=True)
-        watch.start()
-        return helper
-
-    def _watch(self, helper: subprocess.Popen[bytes], request: bytes) -> None:
-        """Print once if there will be no monitor."""
-        to_send: bytes | None = request
-        while True:
-            try:
-                answer, _ = helper.communicate(to_send, timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                to_send = None
-            if self._ray is not None and self._ray.exited():
-                helper.kill()
-        try:
-            reply = msgspec.json.decode(answer, type=HelperReply)
-        except msgspec.MsgspecError:
-            ended = self._ray.last_line() if self._ray is not None and self._ray.exited() else ""
-            reply = HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")
-        if self._ended:
-            return
-        if reply.ok:
-            self._show_state("running")
-        else:
-            self._no_monitor("training goes on without a live monitor", reply.detail)
-            self._end_ray()
 
     def _end_helper(self) -> None:
-        """End the helper; on a cluster that stays, after a while, or actors half made would stay, too."""
-        if self._helper is None:
-            return
-        if self._ray is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._helper.wait(HELPER_S)
-        self._helper.kill()
-        self._helper.wait()
+        if self._bring_up is not None:
+            self._bring_up.end()
 
     def _end_ray(self) -> None:
         if self._ray is not None:
@@ -376,24 +342,19 @@ class Monitor:
 
         why = finished.detail if finished is not None else ""
         if why:
-            _print(f"finishing the session without its aggregator: {why}")
+            say(f"finishing the session without its aggregator: {why}")
         aside = finish_offline(session.path, self.settings, message, self._spool, self.info, why)
         if aside is not None:
-            _print(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
+            say(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
 
 
 def _report(session: SessionFolder) -> None:
     """Print the verdict of the summary, and where the files are."""
     verdict = json.loads(session.summary_json.read_bytes())["verdict"]
-    _print(f"{verdict['label']}: {verdict['why']}")
+    say(f"{verdict['label']}: {verdict['why']}")
     if verdict["next"]:
-        _print(f"next: {verdict['next']}")
-    _print(f"files: {session.path}")
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-        print(f"traceml-ray: {text}", file=sys.stderr, flush=True)
+        say(f"next: {verdict['next']}")
+    say(f"files: {session.path}")
 
 
 def _private_folder() -> tuple[Path, int]:

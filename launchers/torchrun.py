@@ -29,12 +29,16 @@ from traceml_ray.text import one_line
 
 from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
 from .cluster import free_port
+from .guard import at_the_end
 from .monitor import Monitor, monitor_of
 from .nodes import Nodes, NotGiven, UsageError
 from .nodes import read as read_nodes
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Signals that torchrun handles, even where they are ignored."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "mpirun", "mpiexec", "srun", "horovodrun", "composer")
 """Commands that start ranks."""
 
@@ -60,16 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @record
 def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
-    code, failures = 1, []
+    code, failures = 1, list[wire.RankFailure]()
     try:
         if monitor is not None:
-            signal.signal(signal.SIGTERM, _interrupt)  # until torchrun has its own handlers
+            _take_signals()
             monitor.start()
             os.environ.update(monitor.rank_environment())
         torch_run.run(args)  # type: ignore[no-untyped-call]
         code = 0
+    except _EndedEarly as error:
+        code = -error.number
+        raise SignalException(f"got signal {error.number}", signal.Signals(error.number)) from None
     except ChildFailedError as error:
-        failures = _failures(error)
+        with at_the_end("the failures of ranks are not in the session"):
+            failures = _failures(error)
         raise
     except SignalException as error:
         code = -int(error.sigval)
@@ -82,8 +90,25 @@ def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
             monitor.finish(code, failures)
 
 
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
+class _EndedEarly(BaseException):
+    """A signal that came before torchrun had its own handlers."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _take_signals() -> None:
+    """Have signals that end the job do it in an orderly way; one that is ignored (nohup) stays ignored."""
+    for number in _ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_early)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        handled = os.environ.get(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+        os.environ[_HANDLED] = ",".join(name for name in handled if name.strip() != "SIGHUP")
+
+
+def _end_early(number: int, _frame: object) -> NoReturn:
+    raise _EndedEarly(number)
 
 
 def _monitor(args: argparse.Namespace) -> Monitor | None:

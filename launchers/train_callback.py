@@ -50,7 +50,7 @@ def _hook(result: Callable[[], object] = lambda: None) -> Callable[[Callable[...
             try:
                 if self._watching:
                     return method(self, *args, **kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # an exit of a library would end the run, too
                 self._failed(method.__name__, error)
             return result()
 
@@ -136,7 +136,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             config = self._config or msgspec.json.encode(_config(self._settings))
             kept = ("_id", "_watching", "_attempt", "_nnodes")
             state = {"_config": config, **{name: getattr(self, name) for name in kept}}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed("__reduce__", error)
         return _unpickled, (state,)
 
@@ -146,7 +146,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         made.__dict__.update({"_id": "", "_errors": Errors(), **state})
         return made
 
-    def _failed(self, place: str, error: Exception) -> None:
+    def _failed(self, place: str, error: BaseException) -> None:
         try:
             if not self._errors:
                 _log.warning("Ray Train's %s: %s", place, error_text(error))

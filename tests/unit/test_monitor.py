@@ -1,14 +1,28 @@
 """The monitor beside a launch, where its Ray is not needed."""
 
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from traceml_ray.launchers import command, live, torchrun
+from traceml_ray.launchers import monitor as monitors
+from traceml_ray.launchers.bring_up import BringUp
+from traceml_ray.launchers.cluster import PrivateRay
+from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.monitor import Monitor, monitor_of
 from traceml_ray.launchers.nodes import Nodes
-from traceml_ray.session import SessionError, prepare
+from traceml_ray.launchers.signals import Forwarder
+from traceml_ray.monitor import offline
+from traceml_ray.session import SessionError, SessionFolder, holder, prepare
 from traceml_ray.settings import Settings
 
 
@@ -35,3 +49,108 @@ def test_running_session_of_the_same_job_name_does_not_prevent_training(
     made = monitor_of(settings, {}, {}, nodes)
     assert made is not None
     made.discard()
+
+
+OF_THE_END = {
+    "the live view": (live.LiveView, "end"),
+    "the dashboard": (DashboardProcess, "end"),
+    "the dashboard, at last": (DashboardProcess, "kill"),
+    "the helper": (BringUp, "end"),
+    "the relay": (monitors, "ask_finish"),
+    "Ray": (PrivateRay, "stop"),
+    "processes, without /proc": (psutil, "pids"),
+    "the files": (offline, "finish_offline"),
+    "the verdict": (monitors, "_report"),
+    "the folder": (Monitor, "_clear"),
+    "the thread": (BringUp, "close"),
+    "the session": (SessionFolder, "release"),
+    "the end": (Monitor, "_finish"),
+}
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
+    """Return a monitor with all parts; each of its processes is one that ends when its stdin is closed."""
+    monkeypatch.setattr(BringUp, "begin", lambda _self: None)
+    monkeypatch.setattr(monitors, "terminal", lambda: os.open(os.devnull, os.O_WRONLY))
+    settings = Settings(out=str(tmp_path), session="s", nice=0)
+    made = Monitor(settings, {}, {**os.environ}, Nodes(), {"port": "0", "linger": "0"}, live=True)
+    popen = subprocess.Popen
+    with monkeypatch.context() as stand_in:
+        stand_in.setattr(subprocess, "Popen", lambda _command, **options: popen(["cat"], **options))
+        made.start()
+    assert made._ray is not None
+    made._ray._process = ray = popen(["sleep", "600"], start_new_session=True)
+    yield made
+    ray.kill()
+    ray.wait(240)
+
+
+def harm(monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException) -> None:
+    """Have a part of the end raise, once it has done what it does: nothing of this test is left."""
+    where, name = OF_THE_END[part]
+    does = getattr(where, name)
+
+    def fails(*args: Any, **keywords: Any) -> None:
+        if part != "processes, without /proc":
+            does(*args, **keywords)
+        raise error
+
+    monkeypatch.setattr(where, name, fails)
+
+
+@pytest.mark.parametrize(
+    ("part", "error"), [*((part, KeyboardInterrupt()) for part in OF_THE_END), ("the relay", SystemExit(7))]
+)
+def test_nothing_in_the_end_changes_how_the_job_ends(
+    started: Monitor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    part: str,
+    error: BaseException,
+) -> None:
+    harm(monkeypatch, part, OSError("no room") if part == "processes, without /proc" else error)
+    monkeypatch.setattr(torch_run, "run", lambda _args: print("trained"))
+    torchrun._train(torchrun._parse([__file__]), started)
+    out, err = capfd.readouterr()
+    assert out == "trained\n" and "Traceback" not in err
+    failures = [line for line in err.splitlines() if "SystemExit: 7" in line or "interrupted" in line]
+    assert len(failures) == (part != "processes, without /proc"), err
+    assert json.loads((tmp_path / "s" / "summary.json").read_bytes())["session"]["status"] == "finished"
+    assert holder(tmp_path / "s") is None
+
+
+def test_failures_that_cannot_be_told_are_still_those_of_torchrun(
+    started: Monitor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 3, "")})
+
+    def fails(*_: Any) -> None:
+        raise failed
+
+    def exits(*_: Any) -> None:
+        raise SystemExit(7)
+
+    monkeypatch.setattr(torch_run, "run", fails)
+    monkeypatch.setattr(torchrun, "_failures", exits)
+    with pytest.raises(ChildFailedError) as raised:
+        torchrun._train(torchrun._parse([__file__]), started)
+    assert raised.value is failed
+    assert "the failures of ranks are not in the session: SystemExit: 7" in capsys.readouterr().err
+
+
+def test_command_has_its_exit_code_whatever_happens_to_our_end(
+    started: Monitor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm(monkeypatch, "the end", SystemExit(7))
+    closes = Forwarder.close
+
+    def exits(self: Forwarder) -> None:
+        closes(self)
+        raise SystemExit(7)
+
+    monkeypatch.setattr(Forwarder, "close", exits)
+    monkeypatch.setattr(Monitor, "start", lambda _self: None)
+    assert command._run(["sh", "-c", "exit 3"], started) == 3
+    assert capsys.readouterr().err.count("SystemExit: 7") == 2

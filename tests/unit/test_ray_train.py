@@ -197,6 +197,18 @@ def test_failing_hook_is_counted_and_has_no_effect(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 1
 
 
+def test_exit_of_a_library_in_a_hook_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exits(*_: Any) -> None:
+        raise SystemExit(7)
+
+    callback = sent(TraceMLTrainCallback())
+    monkeypatch.setattr(TraceMLTrainCallback, "_end", exits)
+    callback.after_controller_finish(SimpleNamespace(error=None))
+    assert sum(callback._errors.values()) == 1
+    monkeypatch.setattr(train_callback, "current_config", exits)
+    assert not sent(TraceMLTrainCallback())._watching
+
+
 def test_callback_that_cannot_be_configured_is_sent_and_does_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

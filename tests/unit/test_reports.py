@@ -374,10 +374,11 @@ def test_attempts_are_not_mixed(tmp_path: Path) -> None:
     assert {who["pid"] for who in summary["ranks"].values()} == {rank.identity.pid for rank in old}
 
 
-def test_stopped_run_blames_no_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exit_code", [130, -2, -15, 143, -1, 129, -3, 131])
+def test_stopped_run_blames_no_rank(tmp_path: Path, exit_code: int) -> None:
     run = Run(tmp_path, 2)
     run.steps(8)
-    summary = run.finish(130, run.failure(0, -2, 0), run.failure(1, -15, 0))
+    summary = run.finish(exit_code, run.failure(0, -2, 0), run.failure(1, -15, 0))
     assert (summary["session"]["status"], summary["verdict"]["label"]) == ("stopped", "healthy")
 
 
@@ -431,6 +432,14 @@ def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) ->
     run.aggregator.commit()
     lines = render_status(stored(tmp_path), tmp_path, 77, run.clock()).splitlines()
     assert [line.split() for line in lines if "hook" in line] == [["5", "×", "rank", "0,", "hook"]]
+
+
+@pytest.mark.parametrize(("exit_code", "advice"), [(-11, "faulthandler"), (-1, "A signal from outside")])
+def test_advice_for_a_rank_that_a_signal_has_ended(tmp_path: Path, exit_code: int, advice: str) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(8)
+    verdict = run.finish(1, run.failure(0, exit_code, 0))["verdict"]
+    assert (verdict["label"], verdict["rank"]) == ("rank_lost", 0) and advice in verdict["next"]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from traceml_ray.launchers import arguments, nodes, torchrun
-from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port, wait_for_idle_core
+from traceml_ray.launchers.cluster import (
+    PrivateRay,
+    cluster_token,
+    free_port,
+    kill_session,
+    wait_for_idle_core,
+    yield_cores,
+)
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.ray.connection import own_address
@@ -294,9 +308,71 @@ def test_ray_waits_for_an_idle_core(busy: list[float], cores: int, seconds: floa
         now += window_s
         return busy.pop(0)
 
-    wait_for_idle_core(10.0, cpu_pct, cores, lambda: now)
+    wait_for_idle_core(10.0, cpu_pct, cores, clock=lambda: now)
     assert now == seconds
 
 
-def test_ray_does_not_wait_where_no_wait_is_configured() -> None:
-    wait_for_idle_core(0.0, lambda _: pytest.fail("looked at the cores"), 2)
+def test_job_that_is_over_waits_for_no_core() -> None:
+    wait_for_idle_core(10.0, lambda _: pytest.fail("looked at the cores"), 2, lambda: True)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_session_is_killed_also_where_processes_cannot_be_listed(
+    monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """As where /proc is not mounted."""
+    if not listed:
+        monkeypatch.setattr(psutil, "pids", lambda: (_ for _ in ()).throw(FileNotFoundError("/proc")))
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as leader:
+        kill_session(leader.pid, 60.0)
+        assert leader.wait(240) == -signal.SIGKILL
+
+
+def test_all_threads_of_a_session_yield() -> None:
+    code = (
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(flush=True)"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    with started as process:
+        assert process.stdout is not None and process.stdout.readline()
+        before = os.getpriority(os.PRIO_PROCESS, process.pid)
+        yield_cores(process.pid, 19)
+        threads = [thread.id for thread in psutil.Process(process.pid).threads()]
+        assert before < 19 and len(threads) == 2
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {19}
+        assert {psutil.Process(thread).ionice().ioclass for thread in threads} == {psutil.IOPRIO_CLASS_IDLE}
+        process.kill()
+
+
+@pytest.fixture
+def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in torchrun._ENDS}
+    monkeypatch.delenv(torchrun._HANDLED, raising=False)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    os.environ.pop(torchrun._HANDLED, None)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("number", torchrun._ENDS)
+def test_signal_before_the_ranks_start_stops_the_session(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    codes = list[int]()
+    monitor: Any = SimpleNamespace(
+        start=lambda: signal.raise_signal(number), finish=lambda code, _failures: codes.append(code)
+    )
+    monkeypatch.setattr(torch_run, "run", lambda _args: pytest.fail("ranks were started"))
+    with pytest.raises(SignalException) as raised:
+        torchrun._train(torchrun._parse([SCRIPT]), monitor)
+    assert raised.value.sigval == number and codes == [-number]
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_sighup_that_is_ignored_stays_ignored() -> None:
+    """As under nohup: torchrun itself would take it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    torchrun._take_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert os.environ[torchrun._HANDLED] == "SIGTERM,SIGINT,SIGQUIT"

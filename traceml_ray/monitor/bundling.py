@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,12 @@ SPOOL = "spool"
 """Folder in that of the session, where ranks of a launcher on its node leave files."""
 _SNAPSHOT_NS = 60_000_000_000
 """A record of the allocator that is so much older than the first cause is of the same incident."""
-_SIGTERM = (-15, 143)
+_FROM_OUTSIDE = {
+    code: number
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    for code in (-number, 128 + number)
+}
+"""Signals that end a job, by its exit code: not Ctrl-C, which is of a person who looks on."""
 """Exit codes of a launcher that was ended by it."""
 
 
@@ -128,9 +134,10 @@ class Bundling:
         self.incidents.note(cause)
 
     def stopped(self, exit_code: int) -> None:
-        """Take that the job was ended from outside, by SIGTERM or Ctrl-C, with the launcher's exit code."""
-        if exit_code in _SIGTERM and self.writer.processes:
-            self.incidents.note(Cause("terminated", self.clock(), "the job was ended by SIGTERM."))
+        """Take that the job ended with the launcher's exit code: a signal from outside is an incident."""
+        number = _FROM_OUTSIDE.get(exit_code)
+        if number is not None and self.writer.processes:
+            self.incidents.note(Cause("terminated", self.clock(), f"the job was ended by {number.name}."))
 
     def write_due(self, at_end: bool = False) -> None:
         """Write the bundle that is due; `at_end`, whatever has happened. An error is counted."""

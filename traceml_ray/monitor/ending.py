@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,12 @@ from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
-_STOPPED = {-2, -15, 130, 143}
-"""Exit codes of a job that was stopped by SIGINT or SIGTERM."""
+_STOPPED = {
+    code
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+    for code in (-number, 128 + number)
+}
+"""Exit codes of a job that was stopped by a signal: as a process has them, and as a shell has."""
 _MAX_NAMES = 5
 
 

@@ -43,6 +43,18 @@ _FROM_PEERS = re.compile(
 )
 _SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
 """The message of torchrun for a rank that raised nothing."""
+_CRASHES = frozenset(
+    (
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGABRT,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    )
+)
+"""Signals by which a process ends because of what it did itself."""
 _SILENT = frozenset({"ray", "v1"})
 """
 Sources of ranks for which an end without a final message is no death: a plain actor may be killed when its
@@ -337,4 +349,6 @@ def _advice(death: Death) -> str:
         return "Look in the scheduler's log and in the cloud's: the machine went, not the process."
     if death.message or death.exit_code is None or death.exit_code > 0:
         return f"Read the traceback in rank {death.rank}'s own output."
+    if -death.exit_code not in _CRASHES:
+        return "A signal from outside ended it: look in the scheduler's log for who sent it."
     return f"It crashed: run rank {death.rank} with `python -X faulthandler` for its stack."

@@ -1,0 +1,41 @@
+"""Contains what goes wrong in a launcher's monitor: the job and its exit code are not ours to change."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from traceml_ray.errors import error_text
+from traceml_ray.text import one_line
+
+Kinds = tuple[type[BaseException], ...]
+
+
+@contextlib.contextmanager
+def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]:
+    """
+    Contain exceptions of the `kinds` that the block raises (SystemExit: of a library), and print each in one
+    line after `what`.
+    """
+    try:
+        yield
+    except kinds as error:
+        with contextlib.suppress(Exception):  # an error that cannot be printed
+            say(f"{what}: {'interrupted' if isinstance(error, KeyboardInterrupt) else error_text(error)}")
+
+
+def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:
+    """
+    Contain everything, as `guarded`: the job has ended, and its exit code is known.
+
+    Also the KeyboardInterrupt of a person, or the signal of a scheduler, that does not wait for our end.
+    """
+    return guarded(what, (BaseException,))
+
+
+def say(text: str) -> None:
+    """Print one line of ours on stderr, where there is one."""
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        if sys.stderr is not None:
+            print(f"traceml-ray: {one_line(text)}", file=sys.stderr, flush=True)
