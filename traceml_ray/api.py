@@ -300,7 +300,8 @@ def watch_router(
         experts: how many it chooses from, 512 at most.
         name: of the router, the same on all ranks.
         chosen: takes what the module returns and gives the indices of the chosen experts, a tensor of
-            integers of any shape; default: the first such tensor in it.
+            integers of any shape; default: the first such tensor in it. Indices that are not from 0 to
+            experts - 1, as of dropped tokens, are counted apart, under `errors` of the rank.
     """
     agent = bootstrap.current()
     if agent is None:

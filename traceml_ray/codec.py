@@ -7,7 +7,8 @@ anything, and raises `WireError` with a short reason that the receiver counts; i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import functools
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -66,6 +67,25 @@ def encode(message: Message) -> bytes:
 def size_of(part: Part) -> int:
     """Return how many bytes a part of a message takes."""
     return len(_encoder.encode(part))
+
+
+def checked_size(message: type[Message], field: str, value: Any) -> int:
+    """
+    Return how many bytes `value` takes as a field of a `message`.
+
+    Raises WireError (`malformed`) where the receiver would refuse the message because of it.
+    """
+    try:
+        data = _encoder.encode(value)
+        _field_decoder(message, field).decode(data)
+    except (*UNREADABLE, TypeError) as error:
+        raise WireError("malformed", f"{field}: {error}") from None
+    return len(data)
+
+
+@functools.cache
+def _field_decoder(message: type[Message], field: str) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(get_type_hints(message, include_extras=True)[field])
 
 
 def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:

@@ -20,6 +20,7 @@ from traceml_ray.codec import Message as Message
 from traceml_ray.codec import Name as Name
 from traceml_ray.codec import Value as Value
 from traceml_ray.codec import WireError as WireError
+from traceml_ray.codec import checked_size as checked_size
 from traceml_ray.codec import decode as decode
 from traceml_ray.codec import encode as encode
 from traceml_ray.codec import size_of as size_of
@@ -49,6 +50,8 @@ from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
+MAX_ROUTERS, MAX_EXPERTS = 64, 512
+"""Routers of one rank process whose tokens are counted, and experts of one of them."""
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
@@ -202,7 +205,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     layers: Annotated[list[LayerWindow], FEW] = []
     work: Annotated[list[StepWork], FEW] = []
     experts: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
-    """By router that is watched: the tokens of each expert so far."""
+    """By watched router: the tokens of each expert so far. One batch has some of the routers."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -255,6 +258,8 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     commands: Annotated[list[Command], FEW] = []
     verdict: Annotated[dict[str, Value], FEW] = {}
     """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
+    refused: Annotated[dict[int, str], FEW] = {}
+    """By number of a batch: why the relay does not accept it. It must not be sent again."""
 
 
 class NodeIdentity(Part, frozen=True):
@@ -389,3 +394,23 @@ class Run(Message, tag="run", frozen=True):
     events: Annotated[list[Event], FEW] = []
     status: str | None = None
     """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
+
+
+class BatchHeader(Part, frozen=True):
+    """The first fields of a RankBatch: they say whose it is, even where the rest cannot be read."""
+
+    tag: Literal["rank"]
+    v: Count
+    process_id: Name
+    seq: Count
+
+
+_batch_header = msgspec.msgpack.Decoder(BatchHeader)
+
+
+def header_of(data: bytes) -> BatchHeader | None:
+    """Return the header of an encoded RankBatch; None where there is none."""
+    try:
+        return _batch_header.decode(data)
+    except UNREADABLE:
+        return None

@@ -112,7 +112,7 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
     played = job.instrumentation.data_parallel.memory  # a device that has one byte more at each look
     played._stat = lambda _: dict.fromkeys(("current", "peak", "allocated"), next(stats))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    shards, unsent = Shards(job.instrumentation.data_parallel), Unsent(job.instrumentation.errors)
+    shards, unsent = Shards(job.instrumentation.data_parallel), Unsent()
     for batch in job.loader(STEPS):
         with torch.no_grad():
             net(batch[:0])  # an evaluation gathers, too, but its memory is not that of a step

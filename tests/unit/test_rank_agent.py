@@ -7,16 +7,21 @@ import struct
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from torch import nn
 
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending, rank_agent
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.agent.routers import COUNTS_AT_ONCE
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 from traceml_ray.stages import DATA, N_STAGES, SEGMENT_BITS
+from traceml_ray.store.rank_processes import RankProcess
 
 
 class Pipe:
@@ -488,12 +493,12 @@ def test_failures_of_identity_spans_and_events_cost_no_row() -> None:
     push(agent, 1)
     agent.tick()
     batches = pipe.batches()
-    assert [(b.first_row, len(b.flags)) for b in batches] == [(0, 5), (5, 5), (13, 1)]
-    assert [b.seq for b in batches] == [1, 2, 3]
+    assert [(b.first_row, len(b.flags)) for b in batches] == [(0, 5), (5, 5), (10, 3), (13, 1)]
+    assert [b.seq for b in batches] == [1, 2, 3, 4]
     assert [span.name for b in batches for span in b.spans] == ["good"]
     last = batches[-1]
-    assert (last.produced, last.dropped, last.identity) == (14, 3, None)
-    for place in ("identity: OSError", "size: UnicodeEncodeError", "batch: UnicodeEncodeError"):
+    assert (last.produced, last.dropped, last.identity) == (14, 0, None)
+    for place in ("identity: OSError", "events not sent: malformed", "spans not sent: malformed"):
         assert last.errors[place]
     assert not [event for b in batches for event in b.events if event.kind == "exception"]
 
@@ -515,8 +520,111 @@ def test_batches_stay_below_their_limit_however_much_there_is_to_send() -> None:
     assert sum(len(b.flags) for b in batches) == batches[-1].produced == 2001
     assert len({(d.name, d.stage) for b in batches for d in b.spans}) == len(names) * N_STAGES
     assert [event.kind for b in batches for event in b.events if event.kind != "swallowed"] == ["stacks"]
-    assert batches[-1].errors["event or span too large to send"] == 1
+    assert batches[-1].errors["events not sent: too_large"] == 1
     assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]
+
+
+class Router(nn.Module):
+    """Gives each token to the experts that it is made with."""
+
+    def __init__(self, *chosen: int) -> None:
+        super().__init__()
+        self.chosen = torch.tensor(chosen)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.chosen.repeat(len(tokens))
+
+
+def test_counts_of_as_many_routers_as_are_allowed_are_sent_in_turn_and_all_at_the_end() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    routers, token = agent.instrumentation.routers, torch.zeros(1)
+    watched = [Router(number, number) for number in range(wire.MAX_ROUTERS)]
+    for router in watched:
+        routers.watch(router, wire.MAX_EXPERTS, "router" * 20, None)
+    with pytest.raises(ValueError, match="64 routers"):
+        routers.watch(Router(0), 4, "one more", None)
+    for router in watched:
+        router(token)
+    for counts in routers._counts.values():
+        counts += 1 << 40  # the longest numbers
+    push(agent, 10)
+    rounds = wire.MAX_ROUTERS * wire.MAX_EXPERTS // COUNTS_AT_ONCE
+    for _ in range(rounds):
+        agent.tick()
+    assert len(pipe.taken) == rounds, "one batch a round"
+    assert max(map(len, pipe.taken)) < wire.MAX_BATCH_BYTES // 3
+    stored = RankProcess(1, agent.process_id)
+    for batch in pipe.batches():
+        assert stored.absorb(batch, 0)
+    assert list(stored.experts.values()) == [*routers.counts().values()]
+    assert not stored.absorb(pipe.batches()[0], 0), "nothing is new in that"
+    for router in watched:
+        router(token)
+    pipe.taken.clear()
+    agent.tick(final=True)
+    assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES and pipe.batches()[-1].final
+    for batch in pipe.batches():
+        stored.absorb(batch, 0)
+    assert stored.experts == routers.counts() and stored.experts["router" * 10 + "rout"][0] == 4 + (1 << 40)
+    assert not agent.instrumentation.errors
+
+
+def test_routers_that_a_process_makes_up_do_not_grow_its_entry() -> None:
+    stored, empty = RankProcess(1, "a"), wire.RankBatch(wire.VERSION, "a", 0, 0, 0, 0, 0, b"", b"", b"")
+    for number in range(200):
+        stored.absorb(msgspec.structs.replace(empty, experts={f"router {number}": [number]}), 0)
+    assert len(stored.experts) == wire.MAX_ROUTERS
+    stored.absorb(msgspec.structs.replace(empty, experts={"router 0": [5], "router 300": [5]}), 0)
+    assert len(stored.experts) == wire.MAX_ROUTERS and stored.experts["router 0"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("placement", "reason"),
+    [
+        (wire.Placement(mesh={"x" * 60_000: [0, 2]}), "too_large"),
+        (wire.Placement(stages=[*range(wire.MAX_ITEMS + 1)]), "malformed"),
+        (wire.Placement(of_stages=-1), "malformed"),
+        (wire.Placement(worker="\udc80"), "malformed"),
+    ],
+)
+def test_value_that_a_relay_would_refuse_costs_itself_only(
+    placement: wire.Placement, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.agent.instrument.Instrumentation.placement", placement)
+    pipe = Pipe()
+    agent = make(pipe)
+    for _ in range(2):
+        push(agent, 700)
+        agent.tick()
+    batches = pipe.batches()
+    assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES
+    assert [batch.placement for batch in batches] == [None] * len(batches)
+    assert batches[0].identity is not None and batches[0].strategy == "single"
+    assert (sum(len(b.flags) for b in batches), batches[-1].dropped) == (1400, 0)
+    assert batches[-1].errors[f"placement not sent: {reason}"] == len(batches)
+    (cause,) = [event for batch in batches for event in batch.events]
+    assert cause.message.startswith("swallowed in placement not sent: WireError: ")
+
+
+def test_batch_that_the_relay_refuses_is_counted_and_not_sent_again() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    for rows in (3, 4, 5):
+        push(agent, rows)
+        agent.add_event(wire.Event("note", 0))
+        agent.tick()
+    refusal = wire.RankReply(wire.VERSION, agent.process_id, 1, 1, refused={2: "too_many_processes", 9: "x"})
+    pipe.answers.append(wire.encode(refusal))
+    pipe.taken.clear()
+    pipe.generation += 1
+    agent.tick()
+    agent.tick()
+    assert [batch.seq for batch in pipe.batches()] == [3, 4, 5]
+    last = pipe.batches()[-1]
+    assert (last.produced, last.dropped) == (12, 4)
+    assert last.errors["batch refused: too_many_processes"] == 1
+    assert last.errors["events lost with their batch"] == 1
 
 
 def test_exception_without_a_printable_message_is_reported_by_its_kind() -> None:

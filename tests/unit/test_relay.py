@@ -612,8 +612,8 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 2)
     for process in "ab":
         bench.relay.take(rank_batch(process, 0))
-    with pytest.raises(wire.WireError, match="too_many_processes"):
-        bench.relay.take(rank_batch("c", 0))
+    refusal = wire.encode(wire.RankReply(wire.VERSION, "c", -1, -1, refused={0: "too_many_processes"}))
+    assert bench.relay.take(rank_batch("c", 0)) == refusal
     with pytest.raises(wire.WireError, match="too_many_processes"):
         bench.relay.take(msgspec.msgpack.encode(V1_ROWS))
     write_spool(bench.spool / "c.spool", [rank_batch("c", 0)])
@@ -623,8 +623,7 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
         bench.relay.turn(5)
         sock.send(rank_batch("c", 0))
         bench.relay.turn(5)
-        with pytest.raises(BlockingIOError):
-            sock.recv(1 << 16)
+        assert sock.recv(1 << 16) == refusal
     bench.relay.take(rank_batch("b", 1, final=True))
     bench.relay.take(rank_batch("d", 0))
     bench.tick(2)
@@ -634,6 +633,23 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
         "spool: too_many_processes": 1,
         "packet: too_many_processes": 1,
     }
+
+
+def test_batch_that_cannot_be_read_is_refused_by_its_number(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    bad = rank_batch("a", 1, strategy=5)
+    reply = wire.decode(bench.relay.take(bad), wire.RankReply)
+    assert (reply.acked_seq, reply.refused) == (0, {1: "malformed"})
+    for unknown in (b"", b"garbage", bad[:40]):
+        with pytest.raises(wire.WireError, match="garbage"):
+            bench.relay.take(unknown)
+
+
+def test_stacks_of_many_processes_go_in_several_packets(bench: Bench) -> None:
+    bench.relay._intake.events += [wire.Event("stacks", 0, message="x" * 12_000) for _ in range(200)]
+    bench.until(lambda: len(bench.aggregator.messages("stacks")) >= 200)
+    assert len(bench.aggregator.messages("stacks")) == 200
+    assert max(bench.aggregator.sizes) < wire.MAX_MESSAGE_BYTES // 2
 
 
 RANK = """

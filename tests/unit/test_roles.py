@@ -278,6 +278,29 @@ def test_router_that_shows_no_choice_is_counted_as_an_error_and_goes_on() -> Non
     assert dict(patcher.errors) == {"router: TypeError": 1}
 
 
+@pytest.mark.parametrize("chosen", [[[0, 1], [-1, 2]], [[0, 1], [4, 2]], [[4_000, 1], [-9, 17]]])
+def test_index_of_no_expert_is_counted_apart(chosen: list[list[int]]) -> None:
+    """A scatter out of range ends the process on CUDA; a CPU raises."""
+    patcher, layer = Patcher(), nn.Linear(2, 4)
+    routers = Routers(patcher)
+    routers.watch(layer, 4, "layer", lambda _output: torch.tensor(chosen))
+    for _ in range(2):
+        layer(torch.zeros(3, 2))
+    flat = [index for pair in chosen for index in pair]
+    assert routers.counts() == {"layer": [2 * flat.count(expert) for expert in range(4)]}
+    assert routers.outside == 2 * sum(index not in range(4) for index in flat)
+    assert not patcher.errors
+
+
+def test_routers_of_one_name_are_told_apart_before_they_have_run() -> None:
+    routers, layers = Routers(Patcher()), [nn.Linear(2, 4), nn.Linear(2, 4)]
+    for number, layer in enumerate(layers):
+        routers.watch(layer, 4, "router", lambda _output, number=number: torch.tensor([number]))
+    for layer in layers:
+        layer(torch.zeros(1, 2))
+    assert routers.counts() == {"router": [1, 0, 0, 0], "router'": [0, 1, 0, 0]}
+
+
 def test_load_of_experts_is_in_summary_and_report(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, per_node=2, late=None)
     for second in range(12):

@@ -79,8 +79,7 @@ class Instrumentation:
 
     def parallelism(self) -> dict[str, Any]:
         """Return what is known of how the job is parallel, as the fields of `wire.RankBatch`."""
-        known = {"strategy": self.strategy, "group": self.group, "experts": self.routers.counts()}
-        return known | {"placement": self.placement}
+        return {"strategy": self.strategy, "group": self.group, "placement": self.placement}
 
     def when_rank(self, then: Callable[[], None]) -> None:
         """Before `install`: have `then` called once this process joins a process group or takes a step."""

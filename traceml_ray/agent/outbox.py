@@ -8,6 +8,7 @@ may be lost. The aggregator knows each batch by its number and keeps one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -104,6 +105,14 @@ class Outbox:
         self._acked = max(self._acked, acked)
         while self._batches and self._batches[0].seq <= stored:
             self._bytes -= len(self._batches.popleft().data)
+
+    def refused(self, reasons: Mapping[int, str]) -> list[tuple[Batch, str]]:
+        """Remove the batches that the relay refuses, by number; return them with the reason."""
+        removed = [(batch, reasons[batch.seq]) for batch in self._batches if batch.seq in reasons]
+        for batch, _ in removed:
+            self._batches.remove(batch)
+            self._bytes -= len(batch.data)
+        return removed
 
     def unacked(self) -> bool:
         """Return whether there is a batch that no relay is known to have."""

@@ -22,6 +22,7 @@ import msgspec
 from traceml_ray import identity as identities
 from traceml_ray import wire
 from traceml_ray.agent import stacks
+from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.capture import PIECE_BYTES, Captures
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
@@ -87,7 +88,7 @@ class RankAgent:
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
-        self.unsent = Unsent(self.instrumentation.errors)
+        self.unsent = Unsent()
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
@@ -176,6 +177,8 @@ class RankAgent:
         self.guard("profile", self._collect_pieces)
         self.unsent.layers += self.guard("layers", functools.partial(self.layers.turn, final)) or []
         self.unsent.output += self.guard("output", lambda: self.output.take(time.time_ns())) or []
+        routers = self.instrumentation.routers
+        self.unsent.experts |= self.guard("router", functools.partial(routers.due, final)) or {}
         while self._enqueue(final):
             pass
         self._exchange()
@@ -188,20 +191,27 @@ class RankAgent:
         """Make one batch; True when there is more, for another."""
         for dropped in self._outbox.make_room():
             self._lose(dropped)
-        batch, room = self._without_rows()
+        draft = self._draft()
         # Rows come last: from here on nothing but the encoding may go wrong.
-        most = min(wire.MAX_ROWS, room // self.ring.row_bytes)
+        most = min(wire.MAX_ROWS, draft.row_bytes // self.ring.row_bytes)
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(most)
         more = bool(self.ring.accepted > first + len(flags) or self.unsent)
         lost = self.ring.dropped + self.recorder.lost_rows
-        columns = {"keys": keys, "flags": flags, "rows": rows, "host_rows": host_rows, "leads": leads}
-        batch = msgspec.structs.replace(
-            batch,
+        batch = wire.RankBatch(
+            v=wire.VERSION,
+            process_id=self.process_id,
+            seq=self._seq + 1,
+            sent_ns=time.time_ns(),
             produced=self.ring.accepted + lost,
             dropped=lost + self._dropped,
             first_row=first,
-            **columns,
+            keys=keys,
+            flags=flags,
+            rows=rows,
+            host_rows=host_rows,
+            leads=leads,
             final=final and not more,
+            **draft.fields,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
@@ -215,49 +225,41 @@ class RankAgent:
         self._outbox.put(made)
         return more
 
-    def _without_rows(self) -> tuple[wire.RankBatch, int]:
-        """Return a batch with all but rows, and how many bytes these may have."""
+    def _draft(self) -> BatchDraft:
+        """Return what the next batch has beside its rows."""
         patches = self.instrumentation
+        draft = BatchDraft(patches.errors)
         self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
+        draft.put("identity", self.guard("identity", self._resolve))
+        draft.put("open", self.guard("open stage", self._open_stage))
+        draft.put("process", self.guard("process", self._sample))
+        draft.put("overhead", self._overhead())
+        for name, value in (self.guard("parallelism", patches.parallelism) or {}).items():
+            draft.put(name, value)
+        draft.put("capture", self.captures.status)
         missing = patches.missing | self._memory_sampler.missing
-        batch = wire.RankBatch(
-            v=wire.VERSION,
-            process_id=self.process_id,
-            seq=self._seq + 1,
-            sent_ns=time.time_ns(),
-            produced=0,
-            dropped=0,
-            first_row=0,
-            keys=b"",
-            flags=b"",
-            rows=b"",
-            identity=self.guard("identity", self._resolve),
-            open=self.guard("open stage", self._open_stage),
-            process=self.guard("process", self._sample),
-            missing={name: sendable(why) for name, why in missing.items()},
-            overhead=wire.Overhead(
-                self.recorder.marks_ns,
-                self._cpu_ns,
-                time.monotonic_ns() - self._began_ns,
-                self._outbox.sent_bytes,
-            ),
-            **(self.guard("parallelism", patches.parallelism) or {}),
-        )
-        taken, room = self.unsent.take()
-        taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}
-        taken |= {"capture": self.captures.status, "errors": self._errors()}
-        return msgspec.structs.replace(batch, **taken), room
+        draft.put("missing", {name: sendable(why) for name, why in missing.items()})
+        if not self._seq:
+            draft.put("environment", self.guard("environment", environment))
+        self.unsent.move_into(draft)
+        draft.put_last("errors", self._errors())
+        return draft
+
+    def _overhead(self) -> wire.Overhead:
+        elapsed = time.monotonic_ns() - self._began_ns
+        return wire.Overhead(self.recorder.marks_ns, self._cpu_ns, elapsed, self._outbox.sent_bytes)
 
     def _errors(self) -> dict[str, int]:
         """Return what went wrong by place, and what was lost before it was in a batch."""
         # Other threads count in these: copied whole, they do not change in a loop over them.
         recorder = self.recorder
         found = dict(self.instrumentation.errors)
-        found.update({f"channel.{kind}": n for kind, n in dict(self.channel.errors).items()})
+        found.update({sendable(f"channel.{kind}"): n for kind, n in dict(self.channel.errors).items()})
         lost = {
             "marks lost: no room": recorder.lost_marks,
             "spans lost: more than 256 names": recorder.sums.refused,
             "spans lost: too many open": recorder.steps.spans.lost,
+            "router: indices of no expert": self.instrumentation.routers.outside,
         }
         return found | {place: count for place, count in lost.items() if count}
 
@@ -286,6 +288,9 @@ class RankAgent:
             if reply.process_id == self.process_id:
                 self.verdict = reply.verdict or self.verdict
                 self._outbox.confirm(reply.acked_seq, reply.settled_seq)
+                for batch, why in self._outbox.refused(reply.refused):
+                    self.instrumentation.errors.note("batch refused", wire.WireError(sendable(why)[:40]))
+                    self._lose(batch)
             for command in reply.commands:
                 self.guard("command", functools.partial(self._obey, command))
         self._outbox.follow(self.channel)  # a lost connection is noticed here

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.errors import sendable
+from traceml_ray.wire import MAX_EXPERTS, MAX_ROUTERS
 
-MAX_ROUTERS, MAX_EXPERTS, MAX_NAME_CHARS = 64, 512, 64
+MAX_NAME_CHARS = 64
+COUNTS_AT_ONCE = 1024
+"""Experts whose counts are sent in one round. Routers take turns, so that many do not fill the batches."""
 
 
 class Routers:
@@ -16,15 +20,22 @@ class Routers:
     def __init__(self, patcher: Patcher) -> None:
         self._patcher = patcher
         self._counts: dict[str, Any] = {}
-        """By name: an int64 tensor (experts,) on the host."""
+        """
+        By name of a router that has run: an int64 tensor on the host. It begins with the indices below 0 and
+        ends with those above the last expert; between them is one count an expert.
+        """
+        self._names: set[str] = set()
+        self._turn: list[str] = []
+        """The routers that are to be sent before any is sent again."""
 
     def watch(self, module: Any, experts: int, name: str, chosen: Callable[[Any], Any] | None) -> None:
         """Count what `module` chooses from here on. Raises ValueError for what cannot be counted."""
-        if not 1 <= experts <= MAX_EXPERTS or len(self._counts) >= MAX_ROUTERS:
+        if not 1 <= experts <= MAX_EXPERTS or len(self._names) >= MAX_ROUTERS:
             raise ValueError(f"1 to {MAX_EXPERTS} experts of at most {MAX_ROUTERS} routers are counted")
-        name = name[:MAX_NAME_CHARS]
-        while name in self._counts:
+        name = sendable(name)[:MAX_NAME_CHARS]
+        while name in self._names:
             name = f"{name}'"[-MAX_NAME_CHARS:]
+        self._names.add(name)
         handle = module.register_forward_hook(self._hook(name, experts, chosen or _chosen))
         self._patcher.when_restored(handle.remove)
 
@@ -41,11 +52,14 @@ class Routers:
                 with torch.no_grad():
                     indices = chosen(output).detach().reshape(-1).long()
                     if sums is None:
-                        sums = torch.zeros(experts, dtype=torch.int64, device=indices.device)
+                        size = experts + 2
+                        sums = torch.zeros(size, dtype=torch.int64, device=indices.device)
                         on_host = sums.device.type == "cpu"
-                        host = sums if on_host else torch.zeros(experts, dtype=torch.int64, pin_memory=True)
+                        host = sums if on_host else torch.zeros(size, dtype=torch.int64, pin_memory=True)
                         self._counts[name] = host
-                    sums.scatter_add_(0, indices, torch.ones_like(indices))
+                    # CUDA ends the process of an index that is out of range: none may be.
+                    places = indices.clamp(-1, experts).add_(1)
+                    sums.scatter_add_(0, places, torch.ones_like(places))
                     if sums.device.type != "cpu":
                         self._counts[name].copy_(sums, non_blocking=True)
             except Exception as error:
@@ -53,9 +67,31 @@ class Routers:
 
         return count
 
+    def _known(self) -> dict[str, list[int]]:
+        return {name: counts.tolist() for name, counts in [*self._counts.items()]}
+
     def counts(self) -> dict[str, list[int]]:
         """Return how many tokens each expert had so far, by router."""
-        return {name: counts.tolist() for name, counts in [*self._counts.items()]}
+        return {name: counts[1:-1] for name, counts in self._known().items()}
+
+    @property
+    def outside(self) -> int:
+        """How many indices were of no expert: below 0, or above the last one."""
+        return sum(counts[0] + counts[-1] for counts in self._known().values())
+
+    def due(self, final: bool = False) -> dict[str, list[int]]:
+        """Return the counts of the routers whose turn it is; at the end, of all."""
+        known = self.counts()
+        if final:
+            return known
+        due: dict[str, list[int]] = {}
+        self._turn = self._turn or [*known]
+        while self._turn:
+            name = self._turn[0]
+            if due and sum(map(len, due.values())) + len(known[name]) > COUNTS_AT_ONCE:
+                break
+            due[name] = known[self._turn.pop(0)]
+        return due
 
 
 def _chosen(output: Any) -> Any:

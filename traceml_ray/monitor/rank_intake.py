@@ -83,8 +83,9 @@ class RankIntake:
         """
         Take a RankBatch, or a message of version 1, which may hold several; return RankReply bytes.
 
-        Raises `wire.WireError` where nothing of it is accepted (each refusal is counted at `place`), and
-        LookupError for a rank process that is not known here and does not begin `fresh`.
+        Each refusal is counted at `place`. The reply tells the sender of a batch that it was refused; raises
+        `wire.WireError` where nothing is accepted and the sender cannot be read, and LookupError for a rank
+        process that is not known here and does not begin `fresh`.
         """
         reply, refused = b"", wire.WireError("malformed")
         who = f"pid {peer.pid}" if peer else ""
@@ -102,7 +103,7 @@ class RankIntake:
                 continue
             if sender := peer or (self.watch(pid) if pid else None):
                 sender.processes.add(batch.process_id)
-        if not reply:
+        if not reply and (reply := self._refusal(data, refused)) is None:
             raise refused
         return reply
 
@@ -129,6 +130,18 @@ class RankIntake:
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
         reply = wire.RankReply(wire.VERSION, batch.process_id, process.seq, settled, self._commands, verdict)
         return wire.encode(reply)
+
+    def _refusal(self, data: bytes, why: wire.WireError) -> bytes | None:
+        """Return the reply to a batch that is refused; None where it cannot be read whose batch it is."""
+        header = wire.header_of(data)
+        if header is None:
+            return None
+        process = self._processes.get(header.process_id, _RankProcess())
+        settled = self.outbox.stored.get(header.process_id, -1)
+        refused = {header.seq: why.reason}
+        return wire.encode(
+            wire.RankReply(wire.VERSION, header.process_id, process.seq, settled, refused=refused)
+        )
 
     def begin_round(self) -> None:
         """Begin to collect the next packet."""

@@ -9,6 +9,7 @@ what it holds, or leaves it in a file, and passes on what the aggregator, which 
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -43,6 +44,8 @@ SPOOL_S = 1.0
 """How often a relay without a launcher looks for spool files."""
 _MOST = wire.MAX_ITEMS // 2
 """Events, lost rank processes or counts of dropped rows in one packet."""
+_EVENT_BYTES = 256 * 1024
+"""Of events in one packet: stacks of many processes are longer than a packet may be."""
 
 
 class RelayCore:
@@ -291,7 +294,8 @@ class RelayCore:
         intake.begin_round()
         self._reported = sum(errors.total() for errors in counted)
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
-        events, intake.events = intake.events[:_MOST], intake.events[_MOST:]
+        most = _count_within(intake.events[:_MOST], _EVENT_BYTES)
+        events, intake.events = intake.events[:most], intake.events[most:]
         message = wire.RelayBatch(
             v=wire.VERSION,
             node=self._node,
@@ -378,3 +382,9 @@ class RelayCore:
             yield
         self._spool.salvage()
         return wire.Finished(wire.VERSION, "failed", "the aggregator did not answer in time")
+
+
+def _count_within(events: list[wire.Event], most_bytes: int) -> int:
+    """Return how many of the first `events` take at most so many bytes; one at least."""
+    sizes = itertools.accumulate(map(wire.size_of, events))
+    return max(1, sum(size <= most_bytes for size in sizes))

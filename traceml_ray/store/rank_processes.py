@@ -182,9 +182,16 @@ class RankProcess:
         placement = msgspec.structs.asdict(batch.placement) if batch.placement else {}
         if placement and placement != self.placement:
             changed, self.placement = True, placement
-        if batch.experts and batch.experts != self.experts:
-            changed, self.experts = True, batch.experts
-        return changed
+        return self._absorb_experts(batch.experts) or changed
+
+    def _absorb_experts(self, counts: dict[str, list[int]]) -> bool:
+        """Take over the counts of some routers; return whether any has changed."""
+        known = len(self.experts)
+        new = {name: each for name, each in counts.items() if self.experts.get(name) != each}
+        for name in [name for name in new if name not in self.experts][max(0, wire.MAX_ROUTERS - known) :]:
+            del new[name]
+        self.experts = self.experts | new if new else self.experts
+        return bool(new)
 
 
 _JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement", "experts")

@@ -1,0 +1,103 @@
+"""
+One `wire.RankBatch` while it is put together: what is in it beside rows, and how many bytes these may have.
+
+Whatever goes in has its share of `wire.MAX_BATCH_BYTES` and is checked as the relay will check it. So a value
+that the relay would refuse costs itself, not the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from traceml_ray import wire
+from traceml_ray.codec import Part
+from traceml_ray.errors import Errors
+
+ITEM_BYTES = 28 * 1024
+"""Of one batch, for what is sent in lists (events, spans, …); the rest of a list waits for the next batch."""
+VALUE_BYTES = 16 * 1024
+"""For single values: identity, placement, …"""
+_ROW_BYTES = 8 * 1024
+"""At least, for rows."""
+_ENVELOPE_BYTES = 256
+"""For the numbers that every batch has, and the headers of its lists and columns."""
+
+_Item = TypeVar("_Item", bound=Part)
+
+
+class BatchDraft:
+    """
+    Args:
+        errors: counts what cannot be sent, by field.
+    """
+
+    def __init__(self, errors: Errors) -> None:
+        self.fields: dict[str, Any] = {}
+        """Of the batch, as keywords."""
+        self._errors = errors
+        self._for_items, self._for_values = ITEM_BYTES, VALUE_BYTES
+        self._room = wire.MAX_BATCH_BYTES - _ENVELOPE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes the rows may have."""
+        return self._room
+
+    def put(self, field: str, value: Any) -> None:
+        """Set a field, if it fits; None leaves it out."""
+        self._for_values -= self._put(field, value, self._for_values)
+
+    def put_last(self, field: str, value: Any) -> None:
+        """Set a field that may have all that the others, and the least of rows, have left."""
+        self._put(field, value, self._room - _ROW_BYTES)
+
+    def fill(self, field: str, waiting: list[_Item]) -> None:
+        """Move as many items as fit from `waiting` into a field. Those that never fit are dropped."""
+        taken: list[_Item] = []
+        while waiting and len(taken) < wire.MAX_ITEMS:
+            size = self._size_of(field, [waiting[0]], ITEM_BYTES)
+            if size is not None and size > self._for_items:
+                break
+            item = waiting.pop(0)
+            if size is not None:
+                taken.append(item)
+                self._take(size)
+        self.fields[field] = taken
+
+    def fill_map(self, field: str, waiting: dict[str, Any]) -> None:
+        """The same for a field that is a dict."""
+        taken: dict[str, Any] = {}
+        while waiting and len(taken) < wire.MAX_ITEMS:
+            name = next(iter(waiting))
+            size = self._size_of(field, {name: waiting[name]}, ITEM_BYTES)
+            if size is not None and size > self._for_items:
+                break
+            value = waiting.pop(name)
+            if size is not None:
+                taken[name] = value
+                self._take(size)
+        self.fields[field] = taken
+
+    def _take(self, size: int) -> None:
+        self._for_items -= size
+        self._room -= size
+
+    def _put(self, field: str, value: Any, most: int) -> int:
+        """Return how many bytes the field has taken."""
+        size = None if value is None else self._size_of(field, value, most)
+        if size is None:
+            return 0
+        self.fields[field] = value
+        self._room -= size
+        return size
+
+    def _size_of(self, field: str, value: Any, most: int) -> int | None:
+        """Return how many bytes `value` takes; None, and counted, where it cannot be sent."""
+        try:
+            size = wire.checked_size(wire.RankBatch, field, value)
+            if size > most:
+                raise wire.WireError("too_large", f"{size} bytes, limit {most}")
+        except wire.WireError as error:
+            self._errors.note(f"{field} not sent", error)
+            return None
+        return size
