@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -35,7 +36,6 @@ pipelines are made of it; what they take is in the wait.
 """
 _REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 """What gradients are exchanged with by hand, or by a framework that is neither DDP nor FSDP."""
-_MAX_HANDLES = 4096
 
 
 class Collectives:
@@ -47,8 +47,11 @@ class Collectives:
         self._failed = failed
         self._inside = False
         """The training thread is in one: what that calls and waits for is part of it."""
-        self._handles: dict[int, bool] = {}
-        """Reductions (by id) that were started and not yet waited for: whether they run on a device."""
+        self._handles: dict[int, tuple[ref[Any], bool]] = {}
+        """
+        Reductions that were started and not yet waited for, by id: the handle, held weakly, and whether it
+        runs on a device. An entry ends with its handle, whose id another object may have then.
+        """
         self._largest_reduced = 0
         self.reduction = ""
         """The one of _REDUCTIONS that has reduced most at once."""
@@ -102,7 +105,7 @@ class Collectives:
                     if span is not None:
                         spans.end(span)
                         if args and id(args[0]) in self._handles:
-                            self._waited(self._handles.pop(id(args[0])))
+                            self._waited(args[0])
 
             return wait
 
@@ -199,15 +202,18 @@ class Collectives:
             on_device = self._on_device(buffers)
             if not isinstance(handle, dist.Work):
                 self._recorder.reduced(on_device)
-            elif len(self._handles) < _MAX_HANDLES:
-                self._handles[id(handle)] = on_device
+            else:
+                key, handles = id(handle), self._handles
+                handles[key] = ref(handle, lambda _: handles.pop(key, None)), on_device
         except Exception as error:
             self._failed("span", error)
 
-    def _waited(self, on_device: bool) -> None:
+    def _waited(self, handle: Any) -> None:
         """Tell the recorder that a reduction that was started has been waited for."""
         try:
-            self._recorder.reduced(on_device)
+            known, on_device = self._handles.pop(id(handle))
+            if known() is handle:
+                self._recorder.reduced(on_device)
         except Exception as error:
             self._failed("span", error)
 
