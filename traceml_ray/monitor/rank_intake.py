@@ -87,7 +87,8 @@ class RankIntake:
         `wire.WireError` where nothing is accepted and the sender cannot be read, and LookupError for a rank
         process that is not known here and does not begin `fresh`.
         """
-        reply, refused = b"", wire.WireError("malformed")
+        reply: bytes | None = None
+        refused = wire.WireError("malformed")
         who = f"pid {peer.pid}" if peer else ""
         for batch in self._batches(data, peer):
             try:
@@ -103,7 +104,8 @@ class RankIntake:
                 continue
             if sender := peer or (self.watch(pid) if pid else None):
                 sender.processes.add(batch.process_id)
-        if not reply and (reply := self._refusal(data, refused)) is None:
+        reply = reply or self._refusal(data, refused)
+        if reply is None:
             raise refused
         return reply
 

@@ -160,9 +160,14 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
     import torch
 
     is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+    torchs_own = getattr(torch.nn.Module, "_wrapped_call_impl", None)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
-        if not is_compiling() and root_id(self) in roots:
+        if is_compiling():
+            return (
+                own(self, *args, **kwargs) if own is not None else super(cls, self).__call__(*args, **kwargs)
+            )
+        if root_id(self) in roots:
             recorder, append, clock, inner_trains, failed = roots.ours
             try:
                 if not is_grad_enabled():
@@ -180,6 +185,10 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
                 failed("forward", error)
         if own is not None:
             return own(self, *args, **kwargs)
-        return super(cls, self).__call__(*args, **kwargs)
+        call = super(cls, self).__call__
+        if getattr(call, "__func__", call) is torchs_own:
+            # Our frame takes the place of torch's: a model as deep as Python's stack allows still runs.
+            return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return __call__ if own is None else functools.wraps(own)(__call__)
