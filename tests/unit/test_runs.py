@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, run_message
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, confirmed, run_message
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -395,6 +395,69 @@ def test_node_that_never_reported_is_waited_for_unless_forced(tmp_path: Path) ->
     assert not (tmp_path / "summary.json").exists()
     _leave(aggregator, 0, force=True)
     assert (tmp_path / "summary.json").exists() and aggregator.over
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path, clock: Clock) -> None:
+    """A writer that is killed in the middle of it leaves a file that has to be repaired."""
+    aggregator, relay, rank = aggregation(tmp_path, clock), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(30), rank.batch(0, final=True)))
+    _leave(aggregator, 0, nodes=1)
+    assert aggregator.over
+    before = (tmp_path / "session.sqlite").read_bytes()
+    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [])
+    late = relay.message(sample=sample)
+    aggregator.ingest(late)
+    assert aggregator.commit() and aggregator.endings.complete
+    assert confirmed(aggregator.ingest(late)) == 2  # its relay need not keep it
+    assert ask(aggregator, "ledger")["stored"] == 30
+    counted = ask(aggregator, "status")["errors"]
+    assert counted == {"node sample: not stored, the session is over": 1}
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)  # by Ray, after it was killed
+    assert restarted.over and restarted.endings.complete
+    restarted.ingest(relay.message(sample=sample))
+    assert restarted.commit()
+    restarted.close()
+    assert (tmp_path / "session.sqlite").read_bytes() == before
+
+
+def test_rows_that_come_after_an_ordered_end_are_in_the_files_when_these_are_written_again(
+    tmp_path: Path, clock: Clock
+) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, clock), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(30)))
+    _leave(aggregator, 0, -15, nodes=1, force=True)  # the monitor alone: training goes on
+    before = (tmp_path / "session.sqlite").read_bytes()
+    late = relay.message(rank.batch(20))
+    aggregator.ingest(late)
+    assert aggregator.commit()
+    assert confirmed(aggregator.ingest(late)) == 1
+    assert (tmp_path / "session.sqlite").read_bytes() == before
+    assert not aggregator.endings.complete
+    aggregator.endings.prepare_again()
+    later = relay.message(rank.batch(5))
+    aggregator.ingest(later)
+    assert aggregator.commit() and confirmed(aggregator.ingest(later)) == 3
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    assert aggregator.endings.complete
+    assert json.loads((tmp_path / "summary.json").read_bytes())["ledger"]["stored"] == 55
+    aggregator.close()
+    assert check_ledger(tmp_path)["stored"] == 55
+
+
+@pytest.mark.parametrize(
+    "late", [{"events": [wire.Event("note", 1)]}, {"spans": [wire.SpanSum("eval", 5, 1, 1, 1, 1, 1)]}]
+)
+def test_what_ranks_report_after_the_end_makes_the_files_incomplete(
+    late: dict[str, Any], tmp_path: Path, clock: Clock
+) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, clock), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(30)))
+    _leave(aggregator, 0, nodes=1)
+    assert aggregator.endings.complete
+    aggregator.ingest(relay.message(rank.batch(0, **late)))
+    assert not aggregator.endings.complete
+    aggregator.close()
 
 
 # -- the account ---------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ class AggregatorCore:
                     self._be_busy()
                     self.pace.reported(batch.node.node_id)
                 self._intake.take(batch, inner, now)
+                self._count_lost()
         except wire.WireError as error:
             self.errors.note("ingest", error)
         except Exception as error:
@@ -136,17 +137,19 @@ class AggregatorCore:
         )
 
     def commit(self) -> bool:
-        """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""
+        """
+        Write what is pending; False (and counted) when the disk refuses, then it stays pending. After the end
+        of the session nothing is written, see `SessionWriter`.
+        """
         try:
             with self._writer.lock:
-                self._intake.resize_groups()
-                self.pace.adapt(sum(node.lost_ns is None for node in self._writer.nodes.values()))
-                for what, n in self._writer.lost.items():
-                    self.errors.count(what, n)
-                self._writer.lost.clear()
-                self._writer.set_meta(errors=dict(self.errors))
-                for cause in self.errors.causes():
-                    self._writer.add_event(cause)
+                if not self._writer.at_rest:
+                    self._intake.resize_groups()
+                    self.pace.adapt(sum(node.lost_ns is None for node in self._writer.nodes.values()))
+                    self._count_lost()
+                    self._writer.set_meta(errors=dict(self.errors))
+                    for cause in self.errors.causes():
+                        self._writer.add_event(cause)
             self._writer.commit()
         except Exception as error:
             self.errors.note("commit", error)
@@ -235,6 +238,11 @@ class AggregatorCore:
     def idle_s(self) -> float:
         """Seconds since the last message of a rank, or about a run, or a question of more than a page."""
         return (self._ticks() - self._busy_ns) / 1e9
+
+    def _count_lost(self) -> None:
+        for what, n in self._writer.lost.items():
+            self.errors.count(what, n)
+        self._writer.lost.clear()
 
     def _be_busy(self) -> None:
         self._busy_ns = self._ticks()

@@ -97,7 +97,8 @@ class Endings:
     def complete(self) -> bool:
         """Whether everything that came is in the files."""
         with self.writer.lock:
-            return self._session.written is not None and self._rows() == self._came
+            whole = self._rows() == self._came and not self.writer.is_behind
+            return self._session.written is not None and whole
 
     def answer(self, message: wire.Finish | wire.Run) -> wire.Finished:
         """Note that a node has left, or what a run reports; return how far the end is. May be repeated."""
@@ -154,6 +155,11 @@ class Endings:
         with self._writing:
             self._write_session()
 
+    def prepare_again(self) -> None:
+        """Have what relays hand over now stored, if the files have to be written again anyway."""
+        if not self.complete:
+            self.writer.go_on()
+
     def is_silent(self, node_id: str) -> bool:
         """Return whether that node's relay has not reported for long."""
         node = self.writer.nodes.get(node_id)
@@ -180,6 +186,7 @@ class Endings:
         self.writer.set_meta(left={**meta.get("left", {}), message.node_id: message.exit_code})
 
     def _write_session(self) -> None:
+        self.writer.go_on()
         self.profiling.stop()
         with self.writer.lock:
             now, meta, end = self.clock(), self.writer.meta, self._session
@@ -197,7 +204,8 @@ class Endings:
         self._bundle(end, None, 0 if self._forced else code)
         self._report(end)
         with self.writer.lock:
-            self.writer.set_meta(ending={"nodes": self._nodes, "missing": missing})
+            ending = {"nodes": self._nodes, "missing": missing}
+            self.writer.set_meta(ending=ending, errors=dict(self.errors))
         self.writer.commit()
         if end.ordered or not missing:
             self.let_go()

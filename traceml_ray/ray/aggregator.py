@@ -207,6 +207,7 @@ class Aggregator:
         from traceml_ray.monitor.private_folders import is_private
 
         self._membership.end()
+        self._core.endings.prepare_again()
         relays = self._ask_relays("end")
         finished = wire.Finished(wire.VERSION, "written")
         try:

@@ -29,20 +29,23 @@ class Fenced(RuntimeError):  # noqa: N818 - a state more than an error
 class Fence:
     """
     Claims the session file at `path` for the writer whose `connection` it is, as it was opened at `found`
-    (None: it was made). Where that cannot be written now, as on a full disk, the first transaction claims it,
-    unless somebody else has written by then.
+    (None: it was made). Where that cannot be written, as on a full disk, or not `now`, the first transaction
+    claims it, unless somebody else has written by then.
 
     The writer reads what is in the file after this. Raises `Fenced` when the file was replaced meanwhile,
     `SessionFileError` when the file cannot be read.
     """
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, found: tuple[int, int] | None) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, found: tuple[int, int] | None, *, now: bool = True
+    ) -> None:
         self.broken = False
         """Whether another writer has the session."""
         self._connection = connection
         self._path = path
-        with contextlib.suppress(sqlite3.OperationalError):
-            claim(connection)
+        if now:
+            with contextlib.suppress(sqlite3.OperationalError):
+                claim(connection)
         try:
             self._known = self._counted = _transactions(connection)
         except sqlite3.Error as error:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceml_ray.store.schema import SessionFileError, connect, transaction
+from traceml_ray.store.read_only import connect_to_read
+from traceml_ray.store.schema import SessionFileError, transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.11 has it
@@ -27,7 +28,7 @@ class Reader:
         self.path = path
         self.run = run
         self._owned = connection is None
-        self._connection = connection or connect(path)
+        self._connection = connection or connect_to_read(path)
 
     def close(self) -> None:
         """Close the file."""

@@ -129,17 +129,22 @@ def legible(path: Path) -> Iterator[None]:
         raise SessionFileError(f"{path}: the session file is damaged ({detail})") from error
 
 
-def connect(path: Path, *, create: bool = False, timeout: float = 5.0) -> sqlite3.Connection:
+def connect(
+    path: Path, *, create: bool = False, timeout: float = 5.0, immutable: bool = False
+) -> sqlite3.Connection:
     """
     Open the session file at `path`; `create` makes one that is not there yet. A lock of somebody else is
-    waited for, `timeout` seconds at most.
+    waited for, `timeout` seconds at most. `immutable`: nobody writes to it, so no lock is taken.
 
     Raises `SessionFileError` when there is none, it is damaged, no session, or of another schema.
     """
     if not create and not path.is_file():
         raise SessionFileError(f"{path}: no such session file")
+    where = f"{path.absolute().as_uri()}?immutable=1" if immutable else path
     try:
-        connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            where, timeout=timeout, isolation_level=None, check_same_thread=False, uri=immutable
+        )
     except sqlite3.Error as error:
         raise SessionFileError(f"{path}: cannot open the session file: {error}") from error
     try:

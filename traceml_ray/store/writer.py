@@ -13,7 +13,6 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from traceml_ray.store.layer_windows import LAYER_WINDOWS, to_layer_row
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.output import OutputRetention
+from traceml_ray.store.pending import OF_NODES, Pending, row_bytes
 from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
@@ -38,10 +38,6 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
-_APPENDED = (
-    *("process_sample", "memory_sample", "node_sample", "clock", "span", "output", "event", "verdict"),
-    *("chunk", "step_work"),
-)
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
 _SHARDINGS = update("sharding", "process", ["body"])
@@ -52,6 +48,9 @@ class SessionWriter:
     The one writer of a session file: a writer that claimed it before can write no more (see `fence`).
     `processes` and `taken` hold everything that arrived, also what is not committed yet; `committed` the
     relay watermarks that are on disk.
+
+    A file at rest (`at_rest`) is one plain file that holds the end of its session: nothing is written to it
+    until `go_on`. Meanwhile samples of nodes are left out, and counted in `lost`; all else stays pending.
 
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
@@ -72,7 +71,8 @@ class SessionWriter:
         found = identity(path)
         self._connection = connect(path, create=True)
         with SessionFile(path, self._connection) as stored, legible(path):
-            self._fence = Fence(self._connection, path, found)
+            self.at_rest: bool = stored.meta().get("ending", {}).get("missing") == 0
+            self._fence = Fence(self._connection, path, found, now=not self.at_rest)
             self.processes: dict[str, RankProcess] = {
                 process.process_id: process for process in stored.processes()
             }
@@ -87,7 +87,7 @@ class SessionWriter:
         self.lost: Counter[str] = Counter()
         """What was dropped of all but rows, by place; the aggregator counts it and clears it."""
         self._by_id = {process.id: process for process in self.processes.values()}
-        self._pending = _Pending()
+        self._pending = Pending()
         folded = self.meta.get("folded", {})
         self._output = OutputRetention(self._connection, output_lines)
         self._retention = Retention(self._connection, path, max_bytes, folded, thresholds)
@@ -151,7 +151,7 @@ class SessionWriter:
         n = len(flags)
         chunk = process.id, first_row, n, keys, flags, rows, host_rows or None, leads or None
         self._pending.inserts["chunk"].append(chunk)
-        self._pending.row_bytes += _row_bytes(chunk)
+        self._pending.row_bytes += row_bytes(chunk)
         if n and not process.stored:
             self.process(process.process_id, 0)
         process.stored += n
@@ -208,6 +208,9 @@ class SessionWriter:
         self._add("verdict", (t_ns, body.decode(), run))
 
     def _add(self, table: str, row: tuple[Any, ...]) -> None:
+        if self.at_rest and table in OF_NODES:
+            self.lost[f"{table.replace('_', ' ')}: not stored, the session is over"] += 1
+            return
         rows = self._pending.inserts[table]
         rows.append(row)
         if len(rows) > self.max_pending_items:
@@ -222,14 +225,18 @@ class SessionWriter:
 
     def commit(self) -> None:
         """
-        Write everything that is pending in one transaction. Called without `lock`.
+        Write everything that is pending in one transaction; nothing in a file at rest. Called without `lock`.
 
         Raises `sqlite3.Error` or OSError when the disk refuses, `Fenced` when another writer has the session;
         what was pending stays pending then.
         """
         with self._database:
             with self.lock:
-                work, self._pending = self._pending, _Pending()
+                if self.at_rest:
+                    if not self.is_behind:
+                        self.committed.update(self._pending.relays)
+                    return
+                work, self._pending = self._pending, Pending()
                 changes = self._changes(work)
             try:
                 self._write(changes)
@@ -253,6 +260,8 @@ class SessionWriter:
         of a run from being kept, once; its rows are folded without.
         """
         with self._database:
+            if self.at_rest:
+                return
             if self._output.due():
                 with self._transaction():
                     self._output.prune()
@@ -287,9 +296,21 @@ class SessionWriter:
         """Return a reader of what is committed, with a connection of its own."""
         return SessionFile(self.path)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is pending that belongs into the file, which is at rest."""
+        return self.at_rest and self._pending.is_of_ranks
+
+    def go_on(self) -> None:
+        """Write to a file at rest again; the end of the session follows once more."""
+        with self.lock:
+            self.at_rest = False
+
     def settle(self) -> None:
-        """Leave one plain file behind, without a `-wal`; while a view has it open, with an empty one."""
+        """Bring the file to rest: one plain file, beside an empty `-wal` while a view has it open."""
         with self._database:
+            with self.lock:
+                self.at_rest = True
             self._connection.execute("PRAGMA busy_timeout = 100")
             for pragma in ("wal_checkpoint(TRUNCATE)", "journal_mode = DELETE"):
                 try:
@@ -305,7 +326,7 @@ class SessionWriter:
         with self._database:
             self._connection.close()
 
-    def _changes(self, work: _Pending) -> list[tuple[str, list[Any]]]:
+    def _changes(self, work: Pending) -> list[tuple[str, list[Any]]]:
         """Return the statements that write `work`, with their values."""
         progress = [each for id_, each in work.progressed.items() if id_ not in work.processes]
         return [
@@ -344,41 +365,6 @@ class SessionWriter:
             process.stored -= n
             process.dropped_aggregator += n
             self._pending.processes[process.id] = process
-            self._pending.row_bytes -= _row_bytes(chunks[count])
+            self._pending.row_bytes -= row_bytes(chunks[count])
             count += 1
         del chunks[:count]
-
-
-@dataclass
-class _Pending:
-    """What the next transaction will write."""
-
-    inserts: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: {t: [] for t in _APPENDED})
-    processes: dict[int, RankProcess] = field(default_factory=dict)
-    progressed: dict[int, RankProcess] = field(default_factory=dict)
-    meta: set[str] = field(default_factory=set)
-    nodes: dict[str, Node] = field(default_factory=dict)
-    relays: dict[str, int] = field(default_factory=dict)
-    shardings: dict[int, str] = field(default_factory=dict)
-    layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """By the place of a window in its table."""
-    row_bytes: int = 0
-
-    def follow(self, later: _Pending) -> None:
-        """Add what arrived while the disk refused this."""
-        for table, rows in self.inserts.items():
-            rows.extend(later.inserts[table])
-        self.processes |= later.processes
-        self.progressed |= later.progressed
-        self.meta |= later.meta
-        self.nodes |= later.nodes
-        self.relays |= later.relays
-        self.shardings |= later.shardings
-        self.layers |= later.layers
-        self.row_bytes += later.row_bytes
-
-
-def _row_bytes(chunk: tuple[Any, ...]) -> int:
-    _, _, _, keys, flags, rows, host_rows, leads = chunk
-    own = len(keys) + len(flags) + len(rows)
-    return own + len(host_rows) + len(leads or b"") if host_rows else own
