@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +23,12 @@ from unit.test_step_history import LIMITS, rows
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.errors import Errors
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.reports.answers import Answers
 from traceml_ray.store import query
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.session_poll import joined
 from traceml_ray.views.source import StoredSource
 
@@ -232,3 +237,35 @@ def test_run_whose_steps_cannot_be_reduced_goes_on_with_later_ones(
     columns = asked(played.aggregator, NEWEST)
     assert columns["first"].tolist() == list(range(40, 120))
     assert sum(played.aggregator.errors.values()) == 1 and played.aggregator.verdict is not None
+
+
+def test_feeding_comes_before_all_readers_that_wait() -> None:
+    """The thread that feeds has the next commit to do: it waits for the answer under way alone."""
+    steps, order = LiveSteps(LIMITS, lambda _: SessionFile(Path()), Errors()), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(name: str) -> None:
+        with steps.lock.reading():
+            begun.set()
+            go_on.wait(60)
+            order.append(name)
+
+    def feed() -> None:
+        steps.feed([], {}, {}, set())
+        order.append("fed")
+
+    def start(target: Callable[..., None], *given: str) -> threading.Thread:
+        thread = threading.Thread(target=target, args=given, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [start(read, "under way")]
+    assert begun.wait(60)
+    threads += [start(read, "waits") for _ in range(4)]
+    threads.append(start(feed))
+    while not steps.lock._feeders:
+        time.sleep(0.001)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["under way", "fed", *4 * ["waits"]]

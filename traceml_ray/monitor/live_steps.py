@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.steps_lock import StepsLock
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
@@ -48,7 +48,7 @@ class LiveSteps:
     errors: Errors
 
     def __post_init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = StepsLock()
         """Held while a history is changed, or read by another thread."""
         self._arrived: list[tuple[int, Rows]] = []
         self._rows = 0
@@ -89,7 +89,7 @@ class LiveSteps:
             labels: of the rank processes' nodes.
             unknown: rank processes of unknown rank whose rows are kept until it is known.
         """
-        with self.lock:
+        with self.lock.feeding():
             for run in self._runs.keys() - runs.keys():
                 self._disown(self._runs[run])
                 self._runs.pop(run).close()
@@ -110,7 +110,7 @@ class LiveSteps:
                 self._advance(self._runs[run])
 
     def of(self, run: str) -> LiveRun | None:
-        """Return a live run; another thread reads its history with `lock` held."""
+        """Return a live run; another thread reads its history with `lock.reading()`."""
         return self._runs.get(run)
 
     def rows_of(self, process: int, last: int) -> tuple[Int64, UInt8, Int64]:
@@ -123,7 +123,7 @@ class LiveSteps:
 
     def step_s(self, processes: Iterable[RankProcess]) -> float | None:
         """Return how long the newest steps of these took, of the shortest, s; None: there are none so far."""
-        with self.lock:
+        with self.lock.feeding():
             newest = [self.rows_of(process.id, _NEWEST) for process in islice(processes, _SOME)]
         took = [
             int(rows.sum()) / 1e9 / len(np.unique(keys >> SEGMENT_BITS))
@@ -142,7 +142,7 @@ class LiveSteps:
 
     def close(self) -> None:
         """Close the session file."""
-        with self.lock:
+        with self.lock.feeding():
             for own in self._runs.values():
                 own.close()
 

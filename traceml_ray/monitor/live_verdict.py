@@ -256,7 +256,7 @@ class LiveJudge:
         own, ranks = self.steps.of(run), sorted(self.live_runs.known.ranks.get(run, {}))
         if own is None:
             return None
-        with self.steps.lock:
+        with self.steps.lock.feeding():
             window = own.history.window(ranks, len(ranks), (), self._limits.window_steps)
         return median_rank(window, verdict.ranks, verdict.stage)
 

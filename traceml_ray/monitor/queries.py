@@ -99,7 +99,7 @@ class LiveAnswers(Answers):
             with super()._history(run, read_on) as stored:
                 yield stored
         else:
-            with self._live.lock:
+            with self._live.lock.reading():
                 yield live
 
     def _dump(self, asked: query.Dump) -> None:

@@ -201,8 +201,10 @@ class Answers:
     def _throughput(self, asked: query.Throughput) -> Any:
         over = self._over()
         whole = over if asked.whole is None else asked.whole
-        with self._file(asked.run) as file, self._history(asked.run, False) as of:
-            return self._work.numbers(file, of, whole=whole, over=over)
+        with self._file(asked.run) as file:
+            self._work.read(file)  # before the history is held: nobody waits for the disk
+        with self._history(asked.run, False) as of:
+            return self._work.numbers(of, whole=whole, over=over)
 
     def _reported(self, run: str | None) -> Summary:
         """Return the summary that was written at the end, where it is of that run, else make one."""

@@ -22,12 +22,20 @@ class StoredWork:
     """What has been read of a session file that grows. May be used by several threads."""
 
     def __init__(self) -> None:
-        self._work, self._cursor, self._lock = WorkHistory(), 0, Lock()
+        self._work, self._cursor = WorkHistory(), 0
+        self._reading, self._lock = Lock(), Lock()
+        """Held while the file is read; while `_work` is used, which takes no disk."""
 
-    def numbers(self, file: WorkReader, of: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
-        """Return how much the run gets through. Raises `SessionFileError`."""
+    def read(self, file: WorkReader) -> None:
+        """Read on in the file. Raises `SessionFileError`."""
+        with self._reading:
+            rows, self._cursor = file.work(self._cursor)
+            with self._lock:
+                _add(self._work, rows)
+
+    def numbers(self, of: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
+        """Return how much the run gets through, by what has been read."""
         with self._lock:
-            self._cursor = file.add_work(self._work, self._cursor)
             processes = {rank: process.id for rank, process in of.ranks.items()}
             missing = reasons(of.ranks.values())
             return throughput(
@@ -40,11 +48,16 @@ def of_run(facts: RunFacts, history: StepHistory | None) -> dict[str, Any] | Non
     if history is None or not history.ranks:
         return None
     work = WorkHistory()
-    facts.session.add_work(work)
+    _add(work, facts.session.work()[0])
     over = facts.meta.get("status", "running") != "running"
     ranks, processes = facts.ranks, {rank: process.id for rank, process in facts.ranks.items()}
     missing = reasons(ranks.values())
     return throughput(history, work, processes, facts.world_size, whole=True, over=over, missing=missing)
+
+
+def _add(work: WorkHistory, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    for process, row in rows:
+        work.add(process, row)
 
 
 def block(found: Mapping[str, Any] | None) -> dict[str, Any]:
