@@ -122,7 +122,7 @@ def _may_write(path: Path) -> bool:
 
 def _state(path: Path) -> tuple[tuple[int, ...], ...]:
     """Return what changes whenever somebody writes to the file or its journals."""
-    found = []
+    found: list[tuple[int, ...]] = []
     for suffix in ("", *_JOURNALS):
         try:
             now = _beside(path, suffix).stat()
