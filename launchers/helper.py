@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import msgspec
@@ -27,6 +28,8 @@ from .lean_ray import until_joined
 _DETAIL_CHARS = 300
 _KILL_S = 2.0
 _LOOK_S = 0.05
+_REFUSED = 20
+"""A relay that answers listens: so often in a row it was not killed since, but is out of reach."""
 _answered = threading.Lock()
 """Held from the first reply on: the deadline and the work may both make one."""
 
@@ -100,9 +103,12 @@ def _make_actors(request: HelperRequest) -> None:
         time.sleep(_LOOK_S)
     made.append(ensure_relay(actors, node_id, fresh=True))
     try:
-        ray.get(made[-1].ready.remote(), timeout=request.deadline_s)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            probe.connect(actors.socket)  # from here, as the ranks will
+        until_ready(
+            lambda limit_s: ray.get(made[-1].ready.remote(), timeout=limit_s),
+            ray.exceptions.ActorUnavailableError,
+            actors.socket,
+            request.deadline_s,
+        )
     except BaseException:
         for actor in made:
             ray.kill(actor, no_restart=True)
@@ -110,6 +116,36 @@ def _make_actors(request: HelperRequest) -> None:
         while request.first and find_aggregator(actors.session) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         raise
+
+
+def until_ready(
+    ask: Callable[[float], object], unavailable: type[Exception], path: str, limit_s: float
+) -> None:
+    """
+    Return when the relay answers and takes connections.
+
+    A relay whose process was killed is made again by Ray; meanwhile calls fail, or nobody listens.
+
+    Args:
+        ask: calls the relay; takes the time that is left, s.
+        unavailable: what that raises while the relay is being made again; any other error is final.
+        path: of its socket.
+        limit_s: how long that may take.
+
+    Raises the last error: after `limit_s`, or at once where it is final.
+    """
+    deadline, refused = time.monotonic() + limit_s, 0
+    while True:
+        try:
+            ask(max(0.0, deadline - time.monotonic()))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                probe.connect(path)  # from here, as the ranks will
+            return
+        except (unavailable, OSError) as error:
+            refused += isinstance(error, OSError)
+            if refused > _REFUSED or time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
 
 
 if __name__ == "__main__":
