@@ -9,6 +9,7 @@ stdout. Credentials come in the environment. It exits within `deadline_s`, whate
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -91,7 +92,6 @@ def _make_actors(request: HelperRequest) -> None:
     attach(where, request.deadline_s - 1, lambda _ray: until_joined(request.temp_dir) if joins else None)
     import ray
 
-    from traceml_ray.ray.actor_factory import ensure_relay
     from traceml_ray.ray.aggregator import ensure_aggregator
     from traceml_ray.ray.discovery import find_aggregator
 
@@ -101,7 +101,7 @@ def _make_actors(request: HelperRequest) -> None:
         made.append(ensure_aggregator(actors, node_id, fresh=True))
     while find_aggregator(actors.session) is None:
         time.sleep(_LOOK_S)
-    made.append(ensure_relay(actors, node_id, fresh=True))
+    made.append(_make_relay(actors, node_id))
     try:
         until_ready(
             lambda limit_s: ray.get(made[-1].ready.remote(), timeout=limit_s),
@@ -116,6 +116,17 @@ def _make_actors(request: HelperRequest) -> None:
         while request.first and find_aggregator(actors.session) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         raise
+
+
+def _make_relay(actors: ActorConfig, node_id: str) -> Any:
+    """Make the relay of this launch: several launches of one job may be on one node of a running cluster."""
+    from traceml_ray.ray.actor_factory import ensure_relay
+
+    try:
+        return ensure_relay(actors, node_id, fresh=True)
+    except ValueError:  # the name is taken
+        launch = f".{secrets.token_hex(4)}"
+        return ensure_relay(msgspec.structs.replace(actors, launch=launch), node_id, fresh=True)
 
 
 def until_ready(

@@ -398,16 +398,24 @@ def test_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Bench)
 
 
 def test_given_cluster_is_used_and_left_running(bench: Bench) -> None:
+    """By one launch, then by two of one job, on the same node of it."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     cluster = PrivateRay(folder, os.environ)
     cluster.start()
     try:
-        ran = bench.run(
-            "--session", "guest", "--ray-address", cluster.address, str(bench.script), "--batch", batch(),
-            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.environ["RAY_AUTH_TOKEN"],
-        )  # fmt: skip
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.environ["RAY_AUTH_TOKEN"]}
+        there = ("--ray-address", cluster.address)
+        ran = bench.run("--session", "guest", *there, str(bench.script), "--batch", batch(), **token)
         assert ran.returncode == 0, ran.stderr
         assert bench.summary("guest")["ledger"]["stored"] == 1
+        ranks = (str(bench.script), "--batch", batch(), "--other", batch("rank2", rank=2))
+        job = ("--nnodes", "2", "--master-port", str(free_port()), *there, "--session", "two")
+        both = [bench.start(*job, "--node-rank", rank, *ranks, **token) for rank in "01"]
+        for process in both:
+            _, err = process.communicate(timeout=240)
+            assert process.returncode == 0 and "without" not in err, err
+        assert bench.summary("two")["ledger"]["stored"] == 2
+        assert [node["ranks"] for node in bench.summary("two")["session"]["nodes"]] == [[0], [2]]
         assert not cluster.exited()
         assert cluster._process is not None
         pid = cluster._process.pid

@@ -87,6 +87,22 @@ def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock
     assert len(_events(restarted)) == 4
 
 
+def test_all_relays_of_a_lost_node_are_lost(tmp_path: Path, clock: Clock) -> None:
+    """Of two launches on one node of a running cluster."""
+    aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(0, "other"), Relay(1)]
+    node = "0123456789abcdef" * 3
+    for relay, launch in zip(relays, ("", ".7f3a"), strict=False):
+        relay.node = wire.NodeIdentity(node + launch, "host-0", "10.0.0.1")
+    ranks = [Rank(i, 3, per_node=1) for i in range(3)]
+    _feed(aggregator, ranks, relays, clock, 8)
+    aggregator.node_state(node, "host-0", "10.0.0.1", False)
+    aggregator.judge()
+    summary = ask(aggregator, "summary")
+    nodes = summary["session"]["nodes"]
+    assert [(node["ranks"], node["lost"]) for node in nodes] == [([0], True), ([1], True), ([2], False)]
+    assert len({node["hostname"] for node in nodes}) == 3
+
+
 def test_node_lost_after_a_failure_is_not_its_cause(tmp_path: Path, clock: Clock) -> None:
     aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
     ranks = [Rank(i, 2, per_node=1) for i in range(2)]

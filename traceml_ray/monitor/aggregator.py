@@ -205,7 +205,8 @@ class AggregatorCore:
         """
         Note that a node of the cluster is there, or is gone, with its ranks. May be repeated.
 
-        A node that came before any rank has reported was there from the start and is no event.
+        A node that came before any rank has reported was there from the start and is no event. Of a node that
+        is gone, all relays are (`ActorConfig.launch`).
         """
         with self._writer.lock:
             now, node = self._clock(), self._writer.nodes.get(node_id)
@@ -214,9 +215,16 @@ class AggregatorCore:
                 if self._writer.processes:
                     joined = wire.Event("node_joined", now, message=f"{hostname} ({address}) joined")
                     self._writer.add_event(joined, node_id=node_id)
-            elif not alive and node is not None and node.lost_ns is None:
-                self._writer.node(node_id, node.hostname, node.address).lost_ns = now
-                self._lose_node(node_id, f"{node.hostname} ({node.address}) is gone from the cluster", now)
+            elif not alive:
+                gone = [name for name in self._writer.nodes if f"{name}.".startswith(f"{node_id}.")]
+                for name in gone:
+                    self._node_is_gone(name, now)
+
+    def _node_is_gone(self, node_id: str, now: int) -> None:
+        node = self._writer.nodes[node_id]
+        if node.lost_ns is None:
+            self._writer.node(node_id, node.hostname, node.address).lost_ns = now
+            self._lose_node(node_id, f"{node.hostname} ({node.address}) is gone from the cluster", now)
 
     def take_spool(self, folder: Path) -> list[Path]:
         """

@@ -18,10 +18,10 @@ _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
 
 
 def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's relay of that node; return its handle. Raises as `make`."""
+    """Find or make the session's relay of that node (and launch); return its handle. Raises as `make`."""
     from traceml_ray.ray.node_relay import NodeRelay
 
-    return make(NodeRelay, relay_name(config.session, node_id), node_id, config, fresh)
+    return make(NodeRelay, relay_name(config.session, node_id + config.launch), node_id, config, fresh)
 
 
 def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:

@@ -34,6 +34,11 @@ class ActorConfig(msgspec.Struct, frozen=True):
     """Whether the aggregator keeps a relay on every node of the cluster, also on those that join later."""
     runtime_env: str = ""
     """Of the relays that it makes, as JSON."""
+    launch: str = ""
+    """
+    Which launch of the job the relay is of, where its node has a relay of another one: "." and hex digits.
+    Appended to the node's id: to the session they are two nodes, as to torchrun.
+    """
 
 
 class About(msgspec.Struct, frozen=True):

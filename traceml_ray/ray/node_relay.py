@@ -21,7 +21,7 @@ from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted,
 
 
 class NodeRelay:
-    """One per node and session, pinned to its node."""
+    """One per node and session (of a launched one: per launch on that node), pinned to its node."""
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor import private_folders as folders
@@ -39,7 +39,7 @@ class NodeRelay:
         self._sampler = SamplerThread(NodeSampler())
         self._relay = RelayCore(
             Path(made.socket or folder / "relay.sock"),
-            wire.NodeIdentity(node_id, socket.gethostname(), address),
+            wire.NodeIdentity(node_id + made.launch, socket.gethostname(), address),
             ActorTransport(made.session),
             self._sampler,
             made.settings,

@@ -78,7 +78,8 @@ def label_nodes(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict
     for key, (name, address) in places.items():
         labels[key] = name
         if same_place[name, address] > 1:
-            labels[key] = f"{name} ({address}, {key[:8]})"
+            node, dot, launch = key.partition(".")  # see `ActorConfig.launch`
+            labels[key] = f"{name} ({address}, {node[:8]}{dot}{launch})"
         elif same_name[name] > 1:
             labels[key] = f"{name} ({address})"
     return labels
