@@ -11,6 +11,7 @@ from played import Played
 from sessions import SECOND, Clock
 
 from traceml_ray.cli import main
+from traceml_ray.reports import listing
 from traceml_ray.reports.session_list import listed, to_go
 from traceml_ray.session import SessionError, prepare, remove
 
@@ -51,6 +52,11 @@ def names(found: Any) -> list[str]:
 
 
 def test_sessions_are_listed_with_age_size_ranks_and_verdict(out: Path) -> None:
+    begins = prepare(out, "begins")  # it has no file yet
+    found = listed(str(out), NOW)
+    assert (found[0].name, found[0].status) == ("begins", "running")
+    assert "begins" in listing.names(str(out)) and not {"begins"} & {*names(to_go(found, None, 0))}
+    begins.release()
     found = listed(str(out), NOW)
     assert names(found) == ["runs", "fresh", "day-1", "day-10", "day-40", "day-50", "lost-60"]
     ages = {each.name: (each.age_s or 0) / DAY for each in found}

@@ -11,7 +11,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.session import DATABASE, holder, read_json
+from traceml_ray.session import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 
@@ -59,7 +59,8 @@ class _Summary(msgspec.Struct):
 def entries(out: str, most: int | None = _MOST) -> list[Entry]:
     """Return the sessions under `out`, the newest `most`: those that run, then the newest first."""
     files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
-    found = [_entry(path.parent) for path in files[:most]]
+    folders = [*starting_sessions(Path(out)), *(path.parent for path in files)]
+    found = [_entry(folder) for folder in folders[:most]]
     return sorted(found, key=lambda entry: entry.status != "running")
 
 
@@ -85,7 +86,8 @@ def _size(path: Path) -> int:
 
 def names(out: str) -> set[str]:
     """Return the names of the sessions under `out`."""
-    return {path.parent.name for path in Path(out).glob(f"*/{DATABASE}")}
+    files = Path(out).glob(f"*/{DATABASE}")
+    return {folder.name for folder in (*starting_sessions(Path(out)), *(path.parent for path in files))}
 
 
 def _entry(folder: Path) -> Entry:
