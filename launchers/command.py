@@ -33,6 +33,7 @@ from .nodes import Nodes, UsageError, head_host
 from .signals import Forwarder
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+_SIGNALS = "signals may not do what they did before"
 _Started = TypeVar("_Started")
 
 
@@ -106,9 +107,11 @@ def _run(words: Sequence[str], monitor: Monitor) -> int:
         monitor.start()
         code = process.wait()
     finally:
-        with at_the_end("signals may not do what they did before"):
-            signals.close()
+        with at_the_end(_SIGNALS):
+            signals.command_is_over()
         monitor.finish(code, [])
+        with at_the_end(_SIGNALS):
+            signals.close()
     return code
 
 

@@ -55,6 +55,16 @@ class Forwarder:
         except RuntimeError:  # there is no thread to be had
             self.close()
 
+    def command_is_over(self) -> None:
+        """
+        Forward nothing more. Until `close` signals have no effect: a second one (a shell hands on that its
+        terminal is gone, a scheduler repeats itself) would end this process before its own end. But Ctrl-C
+        raises KeyboardInterrupt: a person does not want to wait.
+        """
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        self._came.put(_END)
+        self._dismiss()
+
     def close(self) -> None:
         """Have signals do what they did before."""
         for number, handler in self._before.items():
@@ -63,11 +73,9 @@ class Forwarder:
         self._dismiss()
 
     def _forward(self, command: subprocess.Popen[bytes]) -> None:
-        came: set[int] = set()
-        while _END not in came:
-            came = {self._came.get()} | self._settled()
-            of_group = {number for number in came - {_END} if self._whole_group_has(number)}
-            for number in came - of_group - {_END}:
+        while _END not in (came := {self._came.get()} | self._settled()):
+            of_group = {number for number in came if self._whole_group_has(number)}
+            for number in came - of_group:
                 with contextlib.suppress(OSError):  # as to a command of another user
                     command.send_signal(number)
             if of_group:  # this process may have had one before, and be told of the group's only now

@@ -55,3 +55,18 @@ def test_signal_of_the_group_that_comes_late_is_not_forwarded_and_the_next_one_i
     assert command.heard.get(timeout=10) == signal.SIGUSR1
     os.kill(os.getpid(), signal.SIGUSR2)
     assert command.heard.get(timeout=10) == signal.SIGUSR2
+
+
+def test_second_signal_does_not_cut_the_end_of_the_launcher_short_but_ctrl_c_does() -> None:
+    """A terminal that closes sends one, and its shell another one."""
+    command: Any = Command()
+    forwarder = Forwarder()
+    forwarder.to(cast("subprocess.Popen[bytes]", command))
+    forwarder.command_is_over()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1):
+        signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    forwarder.close()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    assert command.heard.empty()

@@ -91,6 +91,8 @@ def _ending_text(run: RunState) -> str:
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     """Return how many ranks report, and how old that is."""
+    if state in ("starting", "unwatched"):
+        return ""
     if run is None or not run.world:
         return "no rank yet"
     newest = max((process.last_seen_ns for process in run.ranks.values()), default=None)
