@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 EXAMPLES ?= 1000
 CASES ?=
 FRAMEWORKS_ARGS ?=
-DEMO ?= --live --nproc-per-node 4 --session demo --out traceml-sessions \
+DEMO ?= --live --nproc-per-node 4 --session demo --sessions traceml-sessions \
 	examples/train_gpt.py --steps 250 --slow data:2:40
 
 COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'

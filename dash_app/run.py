@@ -113,7 +113,7 @@ def _stay(arguments: argparse.Namespace, listening: socket.socket, out: str, tok
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the list itself is closed again
             os.set_inheritable(int(entry.name), int(entry.name) in (0, 1, 2, listening.fileno()))
-    command = [sys.executable, "-m", "traceml_ray.cli", "dashboard", arguments.session, f"--out={out}"]
+    command = [sys.executable, "-m", "traceml_ray.cli", "dashboard", arguments.session, f"--sessions={out}"]
     command += [
         f"--listening={listening.fileno()}",
         f"--linger={arguments.linger}",

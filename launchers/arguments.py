@@ -26,7 +26,12 @@ _BARE = "--dashboard=\0"  # no argument can be that
 def add_flags(add: Callable[..., Any], default_port: str) -> None:
     """Add our flags by `add`, an `add_argument`."""
     add("--session", help="Name of the session; default: made up from the time.")
-    add("--out", help="Folder for session folders; default: traceml-sessions.")
+    add(
+        *("--sessions", "--out"),
+        dest="out",
+        metavar="DIR",
+        help="Folder of sessions; default: TRACEML_OUT, else traceml-sessions.",
+    )
     add("--interval", help="Seconds between two reports of a rank; default: 0.5.")
     add("--channel", help="How ranks reach their relay: auto, socket or actor.")
     add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")

@@ -94,8 +94,10 @@ def _running(folder: Path, limit_s: float = UP_S) -> Live:
     try:
         return read_json(folder / LIVE, Live)
     except (OSError, ValueError):
-        wrong = f"session {folder.name!r} is not live: no usable {folder / LIVE}"
-        raise ControlError(f"{wrong}{_others(folder)}") from None
+        why = f"is not live: it has ended{_others(folder)}"
+        if holder(folder) is not None:
+            why = "is starting: its monitor does not answer yet"
+        raise ControlError(f"session {folder.name!r} {why}") from None
 
 
 def _others(folder: Path) -> str:

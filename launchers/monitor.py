@@ -253,7 +253,7 @@ class Monitor:
             why = f" ({finished.detail})" if finished is not None and finished.detail else ""
             say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
         host = self.nodes.host or "the first node"
-        say(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
+        say(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
         return left > 0
 
     def _clear(self, left_behind: bool) -> None:
@@ -288,7 +288,7 @@ class Monitor:
             return
         environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
         out = str(self._session.path.parent)
-        self._dashboard = DashboardProcess(self._name, environ, say, out=out, **self.dashboard)
+        self._dashboard = DashboardProcess(self._name, environ, say, sessions=out, **self.dashboard)
 
     def _say_how_to_look_again(self, dashboard: DashboardProcess) -> None:
         """Print the command that opens the session in a browser, and whether its dashboard stays."""

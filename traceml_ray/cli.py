@@ -9,22 +9,29 @@ Ray is imported unless a subcommand needs it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from traceml_ray import __version__, progress, session
-from traceml_ray.commands import compare, completion, export, layers, sessions, streams
-from traceml_ray.commands.help import EXIT_CODES, Formatter, ending
-from traceml_ray.files import write_file
+from traceml_ray import __version__, session
+from traceml_ray.commands import (
+    analyze,
+    compare,
+    completion,
+    export,
+    layers,
+    report,
+    sessions,
+    status,
+    streams,
+    which,
+)
+from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import add_command, marked
-from traceml_ray.settings import SettingError, Settings
+from traceml_ray.settings import SettingError
 from traceml_ray.store import query
-from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError
 from traceml_ray.text import one_line
 
 
@@ -45,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
         return code
+    except session.SessionStartingError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
     except (session.SessionError, SessionFileError, query.QueryError, SettingError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
@@ -59,108 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run any command, as `traceml-ray run -- accelerate launch train.py`, and watch the ranks it starts."""
+    """
+    Run any command, as `traceml-ray run -- accelerate launch train.py`, and watch the ranks it starts. In
+    place of torchrun: `python -m traceml_ray.launch`.
+    """
     from traceml_ray.launchers import command
 
     return command.run(arguments)
-
-
-def report(arguments: argparse.Namespace) -> int:
-    """Print the report of a session, built anew from its file."""
-    from traceml_ray.reports.text import render
-
-    if arguments.html is not None:
-        return _report_page(arguments)
-    folder, send = _stored(arguments)
-    with legible(folder), progress.shown(f"report of {folder.name}"):
-        summary: Any = query.ask_one(send, query.Summary(arguments.run, whole=True))
-        text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
-    print(text, end="")
-    return 0
-
-
-def _report_page(arguments: argparse.Namespace) -> int:
-    """Write `report.html`, into the session's folder unless a path was given."""
-    page = Path(arguments.html)
-    if arguments.html and page.suffix.lower() not in (".html", ".htm"):
-        if arguments.session is not None:
-            wrong = f"--html {page}: the name of the page has to end in .html"
-            print(f"traceml-ray: {one_line(wrong)}", file=sys.stderr)
-            return 2
-        arguments.session, arguments.html = arguments.html, ""  # `report --html SESSION`
-    folder, send = _stored(arguments)
-    page = page if arguments.html else folder / session.PAGE
-    with legible(folder), progress.shown(f"page of {folder.name}"):
-        write_file(page, query.ask_one(send, query.ReportPage(arguments.run)))
-    print(page)
-    return 0
-
-
-def _stored(arguments: argparse.Namespace) -> tuple[Path, Callable[[bytes], bytes]]:
-    """Return the folder of the session that is meant, and what answers questions about it from its file."""
-    from traceml_ray.reports.answers import Answers
-
-    settings = Settings.load(out=arguments.out)
-    folder = session.find(arguments.session, settings.out)
-    return folder, Answers(folder, settings.thresholds).reply
-
-
-def _live(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the live session that is meant; its monitor may be starting."""
-    return session.find(arguments.session, Settings.load(out=arguments.out).out, starting=True)
-
-
-def status(arguments: argparse.Namespace) -> int:
-    """Print the state of a session."""
-    from traceml_ray.reports.status import render_start, render_status
-
-    folder = _live(arguments)
-    if not (folder / session.DATABASE).exists() and (live := session.live_state(folder)) is not None:
-        print(render_start(folder, live), end="")
-        return 0
-    folder, send = _stored(arguments)
-    with progress.shown(f"status of {folder.name}"):
-        shown = render_status(send, folder, session.holder(folder), time.time_ns())
-    print(shown, end="")
-    return 0
-
-
-def analyze(arguments: argparse.Namespace) -> int:
-    """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
-    from traceml_ray.rank_filter import RankFilterError
-    from traceml_ray.reports import analyze as over_files
-    from traceml_ray.reports.analyze_text import render_analysis
-
-    try:
-        with progress.shown("analyze"):
-            found = over_files.analyze(
-                arguments.paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity
-            )
-    except RankFilterError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
-        return 2
-    except over_files.AnalyzeError as error:
-        _say_refused(error.refused or [error])
-        return 2
-    _say_refused(found.refused)
-    print(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
-    if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
-        return 3
-    return 2 if found.refused else 0
-
-
-def _say_refused(refused: Sequence[Any]) -> None:
-    """Say on stderr which files are not used, in one line each."""
-    for each in refused:
-        print(f"traceml-ray: {one_line(each)}", file=sys.stderr)
 
 
 def bundles(arguments: argparse.Namespace) -> int:
     """List what was kept of a session's incidents: the last minutes of every rank."""
     from traceml_ray.reports.manifest import render_bundles
 
-    folder, send = _stored(arguments)
-    print(render_bundles(query.ask_one(send, query.Bundles()), folder), end="")
+    folder, answers = which.stored(arguments)
+    print(render_bundles(query.ask_one(answers.reply, query.Bundles()), folder), end="")
     return 0
 
 
@@ -168,7 +91,7 @@ def dump(arguments: argparse.Namespace) -> int:
     """Keep the last minutes of every rank of a live session, with the stacks of all ranks, as a bundle."""
     import traceml_ray.launchers.control as control
 
-    folder = _live(arguments)
+    folder = which.folder_of(arguments)
     try:
         print(control.dump(folder))
     except control.ControlError as error:
@@ -184,14 +107,14 @@ def profile(arguments: argparse.Namespace) -> int:
     """
     from traceml_ray.launchers import profile_command
 
-    return profile_command.run(lambda: _live(arguments), arguments)
+    return profile_command.run(lambda: which.folder_of(arguments), arguments)
 
 
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
     import traceml_ray.launchers.control as control
 
-    folder = _live(arguments)
+    folder = which.folder_of(arguments)
     try:
         control.stop(folder)
     except control.ControlError as error:
@@ -234,62 +157,55 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="traceml-ray",
         description="Names the rank, node and stage that makes a distributed training step slow.",
-        epilog=EXIT_CODES,
+        epilog=f"{STARTING}\n\n{EXIT_CODES}",
         formatter_class=Formatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_command(_command(commands, "run", run, usage="%(prog)s [options] -- COMMAND …").add_argument)
-    for subcommand in (report, status, top, dashboard, bundles, dump, profile, stop):
+    report.add_arguments(_command(commands, "report", report.run))
+    status.add_arguments(_command(commands, "status", status.run))
+    _watching(commands)
+    for subcommand in (bundles, dump, profile, stop):
         command = _command(commands, subcommand.__name__, subcommand)
-        _session(command)
-        if subcommand is report:
-            command.add_argument("--json", action="store_true", help="print summary.json instead of text")
-            command.add_argument(
-                "--html",
-                nargs="?",
-                const="",
-                metavar="PATH",
-                help="write it as one page that needs nothing else (default: report.html of the session)",
-            )
-        if subcommand in (report, top, dashboard):
-            command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
-        if subcommand in (top, dashboard):
-            _attaching(command)
-        if subcommand is top:
-            command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="s (default: 1)")
-            waits = "how long to wait for a session to begin, s (default: 30)"
-            command.add_argument("--wait", type=_patience, default=30.0, metavar="S", help=waits)
-        if subcommand is dashboard:
-            _serving(command)
+        which.add_session(command)
         if subcommand is profile:
             from traceml_ray.launchers.profile_command import add_arguments
 
             add_arguments(command)
-    _analyzing(_command(commands, "analyze", analyze))
+    analyze.add_arguments(_command(commands, "analyze", analyze.run))
     _add_more(commands)
     return parser
+
+
+def _watching(commands: Any) -> None:
+    """Add the subcommands that follow a session until they are ended."""
+    for subcommand in (top, dashboard):
+        command = _command(commands, subcommand.__name__, subcommand)
+        waits = "how long to wait for a session to begin, s (default: 30)" if subcommand is top else None
+        which.add_session(command, waits=waits)  # the web app has a page that waits
+        command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+        _attaching(command)
+        if subcommand is top:
+            command.add_argument("--once", action="store_true", help="print the overview once, and end")
+            command.add_argument(
+                "--interval", type=_interval, default=1.0, metavar="S", help="s (default: 1)"
+            )
+        else:
+            _serving(command)
 
 
 def _add_more(commands: Any) -> None:
     """Add the subcommands that have a file of their own."""
     about = "Say whether session B is better or worse than A, by how much, and which stage and ranks moved."
-    command = _command(commands, "compare", compare.run, about)
-    compare.add_arguments(command)
-    _folder(command)
-    command = _command(
-        commands, "sessions", sessions.run, "List the sessions of a folder, or remove old ones."
-    )
-    sessions.add_arguments(command)
-    _folder(command)
+    compare.add_arguments(_command(commands, "compare", compare.run, about))
+    about = "List the sessions of a folder, or remove old ones."
+    sessions.add_arguments(_command(commands, "sessions", sessions.run, about))
     about = "Say where the time of a step goes inside the model, layer by layer, and on which rank."
-    command = _command(commands, "layers", layers.run, about)
-    _session(command)
-    layers.add_arguments(command)
+    layers.add_arguments(_command(commands, "layers", layers.run, about))
     about = "Write a session as parquet or CSV, or as one trace for Perfetto."
-    command = _command(commands, "export", export.run, about)
-    _session(command)
-    export.add_arguments(command)
+    export.add_arguments(_command(commands, "export", export.run, about))
     about = "Print what makes a shell complete subcommands, options and sessions."
     completion.add_arguments(_command(commands, "completion", completion.run, about))
 
@@ -300,50 +216,16 @@ def _command(
     """Return the parser of a subcommand; what it does is what `call` says of itself, or `about`."""
     about = about or " ".join((call.__doc__ or "").split())
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, epilog=ending(name), formatter_class=Formatter, **given
+        name,
+        help=about,
+        description=about,
+        epilog=examples(name),
+        formatter_class=Formatter,
+        allow_abbrev=False,  # `--session demo` is no short form of `--sessions`
+        **given,
     )
     command.set_defaults(command=call)
     return command
-
-
-def _session(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which session is meant."""
-    named: Any = command.add_argument(
-        "session",
-        nargs="?",
-        metavar="SESSION",
-        help="name, session folder or session.sqlite (default: the newest under --out)",
-    )
-    named.completer = completion.names_of_sessions
-    _folder(command)
-
-
-def _folder(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--out", metavar="DIR", help="folder of sessions (default: TRACEML_OUT, else traceml-sessions)"
-    )
-
-
-def _analyzing(command: argparse.ArgumentParser) -> None:
-    command.add_argument("paths", nargs="+", metavar="PATH", help="file or folder; rank files may be apart")
-    command.add_argument(
-        "--ranks",
-        default="all",
-        metavar="0,4-7",
-        help="what it is about (default: all); others are not looked at",
-    )
-    command.add_argument("--json", action="store_true", help="print data instead of text")
-    command.add_argument(
-        "--sensitivity",
-        choices=("low", "medium", "high"),
-        default="medium",
-        help="how weak evidence may be that hidden memory is a collective's (default: medium)",
-    )
-    command.add_argument(
-        "--fail-on",
-        choices=("warning", "critical"),
-        help="exit with 3 where a finding is that severe, or more",
-    )
 
 
 def _attaching(command: argparse.ArgumentParser) -> None:
@@ -374,18 +256,8 @@ def _serving(command: argparse.ArgumentParser) -> None:
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
-def _seconds(text: str, least: float = 0.2, most: float = 3600.0) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not least <= seconds <= most:
-        raise argparse.ArgumentTypeError(f"{text} is no time: {least:g} to {most:g} seconds")
-    return seconds
-
-
-def _patience(text: str) -> float:
-    return _seconds(text, 0.0, 86_400.0)
+def _interval(text: str) -> float:
+    return which.seconds(text, 0.2, 3600.0)
 
 
 def _port(text: str) -> int:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -38,11 +39,17 @@ _OWN = (
 )
 """What a monitor writes into the folder of its session."""
 _MAX_JSON_BYTES = 64 << 20
+_LOOK_S = 0.2
+"""How often it is looked for a session that is awaited."""
 _T = TypeVar("_T")
 
 
 class SessionError(ValueError):
     """A session that cannot be made or found; the message says which, where, and what to do."""
+
+
+class NoSessionError(SessionError):
+    """There is no session of that name, or none at all."""
 
 
 class SessionHeldError(SessionError):
@@ -53,7 +60,7 @@ MonitorState = Literal["waiting_for_cpu", "starting", "running", "failed"]
 
 
 class SessionStartingError(SessionError):
-    """A live session that has no file yet, because its monitor is starting (or could not start)."""
+    """A live session that has no file yet, because its monitor is starting."""
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -134,7 +141,7 @@ def prepare(out: str | Path, name: str | None = None, *, again: bool = False) ->
     except OSError as error:
         raise SessionError(
             f"cannot write sessions into {path.parent}: {error.strerror or error}; "
-            "choose another folder with --out or TRACEML_OUT"
+            "choose another folder with --sessions or TRACEML_OUT"
         ) from error
 
 
@@ -159,22 +166,53 @@ def find(session: str | Path | None, out: str | Path, *, starting: bool = False)
     """
     Return the folder of a stored or live session.
 
-    `session` is a name under `out`, a session folder, or a `.sqlite` file; None is the newest
-    session under `out`. With `starting` it may be a live session that has no file yet, because its monitor is
-    starting; without it, that raises `SessionStartingError`. Raises `SessionError` naming what was looked for
-    and where.
+    `session` is a name under `out`, a session folder, or a `session.sqlite`; None is the session under `out`
+    that runs (of several, the one launched last), else the newest. With `starting` it may be a live session
+    that has no file yet, because its monitor is starting.
+
+    Raises:
+        NoSessionError: there is none of that name.
+        SessionStartingError: it has no file yet; not with `starting`.
+        SessionError: what is named is not a session, or cannot be read. Each names what was looked for.
     """
     try:
         folder = _find(session, out)
-    except OSError as error:  # no name that a file can have
-        raise SessionError(f"cannot look for session {str(session)[:80]!r}: {error.strerror}") from error
+    except OSError as error:  # also for a name that no file can have
+        where = f" at {error.filename}" if error.filename else ""
+        reason = f"cannot look for session {str(session)[:80]!r}{where[:200]}: {error.strerror}"
+        raise SessionError(reason) from error
     if not starting and not (folder / DATABASE).is_file():
         live = live_state(folder)
-        why = "" if live is None else f" {start_text(live)}"
-        raise SessionStartingError(
-            f"session {folder.name!r} has no steps yet.{why} Follow it with: traceml-ray top {folder.name}"
-        )
+        why = f"session {folder.name!r} has no steps yet." + (f" {start_text(live)}" if live else "")
+        raise SessionError(why) if live and live.monitor == "failed" else SessionStartingError(why)
     return folder
+
+
+def await_session(
+    session: str | Path | None,
+    out: str | Path,
+    wait_s: float,
+    waits_for: tuple[type[SessionError], ...],
+    notice: Callable[[str], object],
+    *,
+    starting: bool = False,
+) -> Path:
+    """
+    Return what `find` does, as soon as it raises none of `waits_for`, or raise that after `wait_s` seconds.
+    `notice` gets a line for the person who waits.
+    """
+    by, noticed = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return find(session, out, starting=starting)
+        except waits_for as error:
+            if time.monotonic() >= by:
+                waited = f" (waited {text.duration(wait_s)} for it: --wait)" if wait_s else ""
+                raise type(error)(f"{error}{waited}") from error
+            if not noticed:
+                notice(f"{error}; waiting {text.duration(wait_s)} for it (Ctrl-C ends)")
+            noticed = True
+        time.sleep(_LOOK_S)
 
 
 def _find(session: str | Path | None, out: str | Path) -> Path:
@@ -186,10 +224,38 @@ def _find(session: str | Path | None, out: str | Path) -> Path:
     for folder in (Path(out) / given, given):
         if (folder / DATABASE).is_file() or holder(folder) is not None:
             return folder
-    if given.exists():
-        raise SessionError(f"{given} is not a session: there is no {DATABASE} in it")
-    known = ", ".join(folder.name for folder in _sessions(Path(out))[:5]) or "none"
-    raise SessionError(f"no session {str(session)!r} under {out}; sessions there: {known}")
+    path = next((path for path in (Path(out) / given, given) if path.exists()), None)
+    raise _missing(given, Path(out)) if path is None else SessionError(_why_none(path))
+
+
+def _missing(given: Path, out: Path) -> NoSessionError:
+    if len(given.parts) > 1:
+        return NoSessionError(f"no session at {given}: there is no such folder")
+    names = _names(out) or why_unreadable(out) or "none"
+    return NoSessionError(f"no session {str(given)!r} under {out}; sessions there: {names}")
+
+
+def _why_none(path: Path) -> str:
+    """Return why what is at `path` is not a session, and what to do."""
+    if not path.is_dir():
+        return f"{path} is a file, not a session: give the name or folder of one, or its {DATABASE}"
+    if names := _names(path):
+        return f"{path} is a folder of sessions: choose one with --sessions {path} NAME; there: {names}"
+    return f"{path} is not a session: there is no {DATABASE} in it"
+
+
+def why_unreadable(out: Path) -> str | None:
+    """Return why no sessions can be listed under `out`; None where they can, even if there is none."""
+    try:
+        os.scandir(out).close()
+    except OSError as error:
+        return f"{error.strerror or error}".lower()
+    return None
+
+
+def _names(out: Path) -> str:
+    """Return the names of the newest sessions under `out`."""
+    return ", ".join(folder.name for folder in _sessions(out)[:5])
 
 
 def holder(folder: Path) -> int | None:
@@ -295,10 +361,27 @@ def _sessions(out: Path) -> list[Path]:
 
 
 def _newest(out: Path) -> Path:
+    """Return the session that runs, the one launched last, else the one that was written last."""
     sessions = _sessions(out)
     if not sessions:
-        raise SessionError(f"no session under {out}; say where sessions are with --out or TRACEML_OUT")
-    return sessions[0]
+        raise no_sessions(out)
+    live = [folder for folder in sessions if holder(folder) is not None]
+    return max(live, key=_launched_ns, default=sessions[0])
+
+
+def _launched_ns(folder: Path) -> int:
+    """Return when a process took hold of the session."""
+    try:
+        return (folder / _LOCK).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def no_sessions(out: Path) -> NoSessionError:
+    """Return the error of a folder without sessions."""
+    why = why_unreadable(out)
+    where = f"{out} ({why})" if why else str(out)
+    return NoSessionError(f"no session under {where}; say where sessions are with --sessions or TRACEML_OUT")
 
 
 def _take(path: Path, again: bool) -> SessionFolder:

@@ -97,7 +97,7 @@ def test_stored_session_is_served_until_sigterm(start: Any) -> None:
 
 def test_dashboard_child_that_is_watched_outlives_its_parent_for_a_while(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
-    child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="1")
+    child = DashboardProcess("stored", os.environ, heard.put, sessions=str(out), port="0", linger="1")
     url = child.wait(240)
     until(lambda: "stored file" in watch(url), "its page")
     child.end()
@@ -169,14 +169,15 @@ def test_dashboard_stays_while_a_browser_asks_and_ends_by_itself(
 
 def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
-    child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="600")
+    child = DashboardProcess("stored", os.environ, heard.put, sessions=str(out), port="0", linger="600")
     url = child.wait(240)
     assert heard.get(timeout=240) == f"dashboard: {url}"
     assert get(url)[0] == 200
-    same = DashboardProcess("stored", os.environ, heard.put, out=str(out), port=url[:-1].rpartition(":")[2])
+    port = url[:-1].rpartition(":")[2]
+    same = DashboardProcess("stored", os.environ, heard.put, sessions=str(out), port=port)
     assert same.wait(240) == ""
     assert heard.get(timeout=240).startswith("no dashboard: cannot listen on 127.0.0.1:")
-    other = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0")
+    other = DashboardProcess("stored", os.environ, heard.put, sessions=str(out), port="0")
     assert heard.get(timeout=240) == f"dashboard: {other.url}"
     other._process.kill()
     assert heard.get(timeout=240) == "no dashboard: it ended with exit code -9"

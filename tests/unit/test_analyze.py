@@ -307,11 +307,11 @@ def test_refused_file_is_named_and_the_others_are_analyzed(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nowhere"], "nowhere: No such file or directory"),
+        (["nowhere"], "nowhere: no such file or folder, and no session 'nowhere' under traceml-sessions"),
         ([".", "--ranks", "a"], "'a' is not a rank; write all, or 0,2, or 0,4-7"),
         ([".", "--sensitivity", "most"], "invalid choice: 'most'"),
         ([".", "--fail-on", "info"], "invalid choice: 'info'"),
-        ([], "the following arguments are required: PATH"),
+        ([], "the following arguments are required: SESSION|PATH"),
     ],
 )
 def test_mistake_gives_one_line_and_exit_code_2(

@@ -72,7 +72,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(out: Path, name: str, kind: str, to: Path, *more: str) -> int:
-    return main(["export", name, "--out", str(out), "--format", kind, "-o", str(to), *more])
+    return main(["export", name, "--sessions", str(out), "--format", kind, "-o", str(to), *more])
 
 
 def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def test_edges_are_kept_within_a_bound(out: Path, tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_exported_is_said_and_leaves_no_file(
     out: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, reason: str, capsys: Any
 ) -> None:
-    assert main(["export", "host", "--out", str(out), "-o", str(tmp_path / "x"), *arguments]) == code
+    assert main(["export", "host", "--sessions", str(out), "-o", str(tmp_path / "x"), *arguments]) == code
     assert reason in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 

@@ -219,15 +219,15 @@ def test_report_writes_the_page_where_it_is_told_to(
     (late / "report.html").unlink()
     assert main(["report", str(late), "--html"]) == 0
     assert (late / "report.html").read_bytes() == written, "the same as at the end of the run"
-    assert main(["report", str(late), "--html", str(tmp_path / "x.html")]) == 0
+    assert main(["report", str(late), "--html", "-o", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").read_bytes() == written
     assert capsys.readouterr().out.splitlines() == [str(late / "report.html"), str(tmp_path / "x.html")]
     (late / "report.html").unlink()
-    assert main(["report", "--html", str(late)]) == 0, "the only name given is the session's"
+    assert main(["report", "--html", str(late)]) == 0
     assert (late / "report.html").read_bytes() == written
-    assert main(["report", str(late), "--html", "x.txt"]) == 2
-    assert "has to end in .html" in capsys.readouterr().err
-    assert main(["report", str(late), "--html", str(tmp_path / "no" / "x.html")]) == 1
+    assert main(["report", str(late), "-o", str(tmp_path / "x.txt")]) == 0
+    assert (tmp_path / "x.txt").read_text().startswith(f"traceml-ray · session {late.name}")
+    assert main(["report", str(late), "--html", "-o", str(tmp_path / "no" / "x.html")]) == 1
 
 
 def test_image_of_the_heatmap_has_a_pixel_for_each_cell() -> None:

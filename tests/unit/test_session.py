@@ -11,8 +11,11 @@ import pytest
 
 from traceml_ray.session import (
     Live,
+    NoSessionError,
     SessionError,
+    SessionFolder,
     SessionStartingError,
+    await_session,
     find,
     holder,
     live_state,
@@ -108,7 +111,7 @@ def test_find_error_names_what_was_searched(tmp_path: Path) -> None:
     _finished(tmp_path, "a")
     with pytest.raises(SessionError, match=r"no session 'b' under .*sessions there: a"):
         find("b", tmp_path)
-    with pytest.raises(SessionError, match="is not a session"):
+    with pytest.raises(SessionError, match=r"is a folder of sessions: choose one .* there: a"):
         find(tmp_path, tmp_path)
 
 
@@ -129,3 +132,33 @@ def test_session_that_is_starting_is_found_by_who_can_wait_and_named_to_others(t
     assert find(None, tmp_path) == older
     with pytest.raises(SessionError, match="is not a session"):
         find(folder.path, tmp_path)
+
+
+def test_session_that_begins_while_it_is_awaited_is_found(tmp_path: Path) -> None:
+    notices: list[str] = []
+    held: list[SessionFolder] = []
+
+    def begins(notice: str) -> None:
+        notices.append(notice)
+        held.append(prepare(tmp_path, "new"))
+        connect(held[0].sqlite, create=True).close()
+
+    missing, starting = (NoSessionError,), (SessionStartingError,)
+    assert await_session("new", tmp_path, 600, missing, begins) == tmp_path / "new"
+    assert "no session 'new' under" in notices[0] and "waiting 10 min for it" in notices[0]
+    held[0].sqlite.unlink()
+    with pytest.raises(SessionStartingError, match="has no steps yet"):
+        await_session("new", tmp_path, 0, starting, notices.append)
+    with pytest.raises(NoSessionError, match="no session 'other'"):
+        await_session("other", tmp_path, 600, starting, notices.append)
+    assert len(notices) == 1, "what is not awaited is an error at once"
+
+
+def test_session_that_runs_comes_before_one_that_was_written_later(tmp_path: Path) -> None:
+    running = prepare(tmp_path, "runs")
+    connect(running.sqlite, create=True).close()
+    os.utime(running.sqlite, (1, 1))
+    over = _finished(tmp_path, "over")
+    assert find(None, tmp_path) == running.path
+    running.release()
+    assert find(None, tmp_path) == over

@@ -8,21 +8,22 @@ import sys
 from typing import Any
 
 from traceml_ray import progress
+from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
 from traceml_ray.text import one_line
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray compare`."""
-    about = "session to compare with: name, folder or session.sqlite"
+    judged = f"session that is judged ({which.DEFAULT})"
     both: list[Any] = [
-        command.add_argument("a", metavar="A", help=about),
-        command.add_argument(
-            "b", nargs="?", metavar="B", help="session that is judged (default: the newest under --out)"
-        ),
+        command.add_argument("a", metavar="A", help=f"session to compare with: {which.NAMED}"),
+        command.add_argument("b", nargs="?", metavar="B", help=judged),
     ]
     for each in both:
         each.completer = names_of_sessions
+    which.add_folder(command)
+    which.add_wait(command)
     for side in "ab":
         command.add_argument(
             f"--run-{side}", metavar="RUN", help=f"run of {side.upper()} (default: the newest)"
@@ -53,10 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.comparison_text import render_comparison
 
     gate = arguments.fail_on_regression
+    a, b = (which.awaited(name, arguments) for name in (arguments.a, arguments.b))
     with progress.shown("compare"):
         found = compare(
-            arguments.a,
-            arguments.b,
+            a,
+            b,
             run_a=arguments.run_a,
             run_b=arguments.run_b,
             out=arguments.out,

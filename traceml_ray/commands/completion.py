@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"
@@ -40,7 +41,9 @@ def complete(parser: argparse.ArgumentParser) -> None:
 def names_of_sessions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the sessions whose names begin so, for argcomplete."""
     from traceml_ray.reports.listing import names
+    from traceml_ray.session import starting_sessions
     from traceml_ray.settings import Settings
 
     out = Settings.load(out=getattr(parsed_args, "out", None)).out
-    return sorted(name for name in names(out) if name.startswith(prefix))
+    every = {*names(out), *(folder.name for folder in starting_sessions(Path(out)))}
+    return sorted(name for name in every if name.startswith(prefix))

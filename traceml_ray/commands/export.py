@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from traceml_ray import progress, text
+from traceml_ray.commands import which
 from traceml_ray.text import one_line
 
 FORMATS = ("parquet", "csv", "perfetto")
@@ -14,6 +15,7 @@ FORMATS = ("parquet", "csv", "perfetto")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray export`."""
+    which.add_session(command, writes=True)
     command.add_argument(
         "--format",
         choices=FORMATS,
@@ -21,13 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="parquet (needs pyarrow) or csv: a folder with a file for each table; perfetto: one trace, with "
         "a track for each rank and stage, on one clock",
     )
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="folder or trace to write (default: SESSION-FORMAT here)",
-    )
+    which.add_output(command, "folder or trace to write (default: SESSION-FORMAT here)")
     command.add_argument(
         "--ranks", default="all", metavar="0,4-7", help="of whom there are steps (default: all)"
     )
@@ -48,13 +44,11 @@ def steps(given: str) -> tuple[int, int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files; return the exit code."""
-    from traceml_ray import session
     from traceml_ray.exports.files import TRACE_SUFFIX, ExportError, export
     from traceml_ray.exports.tables import Chosen
     from traceml_ray.rank_filter import RankFilterError, rank_filter
-    from traceml_ray.settings import Settings
 
-    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    folder = which.folder_of(arguments)
     kind, name = arguments.format, folder.absolute().name
     out = arguments.output or Path(f"{name}{TRACE_SUFFIX}" if kind == "perfetto" else f"{name}-{kind}")
     try:

@@ -1,23 +1,32 @@
-"""What `--help` of a subcommand ends with: examples, and the exit codes."""
+"""What `--help` ends with: the two ways to start a job and the exit codes; of a subcommand, examples."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
 
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr); 3 there is a finding that was "
-    "asked for (analyze --fail-on, compare --fail-on-regression). run: that of the command."
+STARTING = (
+    "To start a job: `python -m traceml_ray.launch` takes the place of torchrun and has its options. "
+    "`traceml-ray run -- COMMAND` is for every other launcher (accelerate, deepspeed, mpirun, srun) and for "
+    "scripts that start their ranks themselves."
 )
-_ANALYZED = "Exit code 2 also where only some of the files cannot be used: the others are analyzed."
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr; analyze: also where only some of "
+    "the files can be used); 3 there is a finding that was asked for (analyze --fail-on, compare "
+    "--fail-on-regression). run: that of the command."
+)
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (
         "traceml-ray run -- accelerate launch train.py",
         "traceml-ray run --session lr3 -- mpirun -np 4 python train.py",
     ),
-    "report": ("traceml-ray report", "traceml-ray report lr3 --json | jq .verdict"),
-    "status": ("traceml-ray status lr3",),
-    "top": ("traceml-ray top", "traceml-ray top lr3 --interval 5"),
+    "report": (
+        "traceml-ray report",
+        "traceml-ray report lr3 --json | jq .verdict",
+        "traceml-ray report lr3 --html -o lr3.html",
+    ),
+    "status": ("traceml-ray status lr3", "traceml-ray status --json | jq .ledger"),
+    "top": ("traceml-ray top", "traceml-ray top lr3 --once"),
     "dashboard": ("traceml-ray dashboard", "traceml-ray dashboard lr3 --port 0"),
     "bundles": ("traceml-ray bundles lr3",),
     "dump": ("traceml-ray dump",),
@@ -28,13 +37,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "layers": ("traceml-ray layers lr3", "traceml-ray layers --steps 20"),
     "stop": ("traceml-ray stop lr3",),
     "analyze": (
-        "traceml-ray analyze traceml-sessions/lr3",
+        "traceml-ray analyze lr3",
         "traceml-ray analyze rank*.json --fail-on critical",
     ),
     "compare": ("traceml-ray compare before after", "traceml-ray compare good --fail-on-regression 5%"),
     "sessions": ("traceml-ray sessions", "traceml-ray sessions --prune --older-than 30d --keep 20"),
     "export": (
-        "traceml-ray export lr3 --format parquet",
+        "traceml-ray export lr3 --format parquet -o tables",
         "traceml-ray export lr3 --format perfetto --steps 100-200",
     ),
     "completion": ('eval "$(traceml-ray completion bash)"', "traceml-ray completion fish | source"),
@@ -53,9 +62,8 @@ class Formatter(argparse.HelpFormatter):
         return "\n".join(parts)
 
 
-def ending(name: str) -> str:
+def examples(name: str) -> str:
     """Return what stands at the end of the help of a subcommand."""
-    examples = EXAMPLES.get(name, ())
-    parts = ["Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples), ""]
-    more = [_ANALYZED] if name == "analyze" else []
-    return "\n".join([*(parts if examples else []), *more, EXIT_CODES])
+    lines = EXAMPLES.get(name, ())
+    title = "Examples:" if len(lines) > 1 else "Example:"
+    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""

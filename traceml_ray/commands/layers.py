@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray import progress, wire
+from traceml_ray.commands import which
 from traceml_ray.store import query
 from traceml_ray.text import one_line
 
@@ -20,6 +21,7 @@ LIMIT_S = 600.0
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray layers`."""
+    which.add_session(command)
     command.add_argument(
         "--steps",
         type=int,
@@ -35,13 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     from traceml_ray import session
     from traceml_ray.launchers.control import ControlError, request
     from traceml_ray.layer_call import measured
-    from traceml_ray.reports.answers import Answers
     from traceml_ray.reports.layer_report import render_layers
-    from traceml_ray.settings import Settings
 
-    settings = Settings.load(out=arguments.out)
-    folder = session.find(arguments.session, settings.out)
-    answers, asked = Answers(folder, settings.thresholds), secrets.token_hex(8)
+    folder, answers = which.stored(arguments)
+    asked = secrets.token_hex(8)
     try:
         if arguments.steps is None:
             found = answers.answer(query.Layers(arguments.run))

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traceml_ray import progress
+from traceml_ray import progress, session
+from traceml_ray.commands import which
 from traceml_ray.text import one_line
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _AGE = re.compile(r"(\d{1,6})\s*(min|h|d|w)", re.ASCII)
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray sessions`."""
+    which.add_folder(command)
     command.add_argument("--json", action="store_true", help="print data instead of text")
     prune = command.add_argument_group(
         "removing old sessions", "Shown only, until --yes is given. A session that runs is never removed."
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prune and limits == (None, None):
         return _refused("--prune needs --older-than or --keep (or both)")
     out = Settings.load(out=arguments.out).out
+    if session.why_unreadable(Path(out)):
+        raise session.no_sessions(Path(out))
     with progress.shown("sessions"):
         found = listed(out, time.time_ns())
     if arguments.prune:
@@ -90,8 +94,6 @@ def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
 
 def _remove(one: Listed, show: progress.Progress, share: float) -> int:
     """Remove a session; return the exit code."""
-    from traceml_ray import session
-
     show(f"removing {one.name}", share)
     try:
         left = session.remove(Path(one.path))

@@ -12,7 +12,8 @@ from traceml_ray.text import one_line
 WIDTH = 100
 LABEL = 11
 _INDENT = 2
-_CELL = 240
+_CELL = 256
+"""Characters of a cell: a file's name is not cut."""
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|min|h|[kMGT]?B)(?![\w-]))")
 _KEPT = "\ue000"
 """Stands for a space at which no line ends: rich breaks lines at no-break spaces."""
@@ -40,18 +41,23 @@ Columns = Mapping[str, Callable[[Any], str]]
 """Cells by header; a header that begins with `>` is that of a column of numbers."""
 
 
-def table(title: str, columns: Columns, items: Iterable[Any]) -> list[str]:
-    """Return a titled table with a row for each item, without columns that stay empty; [] for no items."""
+def table(title: str, columns: Columns, items: Iterable[Any], *, wrapped: bool = True) -> list[str]:
+    """
+    Return a titled table with a row for each item, without columns that stay empty; [] for no items. Cells
+    are `wrapped` to fit into `WIDTH`; if not, each item is one line, as wide as its cells.
+    """
     from rich.table import Table as Grid
 
     rows = Table(title, columns, [*items]).cells()
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for header in rows[0] if rows else ():
         number = header.startswith(">")
-        grid.add_column(header.lstrip(">"), justify="right" if number else "left", no_wrap=number)
+        alone = number or not wrapped
+        grid.add_column(header.lstrip(">"), justify="right" if number else "left", no_wrap=alone)
     for row in rows:
         grid.add_row(*(_written(shortened(row[header], _CELL)) for header in row))
-    return [title, *(" " * _INDENT + line for line in _lines(grid, WIDTH - _INDENT))] if rows else []
+    width = WIDTH - _INDENT if wrapped else _CELL * len(columns)
+    return [title, *(" " * _INDENT + line for line in _lines(grid, width))] if rows else []
 
 
 class Facts:

@@ -12,7 +12,11 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.listing import UNFINISHED, Entry, entries, found_in, size_of
+from traceml_ray.session import starting_sessions
 
+STARTING = "starting"
+"""Status of a live session that has no file yet."""
+_LIVE = "running", STARTING
 _FRESH_S = 3600.0
 """A session that was never finished, and has had rows this recently, may go on where locks do not work."""
 
@@ -33,7 +37,11 @@ def listed(out: str, now_ns: int) -> list[Listed]:
         age = 0.0 if entry.status == "running" else age
         known = msgspec.structs.asdict(entry)
         found.append(Listed(**known, bytes=size_of(Path(entry.path)), age_s=age))
-    return sorted(found, key=lambda each: (each.status != "running", each.age_s is None, each.age_s or 0.0))
+    for folder in starting_sessions(Path(out)):
+        found.append(
+            Listed(name=folder.name, path=str(folder), status=STARTING, bytes=size_of(folder), age_s=0.0)
+        )
+    return sorted(found, key=lambda each: (each.status not in _LIVE, each.age_s is None, each.age_s or 0.0))
 
 
 def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -> list[Listed]:
@@ -41,7 +49,7 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
     Return those that are older than `older_s` and not among the newest `keep`; None: whatever their age, or
     place. One that runs, may run, or is of an age that is not known stays.
     """
-    over = [each for each in sessions if each.status != "running"]
+    over = [each for each in sessions if each.status not in _LIVE]
     beyond = over[max(0, (keep or 0) - (len(sessions) - len(over))) :]
     return [
         each
@@ -53,8 +61,8 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
 
 
 def render_sessions(sessions: Sequence[Listed], title: str) -> str:
-    """Return sessions as text, one a line."""
-    return page([table(title, _COLUMNS, sessions) or [title]])
+    """Return sessions as text, each on one line, with its whole name: other programs read it, too."""
+    return page([table(title, _COLUMNS, sessions, wrapped=False) or [title]])
 
 
 def total(sessions: Sequence[Listed]) -> str:

@@ -1,10 +1,14 @@
-"""Renders the state of a session, live or stored, as plain text: `traceml-ray status`."""
+"""The state of a session, live or stored, as plain text and as data: `traceml-ray status`."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from traceml_ray import text
 from traceml_ray.reports.contents import ledger_facts, runs_table
@@ -16,15 +20,16 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import NOT_MEASURED
 
+Send = Callable[[bytes], bytes]
 
-def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | None, now: int) -> str:
+
+def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str:
     """
     Return the status of the session in `folder`, as `send` answers; `holder` is the pid of who holds it, if
     that lives, `now` the wall clock in ns. Raises `QueryError`.
     """
-    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Processes()
-    status, verdict, runs, ranks, nodes, processes, ledger = query.ask(send, [*asked, query.Ledger()])
-    labels = {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
+    status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
+    labels = _labels(nodes)
     alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")
     holds = "aggregator" if alone else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
@@ -36,10 +41,7 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(laid_out(ledger_facts(ledger)))
-    errors = _errors(status["errors"], nodes, processes)
-    missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
-    for place in [place for place in errors if NOT_MEASURED in place]:
-        missing[place.replace(NOT_MEASURED, "")] = errors.pop(place)
+    errors, missing = _counted(status["errors"], nodes, processes)
     parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
     return page(parts)
@@ -49,6 +51,80 @@ def render_start(folder: Path, live: Live) -> str:
     """Return the status of a live session that has no file yet."""
     state = "starting" if live.monitor != "failed" else "no live monitor"
     return page([[f"{folder}: {state} (launcher pid {live.pid})"], [start_text(live)]])
+
+
+def start_json(folder: Path, live: Live) -> str:
+    """Return the same as indented JSON."""
+    state = "starting" if live.monitor != "failed" else "running"
+    found = {
+        "session": folder.name,
+        "path": str(folder),
+        "status": state,
+        "live": True,
+        "holder_pid": live.pid,
+        "monitor": live.monitor,
+        "detail": live.detail or None,
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
+    """Return the same as indented JSON; what is not known is null. Arguments as of `render_status`."""
+    status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
+    labels = _labels(nodes)
+    errors, missing = _counted(status["errors"], nodes, processes)
+    found = {
+        "session": status.get("session"),
+        "path": str(folder),
+        "status": status.get("status", "running"),
+        "live": holder is not None,
+        "holder_pid": holder,
+        "run": status["run"],
+        "verdict": verdict,
+        "runs": runs,
+        "ranks": [_rank_json(rank, process, labels, now) for rank, process in ranks.items()],
+        "nodes": nodes,
+        "ledger": ledger,
+        "errors": errors,
+        "not_measured": missing,
+    }
+    return json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2) + "\n"
+
+
+def _rank_json(rank: int, process: RankProcess, labels: Mapping[str, str], now: int) -> dict[str, Any]:
+    key = node_key(process)
+    return {
+        "rank": rank,
+        "name": process.identity.name if process.identity else None,
+        "node": labels.get(key, key),
+        "pid": process.identity.pid if process.identity else None,
+        "last_seen_s": (now - process.last_seen_ns) / 1e9,
+        "step": process.last_step,
+        "stage": None if process.ended else process.stage,
+        "produced": process.produced,
+        "stored": process.stored,
+        "end": process.end or None,
+    }
+
+
+def _ask(send: Send) -> tuple[Any, ...]:
+    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Processes()
+    return tuple(query.ask(send, [*asked, query.Ledger()]))
+
+
+def _labels(nodes: list[NodeInfo]) -> dict[str, str]:
+    return {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
+
+
+def _counted(
+    own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how often each error was swallowed, and of how many processes each thing was not measured."""
+    errors = _errors(own, nodes, processes)
+    missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
+    for place in [place for place in errors if NOT_MEASURED in place]:
+        missing[place.replace(NOT_MEASURED, "")] = errors.pop(place)
+    return errors, missing
 
 
 def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> list[str]:

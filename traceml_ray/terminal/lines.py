@@ -107,10 +107,12 @@ class Section:
 
 
 def framed(
-    title: str, head: Sequence[Text], sections: Sequence[Section], foot: Cell, width: int, height: int
+    title: str, head: Sequence[Text], sections: Sequence[Section], foot: Cell, width: int, height: int | None
 ) -> list[Text]:
-    """Return a panel of exactly `height` lines of `width` cells."""
+    """Return a panel of `width` cells: of exactly `height` lines, or (None) of all that its sections want."""
     inner = max(0, width - 4)
+    if height is None:
+        height = 2 + len(head) + sum(1 + section.want for section in sections if section.want)
     sizes = _sizes(sections, height - 2 - len(head))
     found = [_rule("┌─ ", title, "", "─┐", width), *(_boxed(line, inner) for line in head)]
     for section, size in zip(sections, sizes, strict=True):

@@ -15,9 +15,11 @@ _VERDICT, _BRIEF = 12, 4
 """Lines that the verdict may have: on the overview, on other panes."""
 
 
-def panel(of: Snapshot, choice: Choice, width: int, height: int, foot: str | None = None) -> list[Text]:
+def panel(
+    of: Snapshot, choice: Choice, width: int, height: int | None, foot: str | None = None
+) -> list[Text]:
     """
-    Return what is known in exactly `height` lines of `width` cells.
+    Return what is known in lines of `width` cells, exactly `height` of them; None: as many as it needs.
 
     Args:
         of: what is known.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -18,8 +19,7 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from traceml_ray import text
-from traceml_ray.session import SessionError, find
+from traceml_ray.session import NoSessionError, await_session
 from traceml_ray.settings import Settings
 from traceml_ray.text import one_line
 from traceml_ray.views.session_poll import SessionPoll
@@ -34,8 +34,10 @@ from .window import Window, is_window
 
 SLOW_LINE_BPS = 2000
 """Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
-_LOOK_S = 0.2
-"""How often it looks for a session that is awaited."""
+_WAIT_S = 30.0
+"""How long it waits for a session to begin."""
+_WIDTH = 100
+"""Of the overview that is written once, where stdout is no terminal."""
 _END_S = 1.0
 """How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 
@@ -50,12 +52,16 @@ def run(arguments: Namespace) -> int:
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # which handlers it did not set
     settings = Settings.load(out=arguments.out)
     source = open_source(arguments.session, settings.out, arguments.ray_address)
-    if isinstance(source, LocalSource) and not _begins(source, arguments.session, arguments.wait):
+    wait_s = _WAIT_S if arguments.wait is None else arguments.wait
+    if isinstance(source, LocalSource) and not _begins(source, arguments.session, wait_s):
         return 0
     feed = Feed(SessionPoll(source, thresholds=settings.thresholds), arguments.run)
     code = 2
     try:
-        code = _windowed(feed, arguments.interval) if is_window() else _lines(feed, arguments.interval)
+        if arguments.once:
+            code = _once(feed)
+        else:
+            code = _windowed(feed, arguments.interval) if is_window() else _lines(feed, arguments.interval)
     except KeyboardInterrupt:
         code = 0
     finally:
@@ -68,27 +74,18 @@ def run(arguments: Namespace) -> int:
 
 def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
     """
-    Wait until there is a session, or one begins: it may have been launched a moment ago. Return False at
-    Ctrl-C. Raises SessionError where there is none by then.
+    Wait until there is a session, which may be starting: it may have been launched a moment ago. Return False
+    at Ctrl-C. Raises SessionError where there is none by then.
     """
-    by, said = time.monotonic() + wait_s, False
     try:
-        while not source.starting:
-            try:
-                find(session, source.out)
-                break
-            except SessionError as error:
-                if time.monotonic() >= by:
-                    waited = f" (waited {text.duration(wait_s)} for it: --wait)" if wait_s else ""
-                    raise SessionError(f"{error}{waited}") from error
-                if not said:
-                    why = f"traceml-ray: {one_line(error)}; waiting {text.duration(wait_s)} for it to begin"
-                    print(f"{why} (Ctrl-C ends)", file=sys.stderr, flush=True)
-                said = True
-            time.sleep(_LOOK_S)
+        await_session(session, source.out, wait_s, (NoSessionError,), _notice, starting=True)
     except KeyboardInterrupt:
         return False
     return True
+
+
+def _notice(why: str) -> None:
+    print(f"traceml-ray: {one_line(why)}", file=sys.stderr, flush=True)
 
 
 def is_slow() -> bool:
@@ -192,6 +189,14 @@ def _lines(feed: Feed, interval_s: float) -> int:
         if found.state in OVER:
             return 0
         time.sleep(max(0.0, began + interval_s - time.monotonic()))
+
+
+def _once(feed: Feed) -> int:
+    """Write the overview, with as many lines as it needs."""
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    for each in panel(feed.renew(), feed.choice, width, None, ""):
+        print(each.plain.rstrip())
+    return 0
 
 
 def _windowed(feed: Feed, interval_s: float) -> int:

@@ -22,6 +22,7 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.session import (
     LIVE,
     Live,
+    NoSessionError,
     SessionError,
     SessionStartingError,
     find,
@@ -61,10 +62,10 @@ def open_source(session: str | None, out: str, ray_address: str | None, *, file:
     around = os.environ.get("TRACEML_RAY_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not ray_address:
         try:
-            folder = (_begun(None, out) if session is None else None) or find(session, out, starting=True)
+            folder = find(session, out, starting=True)
             around = around if session is None and holder(folder) is None else None
-        except SessionError:
-            if session is not None and (os.sep in session or Path(session).exists()):
+        except NoSessionError:
+            if session is not None and os.sep in session:
                 raise
     address = ray_address or around
     if address and address != "auto":
@@ -170,8 +171,10 @@ class LocalSource:
     @property
     def starting(self) -> Live | None:
         """The state of the monitor of a live session, which may not answer yet; None where none is live."""
-        folder = self._folder or _begun(self._session, self.out)
-        return None if folder is None else live_state(folder)
+        try:
+            return live_state(self._folder or find(self._session, self.out, starting=True))
+        except SessionError:
+            return None
 
     def reply(self, message: bytes) -> bytes:
         """Have a question answered. Raises `SourceError`."""
@@ -194,8 +197,7 @@ class LocalSource:
 
     def _choose(self) -> StoredSource | LiveSource:
         try:
-            runs = _begun(None, self.out) if self._session is None else None  # maybe without a file so far
-            self._folder = folder = find(runs or self._session, self.out)
+            self._folder = folder = find(self._session, self.out)
         except SessionStartingError as error:
             raise SourceError(str(error)) from error
         except SessionError as error:
@@ -205,13 +207,6 @@ class LocalSource:
         where = _attachment(folder) if live else None
         self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
         return self._now
-
-
-def _begun(session: str | None, out: str) -> Path | None:
-    """Return the folder under `out` of a session that runs, the newest; it may have no file yet."""
-    folders = [Path(out, session)] if session else [*Path(out).glob("*")]
-    held = [folder.absolute() for folder in folders if holder(folder) is not None]
-    return max(held, key=lambda folder: folder.stat().st_ctime_ns, default=None)
 
 
 Source = StoredSource | LiveSource | LocalSource

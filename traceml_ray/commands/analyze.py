@@ -1,0 +1,106 @@
+"""The command `traceml-ray analyze`: whose memory grew first, from files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from traceml_ray import progress, session
+from traceml_ray.commands import which
+from traceml_ray.commands.completion import names_of_sessions
+from traceml_ray.settings import Settings
+from traceml_ray.text import one_line
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray analyze`."""
+    paths: Any = command.add_argument(
+        "paths",
+        nargs="+",
+        metavar="SESSION|PATH",
+        help="name of a session, file or folder; rank files may be apart",
+    )
+    paths.completer = names_of_sessions
+    which.add_folder(command)
+    command.add_argument(
+        "--ranks",
+        default="all",
+        metavar="0,4-7",
+        help="what it is about (default: all); others are not looked at",
+    )
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+    command.add_argument(
+        "--sensitivity",
+        choices=("low", "medium", "high"),
+        default="medium",
+        help="how weak evidence may be that hidden memory is a collective's (default: medium)",
+    )
+    command.add_argument(
+        "--fail-on",
+        choices=("warning", "critical"),
+        help="exit with 3 where a finding is that severe, or more",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
+    from traceml_ray.rank_filter import RankFilterError
+    from traceml_ray.reports import analyze as over_files
+    from traceml_ray.reports.analyze_text import render_analysis
+
+    paths, unknown = _resolved(arguments.paths, Settings.load(out=arguments.out).out)
+    _print_refused(unknown)
+    if not paths:
+        return 2
+    try:
+        with progress.shown("analyze"):
+            found = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
+    except RankFilterError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    except over_files.AnalyzeError as error:
+        _print_refused(error.refused or [error])
+        return 2
+    _print_refused(found.refused)
+    print(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
+    if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
+        return 3
+    return 2 if found.refused or unknown else 0
+
+
+def _resolved(given: Sequence[str], out: str) -> tuple[list[Path], list[str]]:
+    """Return the folders of the sessions, and the other paths, that are named; and why a name has none."""
+    paths, unknown = list[Path](), list[str]()
+    for one in given:
+        try:
+            paths.append(session.find(one, out))
+        except session.SessionStartingError as error:
+            unknown.append(str(error))
+        except session.SessionError as error:
+            if _is_missing(path := Path(one)):
+                no_session = "" if os.sep in one else f", and {error}"
+                unknown.append(f"{one}: no such file or folder{no_session}")
+            else:
+                paths.append(path)  # files of ranks, of any recorder
+    return paths, unknown
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether nothing is there. What cannot be looked at is refused by its reader, with the reason."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _print_refused(refused: Sequence[Any]) -> None:
+    """Print on stderr which files are not used, in one line each."""
+    for each in refused:
+        print(f"traceml-ray: {one_line(each)}", file=sys.stderr)

@@ -1,0 +1,44 @@
+"""The command `traceml-ray report`: a session as text, as data, or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from traceml_ray import progress, session
+from traceml_ray.commands import which
+from traceml_ray.files import write_file
+from traceml_ray.store import query
+from traceml_ray.store.schema import legible
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray report`."""
+    which.add_session(command, writes=True)
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="the data of summary.json instead of text")
+    kind.add_argument(
+        "--html", action="store_true", help="one page that needs nothing else, written to a file"
+    )
+    which.add_output(command, "file to write (default: stdout; of --html, report.html of the session)")
+    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report of a session, built anew from its file, or write it to a file."""
+    from traceml_ray.reports.text import render
+
+    folder, answers = which.stored(arguments)
+    output = folder / session.PAGE if arguments.html and arguments.output is None else arguments.output
+    with legible(folder), progress.shown(f"report of {folder.name}"):
+        if arguments.html:
+            report: str | bytes = query.ask_one(answers.reply, query.ReportPage(arguments.run))
+        else:
+            summary: Any = query.ask_one(answers.reply, query.Summary(arguments.run, whole=True))
+            report = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
+        if output is not None:
+            data = report if isinstance(report, bytes) else report.encode(errors="backslashreplace")
+            write_file(output, data)
+    print(report if output is None else output, end="" if output is None else "\n")
+    return 0
