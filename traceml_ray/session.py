@@ -210,7 +210,7 @@ def await_session(
                 waited = f" (waited {text.duration(wait_s)} for it: --wait)" if wait_s else ""
                 raise type(error)(f"{error}{waited}") from error
             if not noticed:
-                notice(f"{error}; waiting {text.duration(wait_s)} for it (Ctrl-C ends)")
+                notice(f"{error}; waiting {text.duration(wait_s)} for it to begin (Ctrl-C ends)")
             noticed = True
         time.sleep(_LOOK_S)
 

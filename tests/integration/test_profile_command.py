@@ -120,7 +120,7 @@ def test_status_of_a_session_that_is_starting(session: Path, capsys: pytest.Capt
     assert main(["status", "s", "--out", str(session.parent)]) == 0
     shown = capsys.readouterr().out
     assert f"starting (launcher pid {os.getpid()})" in shown and "waiting for a free CPU core" in shown
-    assert main(["report", "s", "--out", str(session.parent)]) == 2
+    assert main(["report", "s", "--sessions", str(session.parent), "--wait", "0"]) == 1
     assert "'s' has no steps yet. Training is running. The monitor is waiting" in capsys.readouterr().err
 
 

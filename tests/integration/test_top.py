@@ -257,9 +257,9 @@ def test_session_that_was_just_launched_is_awaited_and_not_taken_for_an_old_one(
     try:
         terminal.shows("no session 'new' under", "waiting 30 s for it to begin")
         held = prepare(tmp_path, "new")
-        terminal.shows("The run is starting", "STEP n/a")
+        terminal.shows("The monitor is starting.", "STEP n/a")
         newest = Terminal("--out", str(tmp_path), "--interval", "0.3")
-        newest.shows("The run is starting", "STEP n/a")
+        newest.shows("The monitor is starting.", "STEP n/a")
         played = Played(held.path)
         for _ in range(4):
             played.play(5)
