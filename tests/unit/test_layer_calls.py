@@ -485,6 +485,40 @@ def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]
     assert nn.Module.__call__ is call and rank.recorder.at_step is None
 
 
+@pytest.mark.parametrize("late", ["after", "before"])
+def test_sample_that_begins_while_the_agent_stops_leaves_nothing_on(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The model is another one when layers are measured for the next time."""
+    monkeypatch.setattr("traceml_ray.agent.layer_sampler.LOCK_S", 0.01)
+    ours = job(always=False)
+    sampler, begin = ours.sampler, ours.sampler._calls.begin
+
+    def stops() -> None:
+        monkeypatch.setattr(sampler._calls, "begin", begin)
+        sampler._wanted = sampler._window = None
+        thread = threading.Thread(target=sampler.turn)
+        thread.start()
+        thread.join()
+
+    def begins() -> None:
+        if late == "before":
+            stops()
+        begin()
+        if late == "after":
+            stops()
+
+    monkeypatch.setattr(sampler._calls, "begin", begins)
+    for asked, layers in (("a", 2), ("b", 3)):
+        ours.model = nn.Sequential(*(Leaf(1000) for _ in range(layers)))
+        ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+        command = wire.Command("layers", {"id": asked, "run": None, "ranks": "all", "steps": 3})
+        ours.sampler.obey(command)
+        ours.train(60)
+    assert [(window.asked, len(window.layers)) for window in ours.windows] == [("b", 4)]
+    assert not sampler._calls.on and ours.recorder.at_step is None
+
+
 def test_layers_beyond_the_bound_are_one_row(job: Callable[..., Job]) -> None:
     rank = job(layers=MAX_LAYERS + 30)
     rank.train(60, 200_000_000)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.layer_events import LayerEvents
 from traceml_ray.agent.layer_sums import LayerSums, MeasuredStep
 from traceml_ray.agent.layer_table import MAX_MODULES, LayerTable
+from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.layer_messages import LayersCommand, LayerWindow
@@ -69,6 +71,11 @@ class LayerSampler:
         self._wanted: LayersCommand | None = None
         self._asked: set[str] = set()
         self._installed = False
+        self._lock = Lock()
+        """
+        Held where a sample begins or ends, and where the agent changes what is measured. The training thread
+        does not wait for it: then a sample is longer than a step, and not used.
+        """
         self._table: LayerTable | None = None
         self._roots: list[weakref.ref[Any]] = []
         """Whose layers the table has."""
@@ -100,8 +107,12 @@ class LayerSampler:
         began = self._clock()
         try:
             found = self._recorder.step_now(_SETTLE_S)
-            if found is not None:
-                self._decide(found[0], began)
+            if found is not None and self._lock.acquire(blocking=False):
+                try:
+                    if self._installed:  # else the agent has stopped it since this call began
+                        self._decide(found[0], began)
+                finally:
+                    self._lock.release()
         except Exception as error:
             self._calls.on = False
             self._ours.failed("layers", error)
@@ -166,7 +177,7 @@ class LayerSampler:
         """Put everything back: this process is no longer watched. What was measured is sent."""
         self._always, self._wanted = False, None
         if self._installed:
-            self._remove()
+            self._remove(at_any_rate=True)
 
     def forked(self) -> None:
         """In a child of this process, which has only the thread that forked: measure nothing."""
@@ -195,6 +206,15 @@ class LayerSampler:
             table = LayerTable(roots, self._most)
         except RuntimeError:  # a module gets another part at this moment: asked again
             return False
+        if not self._lock.acquire(timeout=LOCK_S):
+            return False
+        try:
+            return self._measure(table, roots)
+        finally:
+            self._lock.release()
+
+    def _measure(self, table: LayerTable, roots: list[Any]) -> bool:
+        """Measure these layers from the next sample on; return whether that is so already."""
         on_device = self._device.another is not None and not self._calls.broken
         same = self._table is not None and self._table.same(table)
         if not same or on_device != (self._events is not None):
@@ -216,12 +236,20 @@ class LayerSampler:
             self._events.make_room(self._calls.next_event)
             self._calls.api = api
 
-    def _remove(self) -> None:
-        self._installed = False
-        self._recorder.no_step(self.at_step)
-        self._calls.on = False
-        self._patcher.restore()
-        self._began_ns = 0
+    def _remove(self, at_any_rate: bool = False) -> None:
+        """Stop; where the training thread does not let go of the lock, the next turn does it."""
+        held = self._lock.acquire(timeout=LOCK_S)
+        if not (held or at_any_rate):
+            return
+        try:
+            self._installed = False
+            self._recorder.no_step(self.at_step)
+            self._calls.on = False
+            self._patcher.restore()
+            self._began_ns = 0
+        finally:
+            if held:
+                self._lock.release()
 
     def _fold(self, final: bool) -> list[LayerWindow]:
         """Add up what was measured; return the window that is over."""
