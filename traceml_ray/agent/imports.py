@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     Callback = Callable[[], None]
 
 
+_UNCOUNTED = "/importlib_bootstrap/../".join(__file__.rsplit("/", 1))
+"""This file, by a path that `stacklevel` of warnings skips: see `importlib_bootstrap`."""
+
+
 class _Finder:
     """First on `sys.meta_path`; answers only for modules that are awaited."""
 
@@ -48,6 +52,7 @@ class _Finder:
             if callback is not None:  # whoever only asked whether there is such a module has not run it
                 callback()
 
+        exec_module.__code__ = exec_module.__code__.replace(co_filename=_UNCOUNTED)
         try:
             loader.exec_module = exec_module
         except AttributeError:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from traceml_ray.agent import bootstrap
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.patch.iterators import new_iterator, timed_next
 from traceml_ray.agent.patch.ray_data import is_timed
 
@@ -70,6 +71,7 @@ class _WatchedIterator(_Watched):
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    @uncounted
     def __next__(self) -> Any:
         return _next(_source(self), _source(self))
 
@@ -98,7 +100,7 @@ def _kind(source: type) -> type:
     """Return the class for sources of that type: Python asks for some methods of the type alone."""
 
     def asks(name: str) -> Callable[..., Any]:
-        return lambda self, *given, **named: getattr(_source(self), name)(*given, **named)
+        return uncounted(lambda self, *given, **named: getattr(_source(self), name)(*given, **named))
 
     own = {name for cls in source.__mro__ for name in vars(cls)}  # a type itself has more: `__call__`
     methods: dict[str, Callable[..., Any]] = {name: asks(name) for name in _BY_TYPE if name in own}
@@ -109,6 +111,7 @@ def _kind(source: type) -> type:
     return type(base.__name__, (base,), {"__slots__": (), **methods})
 
 
+@uncounted
 def _enter(self: Any) -> Any:
     entered = _source(self).__enter__()
     return self if entered is _source(self) else entered
@@ -124,6 +127,7 @@ def _begin() -> None:
         new_iterator(agent.recorder, agent.instrumentation.failed, _PLACE)
 
 
+@uncounted
 def _timed(source: Any) -> Iterator[Any]:
     items = iter(source)
     _begin()
@@ -135,6 +139,7 @@ def _timed(source: Any) -> Iterator[Any]:
         yield item
 
 
+@uncounted
 def _next(items: Iterator[Any], source: Any) -> Any:
     agent = bootstrap.current()
     if agent is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.marks import COLLATED, DATA_BEGIN, DATA_END
 from traceml_ray.agent.patch.iterators import LOADER
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
@@ -103,6 +104,7 @@ def _mark_collate(iterator: Any, recorder: Recorder) -> None:
     collate = fetcher.collate_fn
     append, clock = recorder.log.append, recorder.clock
 
+    @uncounted
     @functools.wraps(collate)
     def marked(samples: Any) -> Any:
         if get_ident() == recorder.ready:

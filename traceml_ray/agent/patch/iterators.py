@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.patch.patcher import Failed
 from traceml_ray.agent.recorder import Recorder
 
@@ -20,6 +21,7 @@ def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:
         failed(place, error)
 
 
+@uncounted
 def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:
     """Return the next of `items`, with the wait for it counted as `data` of `loader`."""
     began = got = False

@@ -87,7 +87,7 @@ class LayerCalls:
         self._is_grad_enabled = torch.is_grad_enabled
         self._task_id: Callable[[], int] = torch._C._current_graph_task_id
         self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        patcher.replace(torch.nn.Module, "__call__", self._wrapped)
+        patcher.replace(torch.nn.Module, "__call__", self._wrapped, counted=True)
         _leave_alone(*(each for each in vars(LayerCalls).values() if inspect.isfunction(each)))
 
     def use(self, table: LayerTable) -> None:

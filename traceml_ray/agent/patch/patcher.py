@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.errors import Errors
 
@@ -61,11 +62,17 @@ class Patcher:
         self._awaited.append(module)
         when_imported(module, functools.partial(self.apply, name, patch))
 
-    def replace(self, owner: Any, name: str, make: Make) -> None:
-        """Replace attribute `name` of `owner` (a class or a module) by `make(original)` until `restore`."""
+    def replace(self, owner: Any, name: str, make: Make, *, counted: bool = False) -> None:
+        """
+        Replace attribute `name` of `owner` (a class or a module) by `make(original)` until `restore`.
+
+        `stacklevel` of warnings skips the frame of the wrapper. One that takes the place of a frame of the
+        original is `counted`.
+        """
         original = getattr(owner, name)
         stored = owner.__dict__.get(name, original)  # how it is bound: not all that is callable is a function
-        wrapper: Any = functools.wraps(original)(make(original))
+        made = make(original)
+        wrapper: Any = functools.wraps(original)(made if counted else uncounted(made))
         with contextlib.suppress(TypeError, ValueError):  # not all look through wrappers: `getfullargspec`
             wrapper.__signature__ = inspect.signature(original)
         if isinstance(owner, types.ModuleType):  # where pickle finds the wrapper, and without us the original

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.patch.iterators import LOADER, new_iterator, timed_next
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -53,6 +54,7 @@ def is_timed(iterable: Any) -> bool:
     return LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == MODULE
 
 
+@uncounted
 def _timed(
     items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
 ) -> Generator[Any, None, None]:

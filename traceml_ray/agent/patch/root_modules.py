@@ -16,6 +16,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.marks import EVAL_MODE_FORWARD_BEGIN, FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -191,4 +192,7 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         return call(*args, **kwargs)
 
-    return __call__ if own is None else functools.wraps(own)(__call__)
+    next_owner = next((each for each in cls.__mro__[1:] if "__call__" in each.__dict__), None)
+    if own is None and next_owner is torch.nn.Module:
+        return __call__
+    return uncounted(__call__ if own is None else functools.wraps(own)(__call__))
