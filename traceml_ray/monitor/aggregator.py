@@ -114,10 +114,10 @@ class AggregatorCore:
         A message already taken is only answered. One that skips a number is not taken: an earlier
         one was lost on the way and comes again. A bad message is dropped and counted.
         """
-        incarnation, now = "", self._clock()
+        incarnation, node_id, now = "", "", self._clock()
         try:
             batch = wire.decode(data, wire.RelayBatch)
-            incarnation = batch.incarnation
+            incarnation, node_id = batch.incarnation, batch.node.node_id
             inner = self._intake.decode(batch)
             with self._writer.lock:
                 if batch.batches:
@@ -131,7 +131,7 @@ class AggregatorCore:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         commands, brief = [*self._judge.commands, *self._profiling.commands], self._judge.brief
-        commands += self._layers.commands
+        commands = self._intake.of_node([*commands, *self._layers.commands], node_id)
         return wire.encode(
             wire.RelayReply(wire.VERSION, stored, commands, brief, self.pace.tick_s, self._clock())
         )
