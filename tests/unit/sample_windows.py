@@ -50,6 +50,7 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
     none = np.empty(0, np.int64)
     keys = functools.reduce(np.intersect1d, [own.keys for own in each]) if each else none
     seen = np.unique(np.concatenate([none, *(own.keys for own in each)]))
+    aside = np.concatenate([none, *(own.keys[own.flags & FLAG_FIRST != 0] for own in live)])
     common = [own.take(np.isin(own.keys, keys)) for own in each]
     inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
     d = np.array([own.rows for own in common], np.int64).reshape(len(live), len(keys), N_STAGES)
@@ -61,7 +62,7 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
         flags=np.array([own.flags for own in common], np.uint8).reshape(len(live), len(keys)).T,
         expected=expected,
         missing=tuple(sorted(missing)),
-        lacking=np.setdiff1d(inside, keys),
+        lacking=np.setdiff1d(inside, [*keys, *aside]),
         groups=tuple(own.group for own in live),
         strategies=frozenset(own.strategy for own in live if own.strategy),
         roles=tuple(own.role for own in live),

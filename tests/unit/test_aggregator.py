@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -15,10 +16,24 @@ from typing import Any, cast
 
 import hypothesis
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import SECOND, Clock, Rank, Relay, actor_of, aggregation, ask, check_ledger, confirmed, identity
+from played import Played
+from sessions import (
+    MS,
+    SECOND,
+    Clock,
+    Rank,
+    Relay,
+    actor_of,
+    aggregation,
+    ask,
+    check_ledger,
+    confirmed,
+    identity,
+)
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -29,7 +44,7 @@ from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
-from traceml_ray.stages import SEGMENT_BITS
+from traceml_ray.stages import FLAG_FIRST, FORWARD, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
@@ -260,6 +275,39 @@ def test_verdict_names_the_late_rank_and_its_changes_are_stored(tmp_path: Path, 
     assert labels[-1] == "straggler"
     assert len(labels) <= 3
     assert not aggregator.errors
+
+
+@pytest.mark.parametrize(("n", "began_ms", "more_ms"), [(3, 2000, 4), (50, 500, 8)])
+def test_rank_that_is_profiled_is_not_named_and_its_steps_are_in_no_statistic(
+    tmp_path: Path, n: int, began_ms: int, more_ms: int
+) -> None:
+    """Its profiler takes long to begin, and each recorded step is longer: all others wait for it."""
+
+    class Profiled(Played):
+        def rows(self, steps: int) -> np.ndarray:
+            found = super().rows(steps)
+            numbers = np.arange(self.step, self.step + steps)
+            self.slowed = (numbers >= 60) & (numbers <= 60 + n)
+            took = np.where(self.slowed, more_ms * MS, 0) + np.where(numbers == 60, began_ms * MS, 0)
+            found[5, :, FORWARD] += took
+            found[[rank for rank in range(self.world) if rank != 5], :, SYNC_WAIT] += took
+            return found
+
+        def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
+            flags = FLAG_FIRST * (self.slowed & (rank.identity.global_rank == 5))
+            return super()._batch(rank, rows, flags=flags.astype(np.uint8).tobytes(), **fields)
+
+    played, labels = Profiled(tmp_path, late=None), set()
+    for second in range(40):
+        played.play()
+        assert played.aggregator.verdict is not None
+        labels |= {played.aggregator.verdict.label} if second >= 10 else set()
+    played.end()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert labels == {"healthy"} and summary["verdict"]["label"] == "healthy"
+    assert not summary["suspects"] and not summary["episodes"] and not summary["brief"]["count"]
+    assert summary["steps"]["p95_ms"] < 22 and summary["throughput"]["steps_per_s"] > 45
+    assert summary["steps"]["count"] == 200
 
 
 def test_ranks_that_report_far_apart_are_judged_at_their_common_steps(tmp_path: Path, clock: Clock) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from captured_rank import Rank
@@ -14,6 +16,7 @@ from torch.autograd import profiler
 from torch.distributed import rpc
 
 from traceml_ray.agent import all_threads
+from traceml_ray.agent.all_threads import AllThreadsProfiler
 from traceml_ray.agent.capture import Captures
 
 
@@ -136,3 +139,38 @@ def test_call_that_was_recorded_and_still_runs_keeps_the_next_capture_off(rank: 
     called.wait()
     rank.ask(first_step=5, number=3)
     assert rank.status.state == "recording"
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_child_that_is_forked_meanwhile_records_nothing(
+    rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank.ask(first_step=5)
+    assert rank.status.state == "recording"
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            rank.captures.forked()
+            before = psutil.Process().memory_info().rss
+            tensor = torch.ones(4)
+            for _ in range(20_000):
+                tensor = tensor + 1
+            os.write(writes, str(psutil.Process().memory_info().rss - before < 10 << 20).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as answer:
+        assert answer.read() == b"True"
+    os.waitpid(child, 0)
+    assert "Toggling" not in capfd.readouterr().err
+
+
+def test_capture_that_is_let_go_before_its_trace_is_written_turns_the_profiler_off(rank: Rank) -> None:
+    rank.ask(first_step=5)
+    assert rank.status.state == "recording"
+    rank.ask(first_step=5, over=1)
+    rank.captures.turn()
+    rank.captures.abandon()
+    while profiler._is_profiler_enabled:  # by a thread of its own, some time later
+        time.sleep(0.02)
+    assert AllThreadsProfiler._last is None

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from captured_rank import Rank
 from torch.autograd import profiler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from traceml_ray import wire
 from traceml_ray.agent import capture
+from traceml_ray.agent.torch_profiler import TorchProfiler
 from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
+from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
 
 @pytest.fixture
@@ -29,6 +38,30 @@ def rank() -> Iterator[Rank]:
 
 def _steps(found: dict[str, Any]) -> int:
     return sum(event.get("name") == "Optimizer.step#SGD.step" for event in found["traceEvents"])
+
+
+def _elsewhere(*calls: Callable[[], object]) -> None:
+    """Call these in another thread."""
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def _during_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Have `act` called in another thread while the next profiler is turned on."""
+    start = TorchProfiler.start
+
+    def meanwhile(profiler: TorchProfiler) -> None:
+        monkeypatch.setattr(TorchProfiler, "start", start)
+        _elsewhere(act)
+        start(profiler)
+
+    monkeypatch.setattr(TorchProfiler, "start", meanwhile)
 
 
 def test_steps_that_were_asked_for_are_recorded_and_sent(rank: Rank) -> None:
@@ -90,6 +123,146 @@ def test_capture_that_is_begun_anew_while_it_records_ends_first(rank: Rank) -> N
     assert rank.status.state == "armed" and not torch.autograd._profiler_enabled()
     rank.train(5)
     assert rank.status.state == "sending" and [step[0] for step in rank.status.steps] == [6, 7]
+
+
+def test_capture_that_is_begun_anew_while_its_profiler_is_turned_on_ends_first(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.train(1)
+    rank.ask(first_step=2)
+    _during_start(monkeypatch, lambda: rank.ask(first_step=6, number=2))
+    rank.train(2)
+    assert rank.status.state == "armed" and not torch.autograd._profiler_enabled()
+    rank.train(7)
+    assert rank.status.state == "sending" and [step[0] for step in rank.status.steps] == [6, 7]
+
+
+def test_step_comes_in_time_although_turning_the_profiler_on_takes_longer_than_its_limit(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit_passes() -> None:
+        rank.now = 1000.0
+        rank.captures.turn()
+
+    rank.train(1)
+    rank.ask(first_step=2)
+    _during_start(monkeypatch, limit_passes)
+    rank.train(4)
+    status = rank.status
+    assert status.state == "sending" and [step[0] for step in status.steps] == [2, 3]
+
+
+def test_end_of_watching_while_the_profiler_is_turned_on_leaves_none_on(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch goes through the hooks of an optimizer meanwhile: none of them may go from under it."""
+    steps: list[int] = []
+    script = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+
+    def detach() -> None:
+        rank.captures.abandon()
+        rank.patches.remove()
+
+    rank.train(1)
+    rank.ask(first_step=2)
+    _during_start(monkeypatch, detach)
+    rank.train(3)
+    script.remove()
+    assert len(steps) == 4 and rank.recorder.at_step is None
+    assert not torch.autograd._profiler_enabled() and not profiler._is_profiler_enabled
+
+
+def test_profiler_of_another_thread_that_starts_while_ours_is_turned_on_wins(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were both on, torch would crash when ours is turned off."""
+    prepare = profiler.profile._prepare_trace
+    names: list[str] = []
+
+    def other() -> None:
+        with torch.profiler.profile() as own:
+            torch.ones(3) + 1
+        names.extend(event.key for event in own.key_averages())
+
+    thread = threading.Thread(target=other)
+
+    def meanwhile(ours: Any, *args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread.start()
+            while rank.captures.status and rank.captures.status.state == "armed":
+                time.sleep(0.01)
+        prepare(ours, *args)
+
+    monkeypatch.setattr(profiler.profile, "_prepare_trace", meanwhile)
+    rank.train(1)
+    rank.ask(first_step=2)
+    rank.train(2)
+    thread.join()
+    assert rank.status.state == "failed" and "a profiler of its own" in rank.status.reason
+    assert "aten::add" in names and not torch.autograd._profiler_enabled()
+
+
+def test_device_that_fails_leaves_no_profiler_on(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.train(1)
+    rank.ask(first_step=2)
+    rank.train(2)
+    now = rank.captures._now
+    assert now is not None
+    monkeypatch.setattr(now._profiler, "_device", SimpleNamespace(synchronize=lambda: 1 / 0))
+    rank.train(2)
+    assert rank.status.state == "failed" and "ZeroDivisionError" in rank.status.reason
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 1, "stacks": 1}], ids=["plain", "memory and stacks"])
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_child_that_is_forked_during_a_capture_records_nothing(rank: Rank, options: dict[str, int]) -> None:
+    rank.train(1)
+    rank.ask(first_step=2, **options)
+    rank.train(2)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            rank.captures.forked()
+            on = torch.autograd._profiler_enabled() or profiler._is_profiler_enabled or sys.getprofile()
+            before = psutil.Process().memory_info().rss
+            tensor = torch.ones(4)
+            for _ in range(20_000):
+                tensor = tensor + 1
+            grown = psutil.Process().memory_info().rss - before
+            with torch.profiler.profile() as own:
+                torch.ones(3) + 1
+            own_works = "aten::add" in {event.key for event in own.key_averages()}
+            os.write(writes, f"{bool(on)} {grown < 10 << 20} {own_works}".encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as answer:
+        assert answer.read() == b"False True True"
+    os.waitpid(child, 0)
+    rank.train(3)
+    assert rank.status.state == "sending" and [step[0] for step in rank.status.steps] == [2, 3]
+
+
+def test_rows_that_a_profile_slows_are_in_no_statistic(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is turned off in the step after; a trace is written while more steps are done."""
+    rank.train(6)
+    rank.ask(first_step=8)
+    rank.train(7)
+    save = TorchProfiler.save
+
+    def while_it_trains(ours: TorchProfiler, path: Path) -> None:
+        save(ours, path)
+        rank.train(2)
+
+    monkeypatch.setattr(TorchProfiler, "save", while_it_trains)
+    assert rank.status.state == "sending"
+    rank.train(4)
+    assert rank.recorder.settle(60.0)
+    _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
+    steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
+    marked = np.frombuffer(flags, np.uint8) & FLAG_FIRST != 0
+    assert steps[marked].tolist() == [0, 8, 9, 10, 13, 14, 15] and len(steps) >= 18
 
 
 def test_script_that_profiles_already_is_left_alone(rank: Rank) -> None:
@@ -165,10 +338,7 @@ def test_end_of_watching_turns_the_profiler_off(rank: Rank) -> None:
     rank.ask(first_step=2, steps=5)
     rank.train(2)
     assert torch.autograd._profiler_enabled()
-    ended = threading.Thread(target=rank.captures.abandon)  # as `detach` of another thread
-    ended.start()
-    ended.join()
-    rank.patches.remove()
+    _elsewhere(rank.captures.abandon, rank.patches.remove)  # as `detach` of another thread
     rank.train(1)
     assert not torch.autograd._profiler_enabled() and rank.captures.status is None
 

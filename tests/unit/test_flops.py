@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from captured_rank import Rank
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from traceml_ray.agent import flops
 from traceml_ray.agent.flops import SKIPPED, FlopCount, ModelFlops
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
@@ -120,16 +121,37 @@ def test_mode_of_the_script_across_steps_is_left_alone(rank: Rank, count: FlopCo
 
 @pytest.mark.parametrize("where", ["here", "in another thread"])
 def test_mode_is_off_after_detach_in_the_middle(rank: Rank, count: FlopCount, where: str) -> None:
+    def detach() -> None:
+        count.abandon()
+        rank.patches.remove()
+
     rank.train(SKIPPED)
     if where == "here":
-        count.abandon()
+        detach()
     else:
-        other = threading.Thread(target=count.abandon)
-        other.start()
-        other.join()
-    rank.patches.remove()
+        _elsewhere(detach)
     rank.train(1)
     assert _get_current_dispatch_mode() is None and count.found is None
+
+
+def test_mode_is_off_after_detach_while_it_is_made(
+    rank: Rank, count: FlopCount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = flops._counter
+
+    def meanwhile() -> object:
+        _elsewhere(count.abandon)
+        return make()
+
+    monkeypatch.setattr(flops, "_counter", meanwhile)
+    rank.train(SKIPPED + 1)
+    assert _get_current_dispatch_mode() is None and count.found is None
+
+
+def _elsewhere(call: Callable[[], object]) -> None:
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
 
 
 def test_profile_and_count_of_the_same_steps_are_both_made(rank: Rank, count: FlopCount) -> None:

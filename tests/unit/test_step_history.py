@@ -143,6 +143,14 @@ def test_slowed_step_is_in_no_statistic_without_any_warm_up(
     assert steps.counts() == {0: 60, 1: 60} and steps.ends()[0][0] == 0
 
 
+def test_step_that_one_rank_is_slowed_in_is_left_out_and_not_lacking() -> None:
+    """As in a profile of rank 1: the other rank has waited for it."""
+    d, flags = rows(60, 2), np.zeros((60, 2), np.uint8)
+    flags[0], flags[20:50, 1], d[20:50] = FLAG_FIRST, FLAG_FIRST, 10**9
+    window = fed(d, [], flags).window([0, 1], 2, (), 60)
+    assert window.steps.tolist() == [*range(1, 20), *range(50, 60)] and not window.gaps
+
+
 def test_memory_has_a_bound() -> None:
     steps, ranks, piece = StepHistory(LIMITS), 8192, 60
     d = np.tile(rows(piece, 64), (1, ranks // 64, 1))

@@ -10,9 +10,10 @@ they are in, and is turned off `GRACE_S` later, by a thread that does not train.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ class AllThreadsProfiler(TorchProfiler):
         calls: gives names to calls while they are recorded.
     """
 
+    any_thread_stops = True
     _last: ClassVar[AllThreadsProfiler | None] = None
     """The one that may not have been turned off yet."""
 
@@ -57,9 +59,10 @@ class AllThreadsProfiler(TorchProfiler):
             before._end()
         if self._calls.recorded_run:  # their end would be written to what is gone
             raise CannotRecordError("a call that an earlier profile has recorded still runs")
-        super().start()
-        AllThreadsProfiler._last = self
-        self._calls.recording = True
+        with self._lock:  # which another thread that ends it waits for
+            super().start()
+            AllThreadsProfiler._last = self
+            self._calls.recording = True
 
     def stop(self) -> bool:
         """Stop to record; return whether there is something to save, once it is `settled`."""
@@ -96,6 +99,14 @@ class AllThreadsProfiler(TorchProfiler):
             self._gave_way()
             self._end()
 
+    def _discard(self, thread: int) -> None:
+        """Take the profiler off all threads."""
+        self._calls.recording, AllThreadsProfiler._last = False, None
+        if self._stopped_s is None:
+            _, profiler = torch_and_profiler()
+            with _silent():
+                profiler._toggle_collection_dynamic(False, {_cpu()})
+
     def _end(self) -> None:
         """Turn it off; waits until that is safe."""
         with self._lock:
@@ -104,6 +115,19 @@ class AllThreadsProfiler(TorchProfiler):
                 time.sleep(max(0.0, GRACE_S - (time.monotonic() - (self._stopped_s or 0.0))))
                 self._disable()
                 AllThreadsProfiler._last = None
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep out what torch prints to stderr; only for a process that has no other thread."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def is_possible() -> bool:
@@ -119,6 +143,12 @@ def _all_threads() -> Any:
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=True)
+
+
+def _cpu() -> Any:
+    from torch.profiler import ProfilerActivity
+
+    return ProfilerActivity.CPU
 
 
 def _activities() -> set[Any]:

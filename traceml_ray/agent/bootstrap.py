@@ -208,6 +208,8 @@ def _in_child() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         atexit.unregister(_at_exit)
+        agent.recorder.forked()
+        agent.guard("profile", agent.captures.forked)
         agent.layers.forked()
         agent.guard("flops", agent.work.flops.abandon)
         agent.instrumentation.remove()

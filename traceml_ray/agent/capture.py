@@ -36,6 +36,11 @@ SPAN = "profiler"
 """The span of what turning the profiler on and off takes, on the training thread."""
 _REASON_CHARS = 300
 
+_AT_MOST = 8
+"""Steps beyond those of a capture that are taken for slowed where the marks cannot be read at its end."""
+_PROFILE, _TRACE = "profile", "trace"
+"""What makes steps longer, see `SlowedSteps`: torch's profiler is on; a trace is written."""
+
 State = CaptureState | Literal["recorded"]
 """recorded: the trace is yet to be written, which shows as recording."""
 
@@ -111,9 +116,9 @@ class Captures:
                 now.export(self._folder)
         elif now.serves and now.state in ("armed", "recording"):
             now.serve(self._clock())
-        elif now.state == "armed" and self._clock() - now.began > now.wanted.limit_s:
+        elif now.state == "armed" and not now.is_on and self._clock() - now.began > now.wanted.limit_s:
             now.end("refused", f"step {now.wanted.first_step} did not come within {now.wanted.limit_s:g} s")
-        elif now.is_on:
+        elif now.state == "recording":
             now.watch(self._clock())
         elif now.state in ("sending", "refused", "failed") and self._clock() - self._heard > KEPT_S:
             now.let_go()
@@ -140,9 +145,20 @@ class Captures:
         if now is not None:
             now.let_go()
 
+    def forked(self) -> None:
+        """In a child of this process, which is not watched: nothing is recorded."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.forked()
+
 
 class _Capture:
-    """One capture; `at_step` runs on the training thread, the rest on the agent's."""
+    """
+    One capture; `at_step` runs on the training thread, the rest on the agent's.
+
+    Only the thread that turns the profiler on turns it off: others say that it is to (`_given_up`), and it
+    looks after `start`, which may take long, and at each step.
+    """
 
     def __init__(
         self,
@@ -154,11 +170,14 @@ class _Capture:
         began: float,
     ) -> None:
         self.wanted, self.began = wanted, began
-        self.state: State = "armed"
         self.sent = 0
-        self._reason = ""
+        self._phase: State = "armed"
+        """How far it is; changed by the thread that records, and after that by the agent's."""
+        self._ended: tuple[Literal["refused", "failed"], str] | None = None
+        """It has come to nothing, and why: any thread may say so, the first reason counts."""
         self._recorder, self._spans, self._errors = recorder, spans, errors
         self._profiler = profiler(self._give_way)
+        self._slowed = recorder.steps.rows.slowed
         self._wall_ns = time.time_ns() - recorder.clock()
         """From the clock of marks to that of the wall."""
         self._steps: list[tuple[int, int, int, int | None]] = []
@@ -167,8 +186,9 @@ class _Capture:
         self._cost: dict[str, int] = {}
         self._file: TraceFile | None = None
         self._thread = 0
-        """The one that has turned the profiler on."""
+        """The one that has turned the profiler on, or is about to."""
         self._given_up = False
+        """It is to be turned off, whoever has turned it on."""
         self._on_since = 0.0
         """When the agent's thread first saw that it is on."""
         self.serves = not recorder.steps.rows.step and isinstance(self._profiler, AllThreadsProfiler)
@@ -181,14 +201,21 @@ class _Capture:
         elif not self.serves:
             self._recorder.each_step(self.at_step)
 
+    @property
+    def state(self) -> State:
+        """How far it is."""
+        return self._phase if self._ended is None else self._ended[0]
+
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
-        self._reason = reason[:_REASON_CHARS]
-        self.state = state
-        self._disarm()
+        """End it with nothing; any thread may. The profiler is turned off at the next step, if it is on."""
+        self._ended = self._ended or (state, reason[:_REASON_CHARS])
+        self._given_up = True
+        if not self._thread:
+            self._disarm()
 
     @property
     def is_on(self) -> bool:
-        """Whether the training thread has the profiler on."""
+        """Whether a thread has the profiler on, or is just turning it on or off."""
         return bool(self._thread)
 
     def watch(self, now: float) -> None:
@@ -198,11 +225,8 @@ class _Capture:
         """
         self._on_since = self._on_since or now
         if now - self._on_since > self.wanted.record_s:
-            self._given_up = True
-            self.state = "failed"
-            self._reason = (
-                f"its steps took longer than {self.wanted.record_s:g} s, and what is recorded takes memory"
-            )
+            took = f"its steps took longer than {self.wanted.record_s:g} s, and what is recorded takes memory"
+            self.end("failed", took)
             self._recorder.new_iterator()
 
     def _disarm(self) -> None:
@@ -212,17 +236,17 @@ class _Capture:
 
     def at_step(self) -> None:
         """Turn the profiler on where its steps begin, and off where they are over; raises nothing."""
+        if self._thread not in (0, get_ident()):
+            return
         try:
             if self._given_up:
                 self._turn_off()
-            elif self.state == "armed":
+            elif self._phase == "armed":
                 self._may_start()
-            elif self.state == "recording":
+            elif self._phase == "recording":
                 self._note_step()
         except Exception as error:
-            self._errors.note("profile", error)
-            self.end("failed" if self._thread else "refused", error_text(error))
-            self._turn_off()
+            self._fail(error)
 
     def _may_start(self) -> None:
         found = self._recorder.step_now(SETTLE_S)
@@ -235,24 +259,23 @@ class _Capture:
         self._start(step, began)
 
     def _start(self, step: int, began: int) -> None:
-        span = self._spans.begin(SPAN)
+        span, self._thread = self._spans.begin(SPAN), get_ident()
+        self._slowed.begin(_PROFILE, step, step + self.wanted.steps + _AT_MOST)
         try:
             self._profiler.start()
-            self._thread = get_ident()
-        except ProfilerBusyError as error:
-            self.end("refused", f"{error}: the script's own")
-            return
-        except CannotRecordError as error:
-            self.end("refused", str(error))
-            return
+        except BaseException:
+            self._thread = 0
+            self._slowed.end(_PROFILE, step)
+            raise
         finally:
             now = self._recorder.clock()
             if span is not None:
                 self._spans.end(span)
         self._cost["start_ns"] = now - began
         self._edge = step, now
-        if self.state == "armed":
-            self.state = "recording"
+        self._phase = "recording"
+        if self._given_up:  # while it was turned on
+            self._turn_off()
 
     def _note_step(self) -> None:
         found = self._recorder.step_now(SETTLE_S)
@@ -272,50 +295,66 @@ class _Capture:
         try:
             there = self._profiler.stop()
         finally:
-            self._thread = 0
             if span is not None:
                 self._spans.end(span)
+        self._thread = 0
         self._cost["stop_ns"] = self._recorder.clock() - began
         self._disarm()
-        if there and self.state == "recording":
-            self.state = "recorded"
+        self._end_slowed()
+        if there:
+            self._phase = "recorded"
 
     def _turn_off(self) -> None:
-        """Turn the profiler off, whatever has become of the capture."""
+        """Turn the profiler off, whatever has become of the capture; on the thread that has turned it on."""
         if self._thread not in (0, get_ident()):
             return
-        self._disarm()
         if self._thread:
-            self._thread = 0
             try:
                 self._profiler.stop()
                 self._profiler.drop()
             except Exception as error:
                 self._errors.note("profile", error)
+            self._thread = 0
+            self._end_slowed()
+        self._disarm()
+
+    def _end_slowed(self) -> None:
+        """Note that the open step, in which the profiler was turned off, is the last that it slowed."""
+        found = self._recorder.step_now(SETTLE_S)
+        if found is not None:
+            self._slowed.end(_PROFILE, found[0])
+
+    def _fail(self, error: Exception) -> None:
+        """End it because of an error, on the thread that records."""
+        if isinstance(error, ProfilerBusyError):
+            self.end("refused", f"{error}: the script's own")
+        elif isinstance(error, CannotRecordError):
+            self.end("refused", str(error))
+        else:
+            self._errors.note("profile", error)
+            self.end("failed" if self._thread else "refused", error_text(error))
+        self._turn_off()
 
     def _give_way(self) -> None:
         """The script starts its own profiler; called by the thread that does."""
-        self.state, self._reason = "failed", "the script has started a profiler of its own"
-        self._given_up = True
+        self.end("failed", "the script has started a profiler of its own")
 
     # -- the agent's thread --------------------------------------------------------------------------
 
     def serve(self, now: float) -> None:
         """Record without steps: until the others have recorded theirs."""
         try:
-            if self.state == "armed":
+            if self._phase == "armed":
                 self._on_since = now
                 self._start(0, self._recorder.clock())
-            elif self.state == "recording" and (
+            elif self._phase == "recording" and (
                 self.others_are_done or now - self._on_since > self.wanted.serve_s
             ):
                 ended, wall = self._recorder.clock(), self._wall_ns
                 self._steps.append((0, self._edge[1] + wall, ended + wall, None))
                 self._stop()
         except Exception as error:
-            self._errors.note("profile", error)
-            self.end("failed" if self._thread else "refused", error_text(error))
-            self._turn_off()
+            self._fail(error)
 
     @property
     def settled(self) -> bool:
@@ -325,15 +364,22 @@ class _Capture:
     def export(self, folder: str | None) -> None:
         """Make the file of what was recorded."""
         began = self._recorder.clock()
+        self._slowed.begin(_TRACE, self._open_step())
         try:
             self._file = TraceFile(self._profiler.save, folder)
-            self.state = "sending"
+            self._phase = "sending"
         except (TraceTooLargeError, ProfilerBusyError) as error:
             self.end("failed", str(error))
         except Exception as error:
             self._errors.note("profile", error)
             self.end("failed", f"its trace could not be written: {error_text(error)}")
+        finally:
+            self._slowed.end(_TRACE, self._open_step())
         self._cost["export_ns"] = self._recorder.clock() - began
+
+    def _open_step(self) -> int:
+        self._recorder.settle(LOCK_S)
+        return self._recorder.steps.rows.step
 
     def pieces(self, most: int) -> list[wire.TracePiece]:
         """Return the next pieces."""
@@ -346,12 +392,12 @@ class _Capture:
 
     def status(self) -> wire.Capture:
         """Return what each batch has about it."""
-        total = None if self._file is None else self._file.size
+        total, state = None if self._file is None else self._file.size, self.state
         return wire.Capture(
             self.wanted.id,
             self.wanted.number,
-            "recording" if self.state == "recorded" else self.state,
-            self._reason,
+            "recording" if state == "recorded" else state,
+            "" if self._ended is None else self._ended[1],
             total,
             list(self._steps),
             self._cost.get("start_ns"),
@@ -361,29 +407,24 @@ class _Capture:
         )
 
     def let_go(self) -> None:
-        """End it with nothing."""
+        """
+        End it with nothing. A profiler that only the thread that trains may turn off, it turns off once it is
+        on, or at its next step, also when this process is no longer watched (`patch.optimizer`).
+        """
         self._given_up = True
-        if self._thread and isinstance(self._profiler, AllThreadsProfiler):
+        stops = self._profiler.any_thread_stops and self._phase != "armed"
+        if stops or not self._thread:
             self._disarm()
-            self._profiler.drop()  # any thread may
+            self._profiler.drop()
+            if stops:
+                self._slowed.end(_PROFILE, self._open_step())
         elif self._thread == get_ident():
             self._turn_off()
-        elif self._thread:
-            self._turn_off_later()
-        else:
-            self._disarm()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _turn_off_later(self) -> None:
-        """Have the thread that trains turn its profiler off after its next step, also without us."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        def once(*_: object) -> None:
-            if get_ident() == self._thread:
-                self.at_step()
-            if not self._thread:
-                hook.remove()
-
-        hook = register_optimizer_step_post_hook(once)
+    def forked(self) -> None:
+        """In a child of this process: stop to record in it, and let go of all."""
+        self._given_up, self._thread = True, 0
+        self._profiler.forked()

@@ -18,10 +18,11 @@ from traceml_ray.errors import Errors, error_text
 
 SKIPPED = 2
 """Steps before the one that is counted, the same on all ranks: the first does more than all others."""
-_NEVER, _AT_MOST = 1 << 62, 8
-"""Steps: the last that is slowed while the mode is on; so many where the marks cannot be read at its end."""
+_AT_MOST = 8
+"""Steps that are taken for slowed where the marks cannot be read at the end of the mode."""
 SETTLE_S = 0.05
 """Longest wait of the training thread for its own marks, in each of these steps."""
+_ABANDONED = "this process was no longer watched"
 GIVEN = "torch.compile: give the model's FLOPs instead (--model-flops, traceml_ray.count)"
 _WITHOUT_FLOPS = {
     *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "inductor"),
@@ -68,7 +69,8 @@ class FlopCount:
         """Turn the mode on where the step begins, and off where it is over; raises nothing."""
         try:
             if self._mode is None:
-                self._may_begin()
+                if not self._over:
+                    self._may_begin()
             elif get_ident() == self._thread:
                 self._may_end()
         except Exception as error:
@@ -88,8 +90,10 @@ class FlopCount:
                 self._give_up(why)
                 return
             self._mode, self._thread, self._began = _counter(), get_ident(), step
-            self._recorder.steps.rows.slowed = step, _NEVER
+            self._recorder.steps.rows.slowed.begin("flops", step)
             self._mode.__enter__()
+            if self._over:  # abandoned meanwhile, by a thread that has seen no mode
+                self._give_up(_ABANDONED)
 
     def _may_end(self) -> None:
         found = self._recorder.step_now(SETTLE_S)
@@ -118,7 +122,7 @@ class FlopCount:
         mode.__exit__(None, None, None)
         self._mode = None
         now = self._recorder.step_now(SETTLE_S)
-        self._recorder.steps.rows.slowed = self._began, now[0] if now else self._began + _AT_MOST
+        self._recorder.steps.rows.slowed.end("flops", now[0] if now else self._began + _AT_MOST)
         return True
 
     def _give_up(self, why: str) -> None:
@@ -133,24 +137,14 @@ class FlopCount:
 
     def abandon(self) -> None:
         """End it: this process is no longer watched. Any thread may."""
-        if self._mode is None:
+        self._over = True  # first: the thread that trains looks at it once it has turned the mode on
+        mode = self._mode
+        if mode is None:
             self._done()
         elif get_ident() == self._thread:
-            self._give_up("this process was no longer watched")
+            self._give_up(_ABANDONED)
         else:
-            self._mode.muted, self._over = True, True
-            self._leave_later()
-
-    def _leave_later(self) -> None:
-        """Have the thread that trains turn the mode off after its next step, also without us."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        def once(*_: object) -> None:
-            self.at_step()
-            if self._mode is None:
-                hook.remove()
-
-        hook = register_optimizer_step_post_hook(once)
+            mode.muted = True  # it is turned off at the next step, also without us (`patch.optimizer`)
 
 
 def _cannot() -> str:

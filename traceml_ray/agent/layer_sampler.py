@@ -135,18 +135,14 @@ class LayerSampler:
             return
         every = self.every
         self._skip = every - step % every
-        waits = self._paused or self._dear or len(self._done) >= _MAX_WAITING or self._slowed(step)
+        waits = self._paused or self._dear or len(self._done) >= _MAX_WAITING
+        waits = waits or step in self._recorder.steps.rows.slowed  # no step like others
         if step % every == 0 and not waits:
             self._step = step
             calls.begin()
             self._began_ns = self._clock()
             self._skip = 0
         self._idle_ns += self._clock() - began
-
-    def _slowed(self, step: int) -> bool:
-        """Return whether FLOPs are counted in this step, which is no other then."""
-        slowed = self._recorder.steps.rows.slowed
-        return slowed is not None and slowed[0] <= step <= slowed[1]
 
     # -- the agent's thread --------------------------------------------------------------------------
 

@@ -57,6 +57,10 @@ class Recorder(MarkLog):
             self._at_each = [other for other in self._at_each if other != call]
             self._call_each()
 
+    def forked(self) -> None:
+        """In a child of this process: call nothing any more. A thread that is gone may hold the lock."""
+        self._each_lock, self._at_each, self.at_step = Lock(), [], None
+
     def _call_each(self) -> None:
         several = self._at_each
 

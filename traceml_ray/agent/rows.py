@@ -26,6 +26,34 @@ from traceml_ray.stages import (
 )
 
 MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
+_NEVER = 1 << 62
+"""A step that no run reaches."""
+
+
+class SlowedSteps:
+    """
+    Steps that the monitor itself makes longer: FLOPs are counted, or torch's profiler is on. No statistic has
+    their rows. Any thread may change it.
+    """
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self) -> None:
+        self._ranges: dict[str, tuple[int, int]] = {}
+        """The first and the last step, by what makes them longer."""
+
+    def begin(self, why: str, step: int, most: int = _NEVER) -> None:
+        """Note that steps are longer because of `why`, from `step` to at most `most`."""
+        self._ranges[why] = step, most
+
+    def end(self, why: str, step: int) -> None:
+        """Note that `step` is the last of these; nothing where there was no `begin`."""
+        if why in self._ranges:
+            self._ranges[why] = self._ranges[why][0], step
+
+    def __contains__(self, step: int) -> bool:
+        # `tuple` copies the values at once, while other threads may add some.
+        return any(first <= step <= last for first, last in tuple(self._ranges.values()))
 
 
 class Rows:
@@ -41,11 +69,7 @@ class Rows:
         self.device: DeviceClock | None = None
         """What rows pass through on their way into the ring, where a device's clock is read."""
         self.step = self.segment = 0
-        self.slowed: tuple[int, int] | None = None
-        """
-        The first and the last step that take longer because something is counted in them: no statistic is of
-        these. Any thread may set it.
-        """
+        self.slowed = SlowedSteps()
         self.forget()
 
     def forget(self) -> None:
@@ -115,7 +139,7 @@ class Rows:
         self.step += lost
 
     def _emit(self) -> None:
-        if self.slowed is not None and self.slowed[0] <= self.step <= self.slowed[1]:
+        if self.step in self.slowed:
             self.flags |= FLAG_FIRST
         (row, cuts), flags, exchange = self.take_back(), self.flags, None
         if self.exchange_ns is not None and not self.first:

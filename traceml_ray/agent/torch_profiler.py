@@ -8,6 +8,7 @@ trains. A process has one profiler at a time, and the script's own wins: ours th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, get_ident
@@ -37,6 +38,9 @@ class TorchProfiler:
         gave_way: called when the script has started a profiler of its own meanwhile.
     """
 
+    any_thread_stops = False
+    """Whether any thread may `drop` what is recorded, or only the one that has started."""
+
     def __init__(self, memory: bool, stacks: bool, shapes: bool, gave_way: Callable[[], object]) -> None:
         self._options: dict[str, Any] = {
             "profile_memory": memory,
@@ -63,21 +67,24 @@ class TorchProfiler:
             raise ProfilerBusyError("a profiler is on already")
         cuda = torch.cuda.is_initialized()
         ours = profiler.profile(use_device="cuda" if cuda else None, use_kineto=True, **self._options)
+        self._thread, self._device = get_ident(), torch.cuda if cuda else None
+        prepare = self._watch(profiler.profile)
         silenced = os.environ.setdefault(_LOG, _SILENT) == _SILENT
         try:
-            ours._prepare_trace()
+            prepare(ours)
             ours._start_trace()
         except BaseException:
+            self._undo()
+            self._thread = 0
             profiler._run_on_profiler_stop()
+            self._is_off.set()
             raise
         finally:
             if silenced:
                 os.environ.pop(_LOG, None)
-        self._thread, self._device = get_ident(), torch.cuda if cuda else None
-        self._watch(profiler.profile)
 
-    def _watch(self, profile: Any) -> None:
-        """Have the start of any other profiler end this one first."""
+    def _watch(self, profile: Any) -> Callable[[Any], object]:
+        """Have the start of any other profiler end this one first; return what starts ours."""
         original = profile._prepare_trace
 
         def prepare_trace(other: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +97,7 @@ class TorchProfiler:
 
         profile._prepare_trace = prepare_trace
         self._undo = undo
+        return original  # type: ignore[no-any-return]
 
     def _yield(self) -> None:
         if self._thread and not self._lost:
@@ -104,9 +112,11 @@ class TorchProfiler:
         """Stop to record; return whether there is something to save. On the thread that has started it."""
         if not self._thread:
             return False
-        if not self._lost and self._device is not None:
-            self._device.synchronize()  # what was launched in these steps belongs to them
-        self._disable()
+        try:
+            if not self._lost and self._device is not None:
+                self._device.synchronize()  # what was launched in these steps belongs to them
+        finally:
+            self._disable()
         return not self._lost
 
     def _disable(self) -> None:
@@ -117,6 +127,28 @@ class TorchProfiler:
             self._result = profiler._disable_profiler()
             profiler._run_on_profiler_stop()
         self._is_off.set()
+
+    def forked(self) -> None:
+        """
+        In a child of this process, which has only the thread that forked: stop to record in it.
+
+        Kineto is not called, as the ends of a profile call it: threads that are gone may hold its locks, and
+        CUPTI does not work after a fork.
+        """
+        thread, self._thread = self._thread, 0
+        self._undo()
+        if thread:
+            _, profiler = torch_and_profiler()
+            profiler._run_on_profiler_stop()
+            self._discard(thread)
+
+    def _discard(self, thread: int) -> None:
+        """Take the profiler off this thread, where `thread` has turned it on, with all that is recorded."""
+        if thread == get_ident():
+            _autograd = torch_and_profiler()[0]._C._autograd
+            _autograd._disable_profiler_legacy(_autograd._ProfilerDisableOptions(True, False))
+            if self._options["with_stack"]:
+                sys.setprofile(None)  # torch's own, which it would have replaced
 
     def settled(self) -> bool:
         """Return whether it may be saved."""

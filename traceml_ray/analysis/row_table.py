@@ -189,8 +189,12 @@ class RowTable:
 
     def unread(self, columns: slice) -> Bool:
         """Return where (R, n) there is a row that does not count as its device's clock was not read in it."""
-        first = self._flags[:, columns] & FLAG_FIRST != 0
-        found: Bool = self._seen[:, columns] & ~self._usable[:, columns] & ~first
+        found: Bool = self._seen[:, columns] & ~self._usable[:, columns] & ~self._aside(slice(None), columns)
+        return found
+
+    def _aside(self, lines: Any, columns: slice) -> Bool:
+        """Return where (R, n) there is a row that is in no statistic."""
+        found: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
         return found
 
     def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:
@@ -216,6 +220,9 @@ class RowTable:
         seen = np.asarray(usable.any(axis=0))
         common = usable.all(axis=0) & seen
         keys = self._keys[columns]
+        lacks = seen & ~common
+        if lacks.any():  # a row in no statistic is there all the same
+            lacks &= ~self._aside(lines, columns).any(axis=0)
         found = np.flatnonzero(common)
         inside = slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
         cut = slice(columns.start + inside.start, columns.start + inside.stop)
@@ -233,7 +240,7 @@ class RowTable:
             flags=(flags.copy() if flags.base is not None else flags).T,
             expected=expected,
             missing=tuple(sorted(missing)),
-            lacking=keys[inside][seen[inside] & ~common[inside]] if len(found) else keys[seen],
+            lacking=keys[inside][lacks[inside]] if len(found) else keys[lacks],
             groups=groups,
             strategies=frozenset(filter(None, strategies)),
             roles=roles,

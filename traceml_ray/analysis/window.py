@@ -54,7 +54,8 @@ class Window:
 
     `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
     `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report (of very
-    many, the lowest), `lacking` (G,) the keys inside the window's range that some live rank lacks.
+    many, the lowest), `lacking` (G,) the keys inside the window's range that some live rank lacks, but
+    not those of which a rank has a row that is in no statistic.
     `groups` has one entry per rank, see `RankRows`, `strategies` all that occur.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -21,8 +23,35 @@ def patch(
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     before, after = _hooks(recorder, roots, first_step, patcher.failed)
-    patcher.when_restored(register_optimizer_step_pre_hook(before).remove)
-    patcher.when_restored(register_optimizer_step_post_hook(after).remove)
+    hook = register_optimizer_step_pre_hook(before)
+    patcher.when_restored(partial(remove_hook, hook, recorder))
+    hook = register_optimizer_step_post_hook(after)
+    patcher.when_restored(partial(remove_hook, hook, recorder, partial(_at_step, recorder, patcher.failed)))
+
+
+def remove_hook(hook: Any, recorder: Recorder, instead: Hook = lambda *_: None) -> None:
+    """
+    Remove a hook of all optimizers, given the handle that torch returned.
+
+    A step goes through torch's dict of hooks, and raises into the script when an entry is removed meanwhile,
+    but not when an entry is replaced. So while another thread trains, `instead` takes the place of the hook.
+    """
+    trains = recorder.owner
+    elsewhere = trains != get_ident() and any(thread.ident == trains for thread in threading.enumerate())
+    hooks = hook.hooks_dict_ref()
+    if not elsewhere:
+        hook.remove()
+    elif hooks is not None and hook.id in hooks:
+        hooks[hook.id] = instead
+
+
+def _at_step(recorder: Recorder, failed: Failed, *_: object) -> None:
+    """Have the training thread end what only it can end, although this process is no longer watched."""
+    try:
+        if recorder.at_step is not None:
+            recorder.at_step()
+    except Exception as error:
+        failed("optimizer", error)
 
 
 def _hooks(

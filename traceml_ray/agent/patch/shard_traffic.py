@@ -7,6 +7,7 @@ these were given. Nothing is gathered, allocated or waited for, and no model is 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -15,6 +16,7 @@ from time import perf_counter_ns
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from traceml_ray.agent.patch.optimizer import remove_hook
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder
 
@@ -109,7 +111,8 @@ class ShardTraffic:
         patcher.replace(groups, "foreach_all_gather", self._counting(lambda _: self._gather))
         for name in _STATES:
             patcher.replace(group, name, self._following(name == "_to_unsharded"))
-        patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
+        hook = register_optimizer_step_post_hook(self._stepped)
+        patcher.when_restored(functools.partial(remove_hook, hook, self._recorder))
 
     def finish(self) -> None:
         """Close the last step, if its optimizer has taken it; nothing trains any more."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.marks import BRACKET_BEGIN, SYNC_END
+from traceml_ray.agent.patch.optimizer import remove_hook
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 
@@ -94,7 +95,8 @@ class ShardedWaits:
 
         for owner, function in found:
             patcher.replace(owner, function, functools.partial(make, function in _GATHERS))
-        patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
+        hook = register_optimizer_step_post_hook(self._stepped)
+        patcher.when_restored(functools.partial(remove_hook, hook, self._recorder))
 
     # -- the training thread, and autograd's -----------------------------------------------------------
 
