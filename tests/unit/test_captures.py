@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import captures
 from traceml_ray.monitor.captures import Captures, Wanted
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
@@ -34,7 +36,10 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.now, self.folder, self.errors = 1000.0, folder, Errors()
-        self.captures = Captures(folder, self.errors, lambda: int(self.now * 1e9), lambda: self.now)
+        self.files = ProfileFiles(folder, self.errors)
+        self.captures = Captures(
+            self.files, folder.name, self.errors, lambda: int(self.now * 1e9), lambda: self.now
+        )
         self.ranks = {rank: _process(rank, 100 + rank) for rank in range(4)}
         self.over: Profile | None = None
         self.step_s = 0.1
@@ -44,10 +49,12 @@ class Job:
 
     def turn(self, seconds: float = 1.0, runs: bool = True) -> None:
         self.now += seconds
+        assert self.files.wait(60.0)
         labels = {process.id: "node-1" for process in self.ranks.values()}
         verdict = Verdict(label="healthy", mean_step_ms=1e3 * self.step_s)
         run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict, self.step_s)
         self.over = self.captures.turn([run] if runs else []) or self.over
+        assert self.files.wait(60.0)
 
     @property
     def command(self) -> Mapping[str, Any]:
@@ -72,6 +79,7 @@ class Job:
         self._take(rank, capture=wire.Capture(*about))
 
     def send(self, rank: int, offset: int, data: bytes, number: int | None = None) -> None:
+        """Have a rank send a piece of its trace."""
         args = self.command
         piece = wire.TracePiece(args["id"], number or args["number"], offset, data)
         self._take(rank, pieces=[piece])
@@ -363,3 +371,23 @@ def test_job_without_steps_is_recorded_for_as_many_seconds(job: Job) -> None:
     assert job.over is not None and job.over.first_step is None
     assert job.over.extent == "2 seconds, since no rank has steps"
     assert [(rank.steps[0].begin_ns, rank.steps[0].end_ns) for rank in job.over.ranks] == [(30, 80)] * 2
+
+
+def test_trace_that_a_hanging_disk_does_not_take_is_given_up_with_the_reason(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.ask("0")
+    job.turn()
+    hangs = threading.Event()
+    job.files.do(hangs.wait)
+    monkeypatch.setattr(job.files._background, "_most_bytes", 100)
+    job.say(0, "sending", total=len(TRACE))
+    job.send(0, 0, TRACE[:100])
+    job.send(0, 100, TRACE[100:])
+    monkeypatch.setattr(job.files, "wait", lambda _: True)
+    for _ in range(captures.AGAIN + 1):
+        job.send(0, 100, TRACE[100:])
+        job.turn(captures.SEND_S + 1)
+    assert job.over is not None
+    assert job.over.ranks[0].reason == "its trace could not be kept: the disk takes too long"
+    hangs.set()

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from played import Played
+from sessions import Clock, Rank, Relay, aggregation, ask
 
+from traceml_ray import wire
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 
@@ -89,3 +91,36 @@ def test_manifest_that_names_a_foreign_file_is_refused(tmp_path: Path) -> None:
     assert not here.exists() and not profiles.profiles_of(tmp_path)
     with pytest.raises(ValueError, match="is not the name of a trace"):
         profiles.read_profile(tmp_path / profiles.FOLDER / "a")
+
+
+def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the_end(tmp_path: Path) -> None:
+    """The file of a trace is a FIFO that nobody reads: whoever opens it waits."""
+    clock = Clock()
+    aggregator, relay, rank = aggregation(tmp_path, clock), Relay(), Rank(0, 1)
+    for _ in range(3):
+        aggregator.ingest(relay.message(rank.batch(40)))
+        aggregator.judge()
+    ask(aggregator, "start_profile", request=wire.ProfileRequest("0"), id="me")
+    aggregator.judge()
+    (command,) = wire.decode(aggregator.ingest(relay.message(rank.batch(1))), wire.RelayReply).commands
+    profile, number = str(command.args["id"]), int(command.args["number"] or 0)
+    fifo = profiles.unfinished(tmp_path, profile) / profiles.trace_name(0)
+    os.mkfifo(fifo)
+    capture = wire.Capture(profile, number, "sending", "", 5, [(200, 1, 2, None)])
+    pieces = [wire.TracePiece(profile, number, 0, b"trace")]
+    try:
+        aggregator.ingest(relay.message(rank.batch(40, capture=capture, pieces=pieces)))
+        aggregator.judge()  # the profile is over: its files are to be moved
+        for _ in range(3):
+            aggregator.ingest(relay.message(rank.batch(40)))
+            clock.tick()
+            assert aggregator.commit()
+            aggregator.judge()
+        assert aggregator.verdict is not None and aggregator.verdict.to_step == 280
+        assert ask(aggregator, "verdict")["label"] == aggregator.verdict.label
+        aggregator.ingest(relay.message(rank.batch(0, final=True)))
+        aggregator.finish(wire.Finish(wire.VERSION, 0))
+        assert (tmp_path / "summary.json").exists()
+        assert aggregator.errors["profile: not written before the end"] == 1
+    finally:
+        os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))

@@ -8,11 +8,9 @@ command is everywhere before it. Where a rank was past it all the same, all begi
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 
@@ -21,6 +19,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor import serving
 from traceml_ray.monitor.asked_ranks import AskedRank, asked_ranks, to_come
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
@@ -88,25 +87,30 @@ class _Capture:
 
 class Captures:
     """
-    One per session. The caller holds the writer's lock.
+    One per session. The caller holds the writer's lock: nothing here waits for a disk.
 
     Args:
-        folder: of the session.
+        files: writes what comes of it.
+        session: its name.
         errors: the aggregator's, by place.
         clock: wall clock in ns.
         ticks: monotonic seconds.
     """
 
     def __init__(
-        self, folder: Path, errors: Errors, clock: Callable[[], int], ticks: Callable[[], float]
+        self,
+        files: ProfileFiles,
+        session: str,
+        errors: Errors,
+        clock: Callable[[], int],
+        ticks: Callable[[], float],
     ) -> None:
-        self._folder, self._errors = folder, errors
+        self._files, self._session, self._errors = files, session, errors
         self._clock, self._ticks = clock, ticks
         self._now: _Capture | None = None
         self._waiting: deque[Wanted] = deque()
         self._waits_s: float | None = None
         """Since when what is first waits for a run, or for all of its ranks."""
-        profiles.clear_unfinished(folder)  # of an aggregator that was killed
 
     @property
     def busy(self) -> bool:
@@ -166,23 +170,10 @@ class Captures:
         if piece.offset > about.bytes or piece.offset + len(piece.data) <= about.bytes:
             return
         about.file = profiles.trace_name(about.rank)
-        try:
-            written = self._write(now.profile.id, about.file, piece)
-        except OSError as error:
-            self._errors.note("trace", error)
-            rank.end("failed", f"its trace could not be kept: {error.strerror}")
-            return
-        about.bytes, rank.moved_s, rank.stalled = piece.offset + written, self._ticks(), False
-        self._check_whole(about)
-
-    def _write(self, profile: str, name: str, piece: wire.TracePiece) -> int:
-        fd = os.open(
-            profiles.unfinished(self._folder, profile) / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        try:
-            return os.pwrite(fd, piece.data, piece.offset)
-        finally:
-            os.close(fd)
+        if self._files.add_piece(about.file, piece):
+            about.bytes, rank.moved_s = piece.offset + len(piece.data), self._ticks()
+            rank.stalled = False
+            self._check_whole(about)
 
     def _check_whole(self, about: RankProfile) -> None:
         if about.state == "sending" and about.total_bytes is not None and about.bytes >= about.total_bytes:
@@ -207,7 +198,7 @@ class Captures:
             self._check(now, run)
             self._end_serving(now)
         if not all(rank.about.state in OVER for rank in now.ranks.values()):
-            self._show(now)
+            self._files.show(now.profile)
             return None
         self._now = None
         serving.share_steps(now.profile)
@@ -234,8 +225,8 @@ class Captures:
         asked, t_ns = wanted.request, self._clock()
         run = _run_of(asked, runs)
         profile = Profile(
-            id=profiles.new_id(self._folder, t_ns),
-            session=self._folder.name,
+            id=self._files.new_id(t_ns),
+            session=self._session,
             run=None if run is None else run.run,
             time=moment(t_ns) or "",
             t_ns=t_ns,
@@ -296,7 +287,7 @@ class Captures:
                 about = rank.about
                 about.state, about.reason, about.steps = "asked", None, []
                 about.file, about.bytes, about.total_bytes = None, 0, None
-        profiles.clear_unfinished(self._folder)
+        self._files.clear()
         self._command(now, run)
 
     def _check(self, now: _Capture, run: RunNow) -> None:
@@ -304,6 +295,8 @@ class Captures:
         limit_s = float(now.commands[0].args["limit_s"] or 0.0) if now.commands else 0.0
         for rank in now.ranks.values():
             about, quiet_s = rank.about, self._ticks() - rank.moved_s
+            if failure := self._files.failure(now.profile.id, now.number, about.file):
+                rank.end("failed", failure)
             if about.state in OVER:
                 continue
             process = run.ranks.get(about.rank)
@@ -316,7 +309,8 @@ class Captures:
             elif about.state == "sending" and quiet_s > SEND_S:
                 rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
                 if rank.again > AGAIN:
-                    rank.end("failed", "the rest of its trace has not come")
+                    slow = "its trace could not be kept: the disk takes too long"
+                    rank.end("failed", slow if self._files.full else "the rest of its trace has not come")
 
     def _end_serving(self, now: _Capture) -> None:
         """Have ranks without steps end when the others have recorded theirs."""
@@ -329,13 +323,6 @@ class Captures:
         for rank in now.ranks.values():
             if rank.about.state not in OVER:
                 rank.end("failed", why)
-
-    def _show(self, now: _Capture) -> None:
-        """Have others see how far it is."""
-        try:
-            profiles.show(self._folder, now.profile)
-        except OSError as error:
-            self._errors.note("profile", error)
 
 
 def _run_of(asked: wire.ProfileRequest, runs: Sequence[RunNow]) -> RunNow | None:

@@ -18,6 +18,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.auto_profile import AutoProfile
 from traceml_ray.monitor.captures import Captures, Wanted
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
@@ -30,8 +31,8 @@ from traceml_ray.store.writer import SessionWriter
 EVENT = "profile"
 """The event that a profile is over."""
 EXPLAIN = "traceml_ray.traces.explain"
-EXPLAIN_S = 0.5
-"""How long the end of a session waits for that."""
+FILES_S, EXPLAIN_S = 1.0, 0.5
+"""How long the end of a session waits for the files of a profile, and for its explanation."""
 _NAMED = 4
 """Ranks without a trace whose reasons are in it."""
 
@@ -65,7 +66,8 @@ class Profiling:
         self._writer, self._errors, self._clock = writer, errors, clock
         self._runs, self._peer, self._commit = runs, peer, commit
         self._folder, self._max_bytes = writer.path.parent, settings.profile_bytes
-        self._captures = Captures(self._folder, errors, clock, lambda: ticks() / 1e9)
+        self._files = ProfileFiles(self._folder, errors)
+        self._captures = Captures(self._files, self._folder.name, errors, clock, lambda: ticks() / 1e9)
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self._explaining: subprocess.Popen[bytes] | None = None
         self.commands: list[wire.Command] = []
@@ -103,19 +105,21 @@ class Profiling:
                 over = self._captures.turn(runs)
                 self.commands = self._captures.commands()
             if over is not None:
-                self._finish(over)
+                self._files.do(partial(self._finish, over))
             self._reap()
         except Exception as error:
             self._errors.swallow("profile", error)
 
     def stop(self) -> None:
-        """End what is under way: the session is over."""
+        """End what is under way: the session is over. A disk that hangs is waited for `FILES_S` at most."""
         try:
             with self._writer.lock:
                 over = self._captures.stop("the session was over before its trace was there")
                 self.commands = []
             if over is not None:
-                self._finish(over)
+                self._files.do(partial(self._finish, over))
+            if not self._files.wait(FILES_S):
+                self._errors.count("profile: not written before the end")
             if self._explaining is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._explaining.wait(EXPLAIN_S)
@@ -123,8 +127,12 @@ class Profiling:
             self._errors.swallow("profile", error)
 
     def _finish(self, profile: Profile) -> None:
-        """Have a profile appear in its folder, and say so; a failure is counted, and nothing is left."""
+        """
+        Have a profile appear in its folder, and say so; a failure is counted, and nothing is left. In the
+        background.
+        """
         there = False
+        self._files.settle(profile)
         try:
             if profile.captured:
                 self._add_rows(profile)

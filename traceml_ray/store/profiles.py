@@ -214,11 +214,6 @@ def names_of(folder: Path) -> list[str]:
         return []
 
 
-def new_id(folder: Path, t_ns: int) -> str:
-    """Return a free id for a profile that was asked for then."""
-    return files.free_name(files.stamp(t_ns), names_of(folder))
-
-
 def trace_name(rank: int) -> str:
     """Return what the trace of a rank is called."""
     return f"rank-{rank}.json.gz"
@@ -268,7 +263,17 @@ def show(folder: Path, profile: Profile) -> None:
 
 def change(path: Path, profile: Profile) -> None:
     """Write the manifest of the profile in that folder. Raises OSError."""
-    files.write_file(path / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    write_manifest(path, encoded(profile))
+
+
+def encoded(profile: Profile) -> bytes:
+    """Return what the manifest of a profile holds."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2)
+
+
+def write_manifest(path: Path, manifest: bytes) -> None:
+    """Write the manifest of the profile in that folder, see `encoded`. Raises OSError."""
+    files.write_file(path / MANIFEST, manifest)
 
 
 def clear_unfinished(folder: Path, but: str | None = None) -> None:

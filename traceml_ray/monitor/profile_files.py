@@ -1,0 +1,116 @@
+"""The files of a profile while it is made: written in the background, since a disk may hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from traceml_ray import wire
+from traceml_ray.errors import Errors
+from traceml_ray.files import free_name, stamp
+from traceml_ray.monitor.background import Background
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import Profile
+
+MOST_BYTES = 64 << 20
+"""Of traces that wait for the disk; pieces beyond that are not taken, and come again."""
+_PLACE = "profile"
+
+
+class ProfileFiles:
+    """
+    One per session. Nothing here waits for the disk but `wait`, and the first call of all.
+
+    Args:
+        folder: of the session.
+        errors: the aggregator's, by place.
+    """
+
+    def __init__(self, folder: Path, errors: Errors) -> None:
+        self._folder, self._errors = folder, errors
+        self._background = Background(_PLACE, errors, MOST_BYTES)
+        self._ids = profiles.names_of(folder)
+        self._lock = threading.Lock()  # of the manifest; held for moments only
+        self._manifest: tuple[str, bytes] | None = None
+        """The newest that is to be written, with the id of its profile."""
+        self._failed: dict[tuple[str, int, str], str] = {}
+        self.full = False
+        """The last piece was not taken: too much waits for the disk."""
+        profiles.clear_unfinished(folder)  # of an aggregator that was killed
+
+    def new_id(self, t_ns: int) -> str:
+        """Return an id for a profile that was asked for at `t_ns`, ns since the epoch."""
+        self._ids.append(free_name(stamp(t_ns), self._ids))
+        return self._ids[-1]
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Have a job done when what waits is written; what it raises is counted."""
+        self._background.add(job)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long until all is written; return whether it is."""
+        return self._background.wait(seconds)
+
+    def clear(self) -> None:
+        """Have what was written of the profile that is made removed."""
+        self.do(self._clear)
+
+    def show(self, profile: Profile) -> None:
+        """Have others see how far a profile is."""
+        with self._lock:
+            waits, self._manifest = self._manifest is not None, (profile.id, profiles.encoded(profile))
+        if not waits:
+            self.do(self._write_manifest)
+
+    def add_piece(self, name: str, piece: wire.TracePiece) -> bool:
+        """Have a piece of the file `name` written; False where too much waits: then it has to come again."""
+        self.full = not self._background.add(lambda: self._write(name, piece), len(piece.data))
+        return not self.full
+
+    def failure(self, profile: str, number: int, name: str | None) -> str | None:
+        """Return why a file of the capture of this `number` could not be written; None: it could, so far."""
+        return None if name is None else self._failed.get((profile, number, name))
+
+    # -- in the background ---------------------------------------------------------------------------
+
+    def settle(self, profile: Profile) -> None:
+        """Note of the ranks of a profile that is over which traces could not be written. A job calls it."""
+        failed = {name: why for (of, _, name), why in self._failed.items() if of == profile.id}
+        self._failed.clear()
+        for rank in profile.captured:
+            if why := failed.get(str(rank.file)):
+                rank.state, rank.reason = "failed", why
+
+    def _clear(self) -> None:
+        self._failed.clear()
+        profiles.clear_unfinished(self._folder)
+
+    def _write_manifest(self) -> None:
+        with self._lock:
+            manifest, self._manifest = self._manifest, None
+        if manifest is not None:
+            profiles.write_manifest(profiles.unfinished(self._folder, manifest[0]), manifest[1])
+
+    def _write(self, name: str, piece: wire.TracePiece) -> None:
+        about = piece.id, piece.number, name
+        if about in self._failed:
+            return
+        try:
+            path = profiles.unfinished(self._folder, piece.id) / name
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(fd, piece.data, piece.offset)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._errors.note("trace", error)
+            self._failed[about] = f"its trace could not be kept: {error.strerror}"
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data`: a disk that fills up takes a part of it first. Raises OSError."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
