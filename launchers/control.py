@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from traceml_ray import progress, wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
@@ -44,6 +45,23 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
         f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why "
         "(one is made every 5 s at most)"
     )
+
+
+def check_goes_on(folder: Path, run: str | None) -> None:
+    """Raise ControlError where no step is left to record of a run (None: of any) of the session in `folder`."""
+    from traceml_ray.reports.summary import runs_of
+    from traceml_ray.run_status import why_over
+    from traceml_ray.session import DATABASE
+    from traceml_ray.store.session_file import SessionFile, SessionFileError
+
+    _live(folder)
+    try:
+        with SessionFile(folder / DATABASE) as file:
+            runs: Any = runs_of(file)
+    except SessionFileError:  # it is just starting
+        return
+    if why := why_over(runs, run):
+        raise ControlError(f"session {folder.name!r}: {why}")
 
 
 def request(folder: Path, message: wire.Request, limit_s: float) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from traceml_ray import progress, wire
-from traceml_ray.launchers.control import ControlError, request
+from traceml_ray.launchers.control import ControlError, check_goes_on, request
 from traceml_ray.session import holder
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 
@@ -22,11 +22,12 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     """
     Have steps of the live session in `folder` profiled, and wait for it.
 
-    Raises ControlError when the session is not live, does not answer, or the profile is not there within
+    Raises ControlError when the session is not live, does not answer, its run is over, or the profile is not there within
     `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     progress.advance("profile: waiting", None)
+    check_goes_on(folder, wanted.run)
     request(folder, wire.Request(wire.VERSION, asked, wanted), limit_s)
     goes_on, seen_s = True, None
     while goes_on and time.monotonic() < deadline:

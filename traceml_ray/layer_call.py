@@ -35,13 +35,15 @@ def measured(
 ) -> Layers:
     """
     Return what was measured for the request `asked`, once all living ranks have; after `timeout` s, or when
-    the session no longer `goes_on`, what there is by then.
+    no rank lives any more, or the session no longer `goes_on`, what there is by then.
     """
     deadline = time.monotonic() + timeout
     while True:
         last = not goes_on() or time.monotonic() > deadline
         found: Layers = ask(query.Layers(run, asked))
-        living = sum(not process.ended for process in ask(query.Ranks(run)).values())
+        ranks = ask(query.Ranks(run)).values()
+        living = sum(not process.ended for process in ranks)
+        last = last or bool(ranks and not living)
         if last or (found.ranks and len(found.ranks) >= living):
             return found
         share = len(found.ranks) / living if living else None

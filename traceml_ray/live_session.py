@@ -36,6 +36,7 @@ from traceml_ray.ray.discovery import (
 )
 from traceml_ray.reports.comparison import Comparison, ask_side, compared, limits_of, stored_side
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.run_status import why_over
 from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
 from traceml_ray.settings import Settings
 from traceml_ray.step_shapes import Throughput
@@ -173,11 +174,13 @@ class Session:
         Profile some steps of a run with torch's profiler, see `traceml_ray.profile`; return what became of
         each rank. The traces are in the session's folder, `profiles/<id>/`, on the aggregator's node.
 
-        Raises ValueError for arguments that cannot be used, StartError where it is not there in `timeout` s.
+        Raises ValueError for arguments that cannot be used, StartError where the run is over, or the profile
+        is not there in `timeout` s.
         """
         fields = {"ranks": ranks, "steps": steps, "memory": memory, "stacks": stacks, "shapes": shapes}
-        asked = secrets.token_hex(8)
-        self.request_profile(asked, wire.ProfileRequest.checked({**fields, "run": run}))
+        asked, request = secrets.token_hex(8), wire.ProfileRequest.checked({**fields, "run": run})
+        self._check_goes_on(run)
+        self.request_profile(asked, request)
         return self.wait_for_profile(asked, timeout)
 
     def request_profile(self, asked: str, request: wire.ProfileRequest) -> None:
@@ -350,6 +353,11 @@ class Session:
     def __repr__(self) -> str:
         """Say what this is and where to look."""
         return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
+
+    def _check_goes_on(self, run: str | None) -> None:
+        """Raise StartError where no step of the run is left to measure."""
+        if why := why_over(self.runs(), run):
+            raise StartError(f"session {self.id!r}: {why}")
 
     def _wait_for(
         self, what: str, listed: Callable[[], list[_T]], is_it: Callable[[_T], bool], timeout: float

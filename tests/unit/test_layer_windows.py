@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from measured_layers import LATE, LAYER, NAMES, measured
 from played import Played, look
@@ -18,9 +20,13 @@ from traceml_ray import cli, wire
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.launchers.control import ControlError
+from traceml_ray.launchers.profile_request import profile
 from traceml_ray.layer_call import ask_layers
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
+from traceml_ray.run_status import why_over
+from traceml_ray.session import LIVE, Live
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.layer_windows import WINDOWS
@@ -190,6 +196,24 @@ def test_driver_waits_for_what_it_has_asked_for(played: Played) -> None:
     assert ask_layers(answer, None, None, 60).ranks == [*range(8)]
     with pytest.raises(ValueError, match="steps=0"):
         ask_layers(answer, 0, None, 60)
+
+
+def test_run_that_is_over_has_no_step_left_and_nobody_waits_for_one(played: Played) -> None:
+    runs = ask(played)(query.Runs())
+    assert why_over(runs, None) == why_over([], "x") == why_over(runs, "another, which may begin") == ""
+    for rank, relay in ((rank, played.relays[rank.identity.node_rank]) for rank in played.ranks):
+        played.aggregator.ingest(relay.message(rank.batch(0, final=True)))
+    played.aggregator.commit()
+    (run,) = runs = ask(played)(query.Runs())
+    assert why_over(runs, None).startswith(f"run {run['name']!r} has no step left to record: ended")
+    assert why_over(runs, run["id"]) == why_over(runs, None)
+    assert "; 'b' goes on" in why_over(
+        [*runs, {**run, "id": "b", "name": "'b'", "status": "running"}], run["id"]
+    )
+    assert not ask_layers(ask(played), 10, None, 60).ranks  # asked in its last second: it waits for no rank
+    (played.folder / LIVE).write_bytes(msgspec.json.encode(Live(os.getpid(), "no socket", "")))
+    with pytest.raises(ControlError, match="has no step left to record"):
+        profile(played.folder, wire.ProfileRequest("0"), 60.0)
 
 
 def test_page_asks_under_the_token(played: Played) -> None:

@@ -35,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured; return the exit code."""
     from traceml_ray import session
-    from traceml_ray.launchers.control import ControlError, request
+    from traceml_ray.launchers.control import ControlError, check_goes_on, request
     from traceml_ray.layer_call import measured
     from traceml_ray.reports.layer_report import render_layers
 
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = answers.answer(query.Layers(arguments.run))
         else:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
+            check_goes_on(folder, arguments.run)
             request(folder, wire.Request(wire.VERSION, asked, layers=wanted), LIMIT_S)
             with progress.shown("layers"):
                 found = measured(
