@@ -48,13 +48,16 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
 
 
 def check_goes_on(folder: Path, run: str | None) -> None:
-    """Raise ControlError where no step is left to record of a run (None: of any) of the session in `folder`."""
+    """
+    Raise ControlError where the session in `folder` is not live, or no step of its `run` (None: of any) is
+    left to record.
+    """
     from traceml_ray.reports.summary import runs_of
     from traceml_ray.run_status import why_over
     from traceml_ray.session import DATABASE
     from traceml_ray.store.session_file import SessionFile, SessionFileError
 
-    _live(folder)
+    _running(folder)
     try:
         with SessionFile(folder / DATABASE) as file:
             runs: Any = runs_of(file)

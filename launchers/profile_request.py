@@ -22,8 +22,8 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     """
     Have steps of the live session in `folder` profiled, and wait for it.
 
-    Raises ControlError when the session is not live, does not answer, its run is over, or the profile is not there within
-    `limit_s` seconds.
+    Raises ControlError when the session is not live, does not answer, its run is over, or the profile is not
+    there within `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     progress.advance("profile: waiting", None)
