@@ -55,7 +55,8 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     from traceml_ray.reports.summary import runs_of
     from traceml_ray.run_status import why_over
     from traceml_ray.session import DATABASE
-    from traceml_ray.store.session_file import SessionFile, SessionFileError
+    from traceml_ray.store.schema import SessionFileError
+    from traceml_ray.store.session_file import SessionFile
 
     _running(folder)
     try:
