@@ -10,17 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import identity
 from torch import nn
 
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending, rank_agent
+from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.routers import COUNTS_AT_ONCE
+from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
-from traceml_ray.stages import DATA, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import DATA, LEAD_BYTES, N_STAGES, ROW_BYTES, SEGMENT_BITS
 from traceml_ray.store.rank_processes import RankProcess
 
 
@@ -605,6 +610,33 @@ def test_value_that_a_relay_would_refuse_costs_itself_only(
     assert batches[-1].errors[f"placement not sent: {reason}"] == len(batches)
     (cause,) = [event for batch in batches for event in batch.events]
     assert cause.message.startswith("swallowed in placement not sent: WireError: ")
+
+
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.4, 1.0]), min_size=8, max_size=8))
+def test_batch_with_all_rows_that_it_has_room_for_is_within_the_limit(shares: list[float]) -> None:
+    errors, unsent = Errors(), Unsent()
+    draft = BatchDraft(errors)
+    hosts, dims, reasons, events, spans, routers, counts, places = (
+        round(share * most)
+        for share, most in zip(shares, (9000, 900, 70, 8, 1500, 64, 512, 130), strict=True)
+    )
+    draft.put("identity", msgspec.structs.replace(identity(0), hostname="h" * hosts))
+    draft.put("placement", wire.Placement(mesh={"m" * dims: [0, 2]}, stages=[*range(dims)]))
+    draft.put("missing", {f"patch {number}": "x" * 200 for number in range(reasons)})
+    unsent.events = [wire.Event("stacks", 1, message="y" * 12_000) for _ in range(events)]
+    unsent.spans = [wire.SpanSum("s" * 60, 1, *[1 << 60] * 5) for _ in range(spans)]
+    unsent.experts = {f"router {number}": [1 << 60] * counts for number in range(routers)}
+    unsent.move_into(draft)
+    draft.put_last("errors", {f"{number:0100}": 1 << 60 for number in range(places)})
+    per_row = 9 + 2 * ROW_BYTES + LEAD_BYTES
+    rows = min(wire.MAX_ROWS, draft.row_bytes // per_row)
+    columns = bytes(8 * rows), bytes(rows), bytes(ROW_BYTES * rows)
+    numbers = [1 << 60, 1 << 60, 1 << 44, 1 << 44, 1 << 44]
+    batch = wire.RankBatch(wire.VERSION, "a" * 64, *numbers, *columns, **draft.fields)
+    whole = msgspec.structs.replace(batch, host_rows=columns[2], leads=bytes(LEAD_BYTES * rows), final=True)
+    data = wire.encode(whole)
+    assert wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES) == whole
+    assert rows >= 70 and whole.identity is not None
 
 
 def test_batch_that_the_relay_refuses_is_counted_and_not_sent_again() -> None:
