@@ -10,8 +10,8 @@ from traceml_ray.errors import sendable
 from traceml_ray.wire import MAX_EXPERTS, MAX_ROUTERS
 
 MAX_NAME_CHARS = 64
-COUNTS_AT_ONCE = 1024
-"""Experts whose counts are sent in one round. Routers take turns, so that many do not fill the batches."""
+COUNTS_AT_ONCE = 2 * (MAX_EXPERTS + 2)
+"""Counts that are sent in one round. Routers take turns, so that many do not fill the batches."""
 
 
 class Routers:
@@ -25,6 +25,7 @@ class Routers:
         ends with those above the last expert; between them is one count an expert.
         """
         self._names: set[str] = set()
+        self._outside: dict[str, int] = {}
         self._turn: list[str] = []
         """The routers that are to be sent before any is sent again."""
 
@@ -67,31 +68,34 @@ class Routers:
 
         return count
 
-    def _known(self) -> dict[str, list[int]]:
-        return {name: counts.tolist() for name, counts in [*self._counts.items()]}
-
     def counts(self) -> dict[str, list[int]]:
         """Return how many tokens each expert had so far, by router."""
-        return {name: counts[1:-1] for name, counts in self._known().items()}
+        return {name: self._read(name) for name in [*self._counts]}
 
     @property
     def outside(self) -> int:
-        """How many indices were of no expert: below 0, or above the last one."""
-        return sum(counts[0] + counts[-1] for counts in self._known().values())
+        """How many indices were of no expert (below 0, above the last one), when counts were read last."""
+        return sum(self._outside.values())
 
     def due(self, final: bool = False) -> dict[str, list[int]]:
         """Return the counts of the routers whose turn it is; at the end, of all."""
-        known = self.counts()
         if final:
-            return known
+            return self.counts()
         due: dict[str, list[int]] = {}
-        self._turn = self._turn or [*known]
+        room = COUNTS_AT_ONCE
+        self._turn = self._turn or [*self._counts]
         while self._turn:
             name = self._turn[0]
-            if due and sum(map(len, due.values())) + len(known[name]) > COUNTS_AT_ONCE:
+            room -= len(self._counts[name])
+            if due and room < 0:
                 break
-            due[name] = known[self._turn.pop(0)]
+            due[name] = self._read(self._turn.pop(0))
         return due
+
+    def _read(self, name: str) -> list[int]:
+        below, *counts, above = self._counts[name].tolist()
+        self._outside[name] = below + above
+        return counts
 
 
 def _chosen(output: Any) -> Any:
