@@ -93,9 +93,9 @@ class Routers:
         return due
 
     def _read(self, name: str) -> list[int]:
-        below, *counts, above = self._counts[name].tolist()
-        self._outside[name] = below + above
-        return counts
+        read: list[int] = self._counts[name].tolist()
+        self._outside[name] = read[0] + read[-1]
+        return read[1:-1]
 
 
 def _chosen(output: Any) -> Any:
