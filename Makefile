@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo says-demo test long api snapshots lint ruff types lines fuzz chaos frameworks bench compat screenshots plotly clean
+.PHONY: help demo says-demo test long nightly api snapshots lint ruff types lines fuzz chaos frameworks bench compat screenshots plotly clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -19,8 +19,12 @@ COMPAT_newest := torch 'ray[train]'
 COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
 	loops.py span_verdict.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
 
-# Where there are such tests (`tests/conftest.py` sees to it): the others are not even collected for them.
+# What starts processes, those that judge time (`tests/conftest.py`) among it; and all other tests.
+STARTS := tests/browser tests/chaos tests/integration
 ALONE := tests/chaos tests/integration
+QUIET := tests/unit tests/fuzz
+# Takes what others leave of the cores, and gives it back at once.
+IDLE := chrt --idle 0
 # By a name of its own: a line with the word MAKE in it is run by `make -n` as well.
 TYPES_TOO = $(MAKE) --no-print-directory types
 
@@ -38,6 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
+	@echo "make nightly  what takes longer than a change may wait: tests marked long, and fuzz (an hour and more)"
 	@echo "make fuzz    foreign bytes into every decoder, random cases for every property; EXAMPLES=10000 for longer"
 	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
 	@echo "make api     docs/api.md, written anew from the sources"
@@ -67,22 +72,29 @@ demo: says-demo $(INSTALLED)
 says-demo:
 	@echo "Trains a small GPT on 4 processes of this machine for a minute, one of them slow, and says which and why."
 
-# $(call run_tests,PYTHON,WHICH): three at a time, the long ones first (of two cores, two leave a quarter idle: tests
-# wait, too); then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.
+# $(call run_tests,PYTHON,WHICH): four at a time (of two cores, three leave a quarter idle: tests wait, too); then those
+# that judge time. They leave a core idle, which goes to QUIET where nothing is chosen. Status 5: PYTEST_ARGS has
+# chosen none of them.
+PARALLEL = -m pytest --dist loadfile --no-loadscope-reorder -m "not long and not alone"
+CHOSEN = $(filter tests/%,$(PYTEST_ARGS))
 define run_tests
-one=0; $(1) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(2) $(PYTEST_ARGS) || one=$$?; \
-two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(filter tests/%,$(PYTEST_ARGS)),,$(ALONE))) $(PYTEST_ARGS) || two=$$?; \
-[[ $$one$$two =~ ^(00|05|50)$$ ]]
+one=0; $(1) $(PARALLEL) -n 4 $(or $(2),$(if $(CHOSEN),,$(STARTS))) $(PYTEST_ARGS) || one=$$?; \
+three=5; $(if $(2)$(CHOSEN),,$(IDLE) $(1) $(PARALLEL) -n 2 $(QUIET) $(PYTEST_ARGS) >build/quiet.log 2>&1 & quiet=$$!;) \
+two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(CHOSEN),,$(ALONE))) $(PYTEST_ARGS) || two=$$?; \
+$(if $(2)$(CHOSEN),,three=0; wait $$quiet || three=$$?; cat build/quiet.log;) \
+[[ $$one$$two$$three =~ ^[05]+$$ && $$one$$two$$three != 555 ]]
 endef
 
-# Types are checked in what tests leave of the cores: what is said of them is said at the end.
+# What is said of types is said at the end.
 test: ruff
-	@mkdir -p build; nice -n 19 $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
+	@mkdir -p build; $(IDLE) $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
 	tests=0; { $(call run_tests,$(PY)); } || tests=1; \
 	typed=0; wait $$types || typed=1; cat build/types.log; [ $$tests$$typed = 00 ]
 
 long: $(INSTALLED)
 	$(PY) -m pytest -m long $(PYTEST_ARGS)
+
+nightly: long fuzz
 
 chaos: $(INSTALLED)
 	$(PY) -m pytest tests/chaos -m "long or not long" $(PYTEST_ARGS)
@@ -156,12 +168,13 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	@$(FRAMEWORKS)/bin/pip install -q --no-deps --target $(FRAMEWORKS)/timm timm==1.0.31 >&2
 	@touch $@
 
+# Python compiles what is imported; to compile all of torch and ray is a third of the installation.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
 		"Python 3.10 or newer is needed; %s is %d.%d. Try: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@echo "Setting up .venv: torch and ray are large, so this takes from half a minute to several minutes."
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	@$(PY) -m pip install --progress-bar off -c constraints.txt -e '.[dev]' | tee .venv/install.log | sed -u -n -E \
+	@$(PY) -m pip install --no-compile --progress-bar off -c constraints.txt -e '.[dev]' | tee .venv/install.log | sed -u -n -E \
 		-e 's/^ *Downloading ([^ ]+) \(([0-9]{2,}\.[0-9]+ MB|[0-9.]+ GB)\).*/  downloading \1, \2/p' \
 		-e 's/^Installing collected packages.*/  installing/p' || { tail -n 20 .venv/install.log; exit 1; }
 	@touch $@

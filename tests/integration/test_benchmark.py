@@ -23,14 +23,8 @@ TINY = {
 """The other benchmarks, in a form that takes seconds, and what each prints last."""
 
 
-# Those that start whole jobs take 60 s together.
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(one, marks=[pytest.mark.long] * one.startswith(("startup", "nodes", "scale")))
-        for one in TINY
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("command", list(TINY))
 def test_benchmark_runs_and_names_its_commit(command: str) -> None:
     name, *arguments = command.split()
     ran = subprocess.run(
@@ -71,6 +65,7 @@ def test_gpu_benchmark_goes_through_all_that_can_be_played() -> None:
         assert f"\n{section} " in ran.stdout, section
 
 
+@pytest.mark.long
 def test_gpu_section_that_fails_does_so_by_itself() -> None:
     """Without a device a section that only CUDA can go through ends with an error; the next one goes on."""
     ran = gpu("--played", "--only=memory", "--only=offset")

@@ -14,6 +14,8 @@ from unit.sample_windows import judge
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_FIRST, FORWARD, SYNC_WAIT
 
+pytestmark = pytest.mark.long
+
 MS = 1_000_000
 FIRST = 3
 """The first row that is whole on the device's clock, which is read from the third step on."""

@@ -38,6 +38,7 @@ def losses(path: Path, kind: str) -> dict[int, float]:
     return {int(step): float.fromhex(loss) for step, which, loss in rows if which == kind}
 
 
+@pytest.mark.long
 def test_single_process_learns_and_is_reproducible_to_the_bit(tmp_path: Path) -> None:
     # The second run prepares its batches in the training process itself: workers change nothing.
     common = (*TINY, "--steps", "30", "--lr", "5e-3", "--checkpoint-every", "20")

@@ -324,6 +324,7 @@ def test_killed_rank_is_named_live_while_the_job_goes_on() -> None:
             aggregator.close()
 
 
+@pytest.mark.long
 def test_out_of_memory_is_recognised_by_the_error_of_the_allocator(launch: Callable[..., Launch]) -> None:
     job = launch(2, "memory", 60)
     summary = job.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from integration.test_faults import launch
 
 import traceml_ray
@@ -11,6 +12,7 @@ import traceml_ray
 EXAMPLE = Path(__file__).parents[2] / "examples" / "memory_leak.py"
 
 
+@pytest.mark.long
 def test_leaking_rank_of_the_example_is_named_from_its_session(tmp_path: Path) -> None:
     arguments = ("--step-ms", "50", "--leak-from", "20", "--leak-mb", "10", "--device", "cpu")
     done = launch(tmp_path, "leak", 2, 90, *arguments, script=(str(EXAMPLE),))

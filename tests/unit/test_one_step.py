@@ -22,6 +22,7 @@ def test_step_has_the_rows_that_ranks_sent(
 ) -> None:
     """Of the first or the second run, with ranks whose batches come late, or never."""
     played = Played(tmp_path_factory.mktemp("out") / "s", 6, per_node=3, late=4, onset=9)
+    played.memory_s = 100
     sent: dict[tuple[str, int], np.ndarray[Any, Any]] = {}
     rows, some = played.rows, st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

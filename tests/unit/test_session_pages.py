@@ -41,7 +41,9 @@ DRAWN = ("heat", "columns", "nodes", "tiles")
 
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
-    return Played(tmp_path / "demo")
+    made = Played(tmp_path / "demo")
+    made.memory_s = 5
+    return made
 
 
 def followed(played: Played, seconds: int = 30, **fields: Any) -> SessionPages:
@@ -398,8 +400,8 @@ def test_header_is_made_once_until_something_is_new(played: Played, monkeypatch:
 
 
 def test_poll_catches_up_with_an_aggregator_far_ahead(played: Played) -> None:
-    for _ in range(400):
-        played.play(20)
+    for _ in range(40):
+        played.play(200)
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
     assert look(pages, "header")["step"] == 7999
@@ -448,6 +450,7 @@ def test_node_page_shows_address_samples_and_ranks(played: Played) -> None:
 
 
 def test_rank_page_shows_memory_of_process_and_device(played: Played) -> None:
+    played.memory_s = 1
     pages = followed(played, 12)
     (memory,) = look(pages, "rank", rank=5)["memory"]
     assert memory["device"] == 1 and len(memory["t_ns"]) == 12
