@@ -405,14 +405,15 @@ class Job:
         self.sampler = LayerSampler(self.patches, device, always, CLOCK)
         self.windows: list[wire.LayerWindow] = []
 
-    def train(self, steps: int, ns: int = 20_000_000) -> None:
-        for _ in range(steps):
+    def train(self, steps: int, ns: int = 20_000_000, turn_every: int = 1) -> None:
+        for step in range(1, steps + 1):
             self.optimizer.zero_grad()
             trained(self.model)
             CLOCK.now += ns
             self.optimizer.step()
             self.recorder.settle()
-            self.windows += self.sampler.turn()
+            if step % turn_every == 0:
+                self.windows += self.sampler.turn()
 
     def close(self) -> None:
         self.patches.remove()
@@ -483,6 +484,20 @@ def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]
     (window,) = rank.windows
     assert (window.asked, window.steps) == ("a", 6)
     assert nn.Module.__call__ is call and rank.recorder.at_step is None
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_as_many_steps_are_measured_as_were_asked_for(job: Callable[..., Job], always: bool) -> None:
+    """The agent comes round once in many steps."""
+    rank = job(always=always)
+    begun, begin = [], rank.sampler._calls.begin
+    rank.sampler._calls.begin = lambda: begun.append(begin())  # type: ignore[method-assign]
+    rank.train(60, turn_every=20)
+    for asked, steps in (("a", 5), ("b", 2), ("c", 45)):
+        rank.sampler.obey(wire.Command("layers", {"id": asked, "run": None, "ranks": "all", "steps": steps}))
+        rank.train(200, turn_every=20)
+    assert [(w.asked, w.steps) for w in rank.windows if w.asked] == [("a", 5), ("b", 2), ("c", 45)]
+    assert always or len(begun) == 5 + 2 + 45
 
 
 @pytest.mark.parametrize("late", ["after", "before"])

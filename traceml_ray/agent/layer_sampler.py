@@ -40,6 +40,7 @@ _RANKS = 64
 """With more ranks than these the longest window is longer, too."""
 _SETTLE_S = 0.05
 """Longest wait of the training thread for its own marks."""
+_UNBOUNDED = 1 << 62
 _MAX_WAITING = 64
 """Samples that the agent has not come to yet; none is made beyond these."""
 
@@ -86,6 +87,8 @@ class LayerSampler:
         self._step = self._skip = 0
         """The step that is measured; how many calls of `at_step` can be left out."""
         self._began_ns = 0
+        self._left = 0
+        """Samples that may still begin: set by the agent's thread, counted down by the one that trains."""
         self._paused = self._dear = False
         """Nothing is measured: the layers change; it has cost too much."""
         self._gradients_due = True
@@ -137,7 +140,8 @@ class LayerSampler:
         self._skip = every - step % every
         waits = self._paused or self._dear or len(self._done) >= _MAX_WAITING
         waits = waits or step in self._recorder.steps.rows.slowed  # no step like others
-        if step % every == 0 and not waits:
+        if step % every == 0 and self._left > 0 and not waits:
+            self._left -= 1
             self._step = step
             calls.begin()
             self._began_ns = self._clock()
@@ -167,7 +171,16 @@ class LayerSampler:
             window.cost_ns += time.thread_time_ns() - began
             spent = self._clock() - window.began_ns
             self._dear = window.steps > 1 and window.cost_ns + self._idle_ns > _MOST_SHARE * spent
+        self._left = self._lacking()
         return over
+
+    def _lacking(self) -> int:
+        """Return how many samples more are wanted than there are: of a request as many as it asks for."""
+        wanted, window = self._wanted, self._window
+        if wanted is None:
+            return _UNBOUNDED if self._always else 0
+        added = window.steps if window is not None and window.asked == wanted.id else 0
+        return max(0, wanted.steps - added - len(self._done) - bool(self._began_ns))
 
     def abandon(self) -> None:
         """Put everything back: this process is no longer watched. What was measured is sent."""
@@ -253,7 +266,9 @@ class LayerSampler:
             return []
         window = self._window
         assert window is not None
-        while self._done:
+        wanted = self._wanted
+        most = wanted.steps if wanted is not None and wanted.id == window.asked else _UNBOUNDED
+        while self._done and window.steps < most:
             step = self._done[0]
             times = self._times_of(step.sample)
             if times is None and len(self._done) < _MAX_WAITING:
