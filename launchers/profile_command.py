@@ -15,6 +15,9 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
 from traceml_ray.text import one_line
 
+_RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
+"""Options that ask for a recording."""
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray profile`."""
@@ -22,16 +25,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--ranks", default="all", metavar="0,4-7", help="whom to profile, or to show (default: all)"
     )
     most = wire.MAX_PROFILE_STEPS
-    command.add_argument(
-        "--steps", type=int, default=3, metavar="N", help=f"how many steps, 1 to {most} (default: 3)"
-    )
+    command.add_argument("--steps", type=int, metavar="N", help=f"how many steps, 1 to {most} (default: 3)")
     for name, what in (
         ("memory", "what each operation allocates"),
         ("stacks", "where each is called: slow"),
         ("shapes", "the shapes of its inputs"),
     ):
         command.add_argument(f"--{name}", action="store_true", help=f"record also {what}")
-    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--run", help="record a run of this id or name (default: the newest)")
     command.add_argument("--list", action="store_true", help="list the profiles of the session")
     command.add_argument("--remove", metavar="ID", help="remove a profile of the session")
     _add_views(command)
@@ -46,7 +47,8 @@ def _add_views(command: argparse.ArgumentParser) -> None:
         help="after the word merge: traces of your own, or folders of them",
     )
     about = (
-        "Of a profile of the session, or of merge TRACE …; nothing is recorded. docs/profiles.md has more."
+        "Of the newest profile of the session, or of merge TRACE …; nothing is recorded. With an option that "
+        f"records ({', '.join(_RECORDS)}), of the profile that is made now. docs/profiles.md has more."
     )
     shown = command.add_argument_group("traces that are there", about)
     shown.add_argument("--id", help="which profile (default: the newest)")
@@ -78,6 +80,11 @@ def _views(arguments: argparse.Namespace) -> bool:
     )
 
 
+def _records(arguments: argparse.Namespace) -> list[str]:
+    """Return the options given that ask for a recording."""
+    return [name for name in _RECORDS if getattr(arguments, name.removeprefix("--")) not in (None, False)]
+
+
 def _number(text: str) -> int:
     if not (text.isdecimal() and int(text[:9])):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
@@ -91,6 +98,12 @@ def _contradiction(arguments: argparse.Namespace) -> str | None:
     alone = [f"--{name}" for name in ("list", "remove") if getattr(arguments, name)]
     if len(alone) > 1 or (alone and _views(arguments)):
         return f"{alone[0]} goes with no option that shows or removes a profile"
+    records = _records(arguments)
+    there = "merge" if arguments.files else "--id" if arguments.id else None
+    if records and (alone or there):
+        return f"{records[0]} records a new profile, {(*alone, there)[0]} is for those that are there"
+    if records == ["--run"] and _views(arguments):
+        return "--run is of a profile that is made: add --steps for that, or name one that is there with --id"
     return None
 
 
@@ -99,10 +112,12 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     if (wrong := _contradiction(arguments)) is not None:
         print(f"traceml-ray: {wrong}", file=sys.stderr)
         return 2
-    if _views(arguments):
+    shows = _views(arguments)
+    if shows:
         from traceml_ray.launchers import profile_views
 
-        return profile_views.run(find, arguments)
+        if not _records(arguments):
+            return profile_views.run(find, arguments)
     folder = find()
     if arguments.list:
         print(render_list(listed(folder), folder / FOLDER), end="")
@@ -110,8 +125,10 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     if arguments.remove:
         return _remove(folder, arguments.remove)
     try:
-        fields = wire.ProfileRequest.__struct_fields__
-        wanted = wire.ProfileRequest.checked({name: getattr(arguments, name) for name in fields})
+        given = {name: getattr(arguments, name) for name in wire.ProfileRequest.__struct_fields__}
+        wanted = wire.ProfileRequest.checked(
+            {name: value for name, value in given.items() if value is not None}
+        )
     except ValueError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
@@ -121,8 +138,11 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     except ControlError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
-    print(render_profile(found.profile, found.path), end="")
-    return 0 if found.profile.captured else 1
+    # What is shown of it may be one document (--json).
+    print(render_profile(found.profile, found.path), end="", file=sys.stderr if shows else sys.stdout)
+    if not found.profile.captured:
+        return 1
+    return profile_views.show(found, arguments) if shows else 0
 
 
 def _remove(folder: Path, name: str) -> int:

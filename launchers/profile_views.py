@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from traceml_ray import progress, text
 from traceml_ray.files import write_file
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.profile_text import render_difference, render_operations
-from traceml_ray.store.profiles import Profile, StoredProfile, profiles_of
+from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
 from traceml_ray.text import one_line
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
@@ -40,13 +41,32 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
         folder: returns that of the session.
         arguments: of the command.
     """
-    try:
+
+    def found() -> tuple[Sequence[Source], Profile | None]:
         if arguments.files:
-            sources, profile = _files(arguments), None
-        else:
-            stored = _stored(folder(), arguments.id)
-            sources, profile = of_profile(stored), stored.profile
-        _show(_chosen(sources, arguments), profile, arguments)
+            return _files(arguments), None
+        stored = _stored(folder(), arguments.id)
+        return of_profile(stored), stored.profile
+
+    return _shown(found, arguments)
+
+
+def show(stored: StoredProfile, arguments: argparse.Namespace) -> int:
+    """Show what is asked for of this profile; return the exit code."""
+    return _shown(lambda: (of_profile(stored), stored.profile), arguments, named=True)
+
+
+def _shown(
+    found: Callable[[], tuple[Sequence[Source], Profile | None]],
+    arguments: argparse.Namespace,
+    named: bool = False,
+) -> int:
+    try:
+        sources, profile = found()
+        chosen = _chosen(sources, arguments)
+        _show(chosen, profile, arguments)
+        if profile is not None and not named:
+            _note(chosen, profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
@@ -82,6 +102,15 @@ def _chosen(sources: Sequence[Source], arguments: argparse.Namespace) -> Sequenc
         known = text.ranks(each.rank for each in sources if each.rank is not None)
         raise ViewError(f"there is no trace of --ranks {arguments.ranks[:40]}: there are those of {known}")
     return found
+
+
+def _note(sources: Sequence[Source], profile: Profile, arguments: argparse.Namespace) -> None:
+    """Say which profile that was where none was named, and of which of --ranks it has no trace."""
+    asked = itertools.chain.from_iterable(rank_filter(arguments.ranks).ranges or ())
+    lacking = {*itertools.islice(asked, MAX_RANKS)} - {source.rank for source in sources}
+    without = f" There is no trace of {text.ranks(lacking)}." if lacking else ""
+    if lacking or not arguments.id:
+        print(f"This is profile {profile.id}, {profile.extent}: {profile.why}{without}", file=sys.stderr)
 
 
 def _stored(folder: Path, name: str | None) -> StoredProfile:

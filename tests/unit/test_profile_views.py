@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from recorded import WALL_NS, operation, written
 from trace_format import check, processes
 
+from traceml_ray import wire
 from traceml_ray.cli import main
+from traceml_ray.launchers import profile_command
 from traceml_ray.session import DATABASE, prepare
 from traceml_ray.store import profiles
-from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
+from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 
 MS = 1_000_000
 STEP = ProfileStep(7, WALL_NS, WALL_NS + 100 * MS, WALL_NS + 90 * MS, [0, 0, 0, 40 * MS, 50 * MS, 0])
@@ -70,6 +74,50 @@ def test_table_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [each["name"] for each in json.loads(text)] == ["aten::copy_"]
     assert run(out, "s --csv {out}/t.csv --parquet {out}/t.parquet", capsys)[0] == 0
     assert len([*csv.reader((out / "t.csv").open())]) == 6 and (out / "t.parquet").stat().st_size
+
+
+def test_options_that_record_have_one_made_and_show_that(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[wire.ProfileRequest] = []
+    newer = msgspec.structs.replace(profiles.read_profile(out / "s/profiles/p"), id="q")
+    shutil.copytree(out / "s/profiles/p", profiles.unfinished(out / "s", "q"), dirs_exist_ok=True)
+    made = StoredProfile(profiles.finish(out / "s", newer), newer)
+    shutil.copytree(made.path, profiles.unfinished(out / "s", "r"), dirs_exist_ok=True)
+    profiles.finish(out / "s", msgspec.structs.replace(newer, id="r", why="rank 0 is late."))
+
+    def record(_: Path, wanted: wire.ProfileRequest) -> StoredProfile:
+        asked.append(wanted)
+        return made
+
+    monkeypatch.setattr(profile_command, "profile", record)
+    code, text, _ = run(out, "s --trace {out}/t.gz", capsys)
+    assert code == 0 and not asked and "2 ranks" in text
+    code, text, messages = run(out, "s --ranks 1,2 --steps 2 --shapes --json --top 1", capsys)
+    assert code == 0 and [each["name"] for each in json.loads(text)] == ["aten::mul"]
+    assert asked == [wire.ProfileRequest("1,2", 2, shapes=True)]
+    assert messages.startswith("Profile q: 1 step from step 7 on") and "This is" not in messages
+    assert run(out, "s --steps 2", capsys)[0] == 0 and len(asked) == 2
+    assert (
+        "This is profile r, 1 step from step 7 on: rank 0 is late."
+        in run(out, "s --ranks 0 --table", capsys)[2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("s --id p --steps 3", "--steps records a new profile, --id is for those that are there"),
+        ("s --list --stacks", "--stacks records a new profile, --list is for those that are there"),
+        ("merge {out}/s/profiles/p --memory", "--memory records a new profile, merge is for those"),
+        ("s --run b --table", "--run is of a profile that is made: add --steps"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    out: Path, line: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, messages = run(out, line, capsys)
+    assert (code, text) == (2, "") and error in messages
 
 
 def test_difference_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
