@@ -28,6 +28,7 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.dashboard import LINGERS
+from traceml_ray.printing import show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.views.source import open_source
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         app = create_app(session, token=token, hosts=hosts, poll_s=POLL_S)
         threads = [_thread("poll", _poll, session), _thread("serve", _serve, app.server, listening)]
         query = {"token": token if made_up else None, "run": arguments.run}
-        print(f"Dashboard: {_url(arguments.host, listening, query)}", flush=True)
+        show(f"Dashboard: {_url(arguments.host, listening, query)}")
         parent = _thread("linger", _linger, session, arguments.linger) if stays else _parent(arguments.child)
         while parent.is_alive() and all(thread.is_alive() for thread in threads):
             time.sleep(_LOOK_S)
@@ -106,7 +107,7 @@ def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], objec
 
 def _stay(arguments: argparse.Namespace, listening: socket.socket, out: str, token: str | None) -> NoReturn:
     """Become a process that serves the session's file on the same socket, without a parent."""
-    print(LINGERS, flush=True)
+    show(LINGERS)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from traceml_ray import text
+from traceml_ray.printing import show
 from traceml_ray.store.profiles import StoredProfile, read_profile
 from traceml_ray.traces.breakdown import breakdown, encode
 from traceml_ray.traces.chrome import TraceError
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _JOBS[job](StoredProfile(Path(folder), read_profile(Path(folder))), Path(out))
     except (TraceError, ValueError, OSError, MemoryError) as error:
-        print(str(error) or type(error).__name__, file=sys.stderr)
+        show(str(error) or type(error).__name__, file=sys.stderr)
         return 1
     return 0
 

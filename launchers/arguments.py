@@ -6,12 +6,12 @@ import argparse
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from traceml_ray.floors import too_old
 from traceml_ray.masking import HIDDEN, SECRET_NAME, masked
+from traceml_ray.printing import say
 from traceml_ray.settings import Settings
 
 from .nodes import UsageError
@@ -92,7 +92,7 @@ def unmarked(argv: Sequence[str]) -> list[str]:
 def check_floors(args: argparse.Namespace) -> None:
     """Set `no_monitor`, and say why in one line, where torch or Ray is too old for one."""
     if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
-        print(f"traceml-ray: no monitor for this run: {lack}", file=sys.stderr)
+        say(f"no monitor for this run: {lack}")
         args.no_monitor = True
 
 

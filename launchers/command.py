@@ -17,14 +17,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from traceml_ray.agent.bootstrap import COMMAND, leave_rank
+from traceml_ray.printing import say
 from traceml_ray.ray.connection import join
-from traceml_ray.text import one_line
 
 from .arguments import RAY_PORT, check_floors, command_text, dashboard_of, settings_of, unmarked
 from .guard import at_the_end
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(why: str, code: int) -> int:
-    print(f"traceml-ray: {one_line(why)}", file=sys.stderr)
+    say(why)
     return code
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
 from traceml_ray.errors import error_text
-from traceml_ray.text import one_line
+from traceml_ray.printing import say as say
 
 Kinds = tuple[type[BaseException], ...]
 
@@ -32,10 +31,3 @@ def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:
     Also the KeyboardInterrupt of a person, or the signal of a scheduler, that does not wait for our end.
     """
     return guarded(what, (BaseException,))
-
-
-def say(text: str) -> None:
-    """Print one line of ours on stderr, where there is one."""
-    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-        if sys.stderr is not None:
-            print(f"traceml-ray: {one_line(text)}", file=sys.stderr, flush=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from traceml_ray import progress, text, wire
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
+from traceml_ray.printing import say, show
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
-from traceml_ray.text import one_line
 
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
 """Options that ask for a recording."""
@@ -110,7 +110,7 @@ def _contradiction(arguments: argparse.Namespace) -> str | None:
 def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     """Do what the arguments ask for; return the exit code. `find` returns the session's folder."""
     if (wrong := _contradiction(arguments)) is not None:
-        print(f"traceml-ray: {wrong}", file=sys.stderr)
+        say(wrong)
         return 2
     shows = _views(arguments)
     if shows:
@@ -120,7 +120,7 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
             return profile_views.run(find, arguments)
     folder = find()
     if arguments.list:
-        print(render_list(listed(folder), folder / FOLDER), end="")
+        show(render_list(listed(folder), folder / FOLDER), end="")
         return 0
     if arguments.remove:
         return _remove(folder, arguments.remove)
@@ -130,24 +130,24 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
             {name: value for name, value in given.items() if value is not None}
         )
     except ValueError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     try:
         with progress.shown("profile"):
             found = profile(folder, wanted)
     except ControlError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     # What is shown of it may be one document (--json).
-    print(render_profile(found.profile, found.path), end="", file=sys.stderr if shows else sys.stdout)
+    show(render_profile(found.profile, found.path), end="", file=sys.stderr if shows else None)
     if not found.profile.captured:
         return 1
-    return profile_views.show(found, arguments) if shows else 0
+    return profile_views.show_stored(found, arguments) if shows else 0
 
 
 def _remove(folder: Path, name: str) -> int:
     if remove_profile(folder, name):
         return 0
     known = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
-    print(f"traceml-ray: no profile {one_line(name)!r} in {folder}; there: {known}", file=sys.stderr)
+    say(f"no profile {name!r} in {folder}; there: {known}")
     return 2

@@ -11,10 +11,10 @@ from typing import Literal, TextIO
 
 from traceml_ray import progress, text
 from traceml_ray.files import write_file
+from traceml_ray.printing import say, show
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.profile_text import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
-from traceml_ray.text import one_line
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, difference
@@ -51,7 +51,7 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
     return _shown(found, arguments)
 
 
-def show(stored: StoredProfile, arguments: argparse.Namespace) -> int:
+def show_stored(stored: StoredProfile, arguments: argparse.Namespace) -> int:
     """Show what is asked for of this profile; return the exit code."""
     return _shown(lambda: (of_profile(stored), stored.profile), arguments, named=True)
 
@@ -68,7 +68,7 @@ def _shown(
         if profile is not None and not named:
             _note(chosen, profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     return 0
 
@@ -110,7 +110,7 @@ def _note(sources: Sequence[Source], profile: Profile, arguments: argparse.Names
     lacking = {*itertools.islice(asked, MAX_RANKS)} - {source.rank for source in sources}
     without = f" There is no trace of {text.ranks(lacking)}." if lacking else ""
     if lacking or not arguments.id:
-        print(f"This is profile {profile.id}, {profile.extent}: {profile.why}{without}", file=sys.stderr)
+        show(f"This is profile {profile.id}, {profile.extent}: {profile.why}{without}", file=sys.stderr)
 
 
 def _stored(folder: Path, name: str | None) -> StoredProfile:
@@ -133,12 +133,12 @@ def _show(sources: Sequence[Source], profile: Profile | None, arguments: argpars
             merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
         matched = f"{text.count(merged.collectives, 'collective')} matched"
         made = f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}"
-        print(made, *merged.notes, sep="\n", file=messages)
+        show("\n".join([made, *merged.notes]), file=messages)
     if arguments.diff:
         rank, beside = _pair(arguments.diff)
         found = document["difference"] = difference(sources, rank, beside, arguments.stage)
         if not arguments.json:
-            print(render_difference(found, arguments.top or 15), end="")
+            show(render_difference(found, arguments.top or 15), end="")
     alone = arguments.json and not arguments.diff
     none = not any((arguments.trace, arguments.diff, arguments.csv, arguments.parquet, arguments.json))
     table = arguments.table or none or alone
@@ -147,10 +147,10 @@ def _show(sources: Sequence[Source], profile: Profile | None, arguments: argpars
         if arguments.json and table:
             document["operations"] = rows
         elif table:
-            print(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
+            show(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
     if arguments.json:
         (shown,) = document.values() if len(document) == 1 else (document,)
-        print(tables.to_json(shown).decode(), end="")
+        show(tables.to_json(shown).decode(), end="")
 
 
 def _pair(given: str) -> tuple[int, int | Literal["median"]]:
@@ -170,7 +170,7 @@ def _operations(
     for name, write in _WRITERS.items():
         if out := getattr(arguments, name):
             write_file(out, write(rows))
-            print(f"{out}: {text.count(len(rows), 'row')}", file=messages)
+            show(f"{out}: {text.count(len(rows), 'row')}", file=messages)
     return rows
 
 

@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
 from traceml_ray.masking import masked_text
+from traceml_ray.printing import say
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
-from traceml_ray.text import one_line
 
 from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
 from .cluster import free_port
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_floors(args)
         monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     _train(args, monitor)
     return 0
@@ -182,7 +182,7 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
         return
     if args.master_port is not None and not _port_is_free(args.master_addr, args.master_port):
         taken, args.master_port = args.master_port, free_port()
-        print(f"traceml-ray: master port {taken} is in use, taking {args.master_port}", file=sys.stderr)
+        say(f"master port {taken} is in use, taking {args.master_port}")
 
 
 def _is_there(script: Path) -> bool:

@@ -29,6 +29,7 @@ from traceml_ray.commands import (
 )
 from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import add_command, marked
+from traceml_ray.printing import say, show
 from traceml_ray.settings import SettingError
 from traceml_ray.store import query
 from traceml_ray.store.schema import SessionFileError
@@ -53,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except session.SessionStartingError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     except (session.SessionError, SessionFileError, query.QueryError, SettingError) as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = error.filename is not None and error.filename2 is None
         reason = f"{error.filename}: {error.strerror}" if named else str(error)
-        print(f"traceml-ray: {one_line(reason)}", file=sys.stderr)
+        say(reason)
         return 1
 
 
@@ -83,7 +84,7 @@ def bundles(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.manifest import render_bundles
 
     folder, answers = which.stored(arguments)
-    print(render_bundles(query.ask_one(answers.reply, query.Bundles()), folder), end="")
+    show(render_bundles(query.ask_one(answers.reply, query.Bundles()), folder), end="")
     return 0
 
 
@@ -93,9 +94,9 @@ def dump(arguments: argparse.Namespace) -> int:
 
     folder = which.folder_of(arguments)
     try:
-        print(control.dump(folder))
+        show(control.dump(folder))
     except control.ControlError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     return 0
 
@@ -118,7 +119,7 @@ def stop(arguments: argparse.Namespace) -> int:
     try:
         control.stop(folder)
     except control.ControlError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     return 0
 
@@ -134,7 +135,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
         if (error.name or "").startswith("traceml_ray"):
             raise
         missing = f"the dashboard needs {error.name}: pip install 'traceml-ray[dash]'"
-        print(f"traceml-ray: {missing}", file=sys.stderr)
+        say(missing)
         return 1
     token = os.environ.pop("TRACEML_DASHBOARD_TOKEN", None) or None
     if arguments.token is None:
@@ -142,7 +143,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
     try:
         return run.run(arguments)
     except SourceError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from traceml_ray.text import one_line
+
 AFTER_S = 1.0
 """Work that takes less leaves the terminal as it was."""
 
@@ -62,7 +64,7 @@ class _Bar:
     """`start` is called by a timer's thread, all else by the one that works."""
 
     def __init__(self, what: str) -> None:
-        self._at: tuple[str, float | None] = what, None
+        self._at: tuple[str, float | None] = one_line(what), None
         self._lock = threading.Lock()
         self._ended = False
         self._drawn: Any = None
@@ -90,7 +92,7 @@ class _Bar:
     def advance(self, what: str, share: float | None) -> None:
         """See `Progress`."""
         with self._lock:
-            self._at = what, share
+            self._at = one_line(what), share
             self._update()
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ NA = "n/a"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
 """In a sentence."""
 _LISTED = 8
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^!o*o#%+=&^v ")
 
 
@@ -179,9 +180,23 @@ def _run(run: range) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return `text` with what a terminal cannot show (line breaks, escapes, half characters) written out."""
+    r"""
+    Return `text` with what a terminal cannot show (line breaks, escapes, half characters, what turns the
+    direction of text) written out as JSON does it, such as `\n` and `\u001b`.
+    """
     line = str(text)
-    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return line if line.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in line)
+
+
+def visible(text: str) -> str:
+    """Return text of several lines, each as `one_line` has it."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def _escaped(char: str) -> str:
+    units = char.encode("utf-16-be", "surrogatepass")
+    parts = (units[at : at + 2].hex() for at in range(0, len(units), 2))
+    return _SHORT.get(char) or "".join(f"\\u{part}" for part in parts)
 
 
 def in_ascii(text: str) -> str:

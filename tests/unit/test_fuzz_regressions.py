@@ -159,4 +159,4 @@ def test_script_with_an_impossible_name_is_refused(capsys: pytest.CaptureFixture
 
 
 def test_control_characters_are_escaped_in_one_line() -> None:
-    assert one_line("a\nb\x1b[2J é \udce9") == "a\\nb\\x1b[2J é \\udce9"
+    assert one_line("a\nb\x1b[2J é \udce9") == "a\\nb\\u001b[2J é \\udce9"

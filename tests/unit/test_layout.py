@@ -45,7 +45,7 @@ def test_layout_is_plain_and_within_its_width() -> None:
     rank, wrapped, other = lines[5:8]
     assert lines[4].split() == ["rank", "node", "end"], "a column without any value is left out"
     assert (rank.split()[:2], wrapped.split()) == (["0", "host-0"], ["follows"])
-    assert other.split() == ["1", "n\\x1b[31m", "[bold]x[/bold]", ":smile:"]
+    assert other.split() == ["1", "n\\u001b[31m", "[bold]x[/bold]", ":smile:"]
 
 
 def test_number_and_unit_stay_on_one_line() -> None:

@@ -120,4 +120,4 @@ def test_moments_are_shown_as_clock_and_date() -> None:
 
 
 def test_one_line_escapes_terminal_control_characters() -> None:
-    assert text.one_line("a\nb\x1b[31m\udcff") == "a\\nb\\x1b[31m\\udcff"
+    assert text.one_line("a\nb\x1b[31m\udcff") == "a\\nb\\u001b[31m\\udcff"

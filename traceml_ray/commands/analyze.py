@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 from traceml_ray import progress, session
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
+from traceml_ray.printing import say, show
 from traceml_ray.settings import Settings
-from traceml_ray.text import one_line
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -60,13 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
         with progress.shown("analyze"):
             found = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
     except RankFilterError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     except over_files.AnalyzeError as error:
         _print_refused(error.refused or [error])
         return 2
     _print_refused(found.refused)
-    print(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
+    show(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
     if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
         return 3
     return 2 if found.refused or unknown else 0
@@ -103,4 +102,4 @@ def _is_missing(path: Path) -> bool:
 def _print_refused(refused: Sequence[Any]) -> None:
     """Print on stderr which files are not used, in one line each."""
     for each in refused:
-        print(f"traceml-ray: {one_line(each)}", file=sys.stderr)
+        say(each)

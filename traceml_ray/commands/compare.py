@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from typing import Any
 
 from traceml_ray import progress
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
+from traceml_ray.printing import say, show
 from traceml_ray.text import one_line
 
 
@@ -64,10 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             least_pct=None if gate is None else min(gate, DEFAULT_PCT),
         )
-    print(to_json(found) if arguments.json else render_comparison(found), end="")
+    show(to_json(found) if arguments.json else render_comparison(found), end="")
     if gate is None:
         return 0
     if found.word is None:
-        print(f"traceml-ray: {one_line(found.headline)}", file=sys.stderr)
+        say(found.headline)
         return 1
     return 3 if regressed(found, gate) else 0

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from traceml_ray.printing import say
+
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"
 """In the environment when a shell asks what may come next."""
@@ -23,9 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
         from argcomplete.shell_integration import shellcode
     except ImportError:
         missing = "completion needs argcomplete: pip install 'traceml-ray[completion]'"
-        print(f"traceml-ray: {missing}", file=sys.stderr)
+        say(missing)
         return 1
-    print(shellcode(["traceml-ray"], shell=arguments.shell))
+    sys.stdout.write(shellcode(["traceml-ray"], shell=arguments.shell) + "\n")
     return 0
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from traceml_ray import progress, text
 from traceml_ray.commands import which
+from traceml_ray.printing import say, show
 from traceml_ray.text import one_line
 
 FORMATS = ("parquet", "csv", "perfetto")
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         with progress.shown(f"export of {name}"):
             files = export(folder, kind, out, chosen, arguments.run)
     except RankFilterError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     except ExportError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     size = text.size(sum(path.stat().st_size for path in files))
     what = "open it at https://ui.perfetto.dev" if kind == "perfetto" else text.count(len(files), "file")
-    print(f"{out}: {size}, {what}")
+    show(f"{out}: {size}, {what}")
     return 0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import sys
 from pathlib import Path
 
 import msgspec
 
 from traceml_ray import progress, wire
 from traceml_ray.commands import which
+from traceml_ray.printing import say, show
 from traceml_ray.store import query
-from traceml_ray.text import one_line
 
 LIMIT_S = 600.0
 """How long the ranks are waited for; they go on all the same."""
@@ -57,24 +56,24 @@ def run(arguments: argparse.Namespace) -> int:
                     goes_on=lambda: session.holder(folder) is not None,
                 )
     except ValueError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 2
     except ControlError as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     finally:
         answers.close()
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2))
+        show(json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2))
     elif found.ranks:
-        print(render_layers(found), end="")
+        show(render_layers(found), end="")
     else:
-        print(f"traceml-ray: {_nothing(folder, arguments.steps)}", file=sys.stderr)
+        say(_nothing(folder, arguments.steps))
     return 0 if found.ranks else 1
 
 
 def _nothing(folder: Path, steps: int | None) -> str:
-    name = one_line(folder.name)
+    name = folder.name
     if steps is not None:
         return f"no rank of session {name!r} has measured its layers; `traceml-ray status` may say why"
     return (

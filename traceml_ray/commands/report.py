@@ -9,6 +9,7 @@ from typing import Any
 from traceml_ray import progress, session
 from traceml_ray.commands import which
 from traceml_ray.files import write_file
+from traceml_ray.printing import show
 from traceml_ray.store import query
 from traceml_ray.store.schema import legible
 
@@ -40,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
         if output is not None:
             data = report if isinstance(report, bytes) else report.encode(errors="backslashreplace")
             write_file(output, data)
-    print(report if output is None else output, end="" if output is None else "\n")
+    show(report if output is None else output, end="" if output is None else "\n")
     return 0

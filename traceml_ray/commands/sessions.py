@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceml_ray import progress, session
 from traceml_ray.commands import which
+from traceml_ray.printing import say, show
 from traceml_ray.text import one_line
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prune:
         return _prune(found, arguments, out)
     title = f"{total(found)} in {Path(out).absolute()}"
-    print(to_json(found) if arguments.json else render_sessions(found, title), end="")
+    show(to_json(found) if arguments.json else render_sessions(found, title), end="")
     return 0
 
 
@@ -83,29 +83,29 @@ def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
     what = "Removing" if arguments.yes else "To be removed:"
     stay = total([each for each in found if each not in chosen])
     title = f"{what} {total(chosen)}; {stay} stay in {Path(out).absolute()}"
-    print(to_json(found, chosen) if arguments.json else render_sessions(chosen, title), end="")
+    show(to_json(found, chosen) if arguments.json else render_sessions(chosen, title), end="")
     if not arguments.yes:
         if chosen and not arguments.json:
-            print("\nNothing was removed; the same with --yes removes them.")
+            show("\nNothing was removed; the same with --yes removes them.")
         return 0
-    with progress.shown("removing sessions") as show:
-        return max([0, *(_remove(one, show, at / len(chosen)) for at, one in enumerate(chosen))])
+    with progress.shown("removing sessions") as advance:
+        return max([0, *(_remove(one, advance, at / len(chosen)) for at, one in enumerate(chosen))])
 
 
-def _remove(one: Listed, show: progress.Progress, share: float) -> int:
+def _remove(one: Listed, advance: progress.Progress, share: float) -> int:
     """Remove a session; return the exit code."""
-    show(f"removing {one.name}", share)
+    advance(f"removing {one.name}", share)
     try:
         left = session.remove(Path(one.path))
     except (session.SessionError, OSError) as error:
-        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        say(error)
         return 1
     if left:
-        names = one_line(", ".join(left[:5]))
-        print(f"traceml-ray: {one.path}: left there, as it is not of the monitor: {names}", file=sys.stderr)
+        names = ", ".join(left[:5])
+        say(f"{one.path}: left there, as it is not of the monitor: {names}")
     return 0
 
 
 def _refused(why: str) -> int:
-    print(f"traceml-ray sessions: {why}", file=sys.stderr)
+    say(f"sessions: {why}")
     return 2

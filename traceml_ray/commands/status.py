@@ -7,6 +7,7 @@ import time
 
 from traceml_ray import progress, session
 from traceml_ray.commands import which
+from traceml_ray.printing import show
 from traceml_ray.settings import Settings
 
 
@@ -25,11 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     folder = session.find(arguments.session, settings.out, starting=True)
     live = session.live_state(folder)
     if live is not None and not (folder / session.DATABASE).exists():
-        print(start_json(folder, live) if arguments.json else render_start(folder, live), end="")
+        show(start_json(folder, live) if arguments.json else render_start(folder, live), end="")
         return 0
     render = status_json if arguments.json else render_status
     send = Answers(folder, settings.thresholds).reply
     with progress.shown(f"status of {folder.name}"):
         shown = render(send, folder, session.holder(folder), time.time_ns())
-    print(shown, end="")
+    show(shown, end="")
     return 0

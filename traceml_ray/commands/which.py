@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from traceml_ray.commands.completion import names_of_sessions
+from traceml_ray.printing import say
 from traceml_ray.session import NoSessionError, SessionStartingError, await_session
 from traceml_ray.settings import Settings
-from traceml_ray.text import one_line
 
 if TYPE_CHECKING:
     from traceml_ray.reports.answers import Answers
@@ -81,7 +80,7 @@ def awaited(session: str | None, arguments: argparse.Namespace) -> Path:
     """Return the folder of that session, see `folder_of`; the arguments say where, and how long to wait."""
     waits_for = (SessionStartingError,) if arguments.wait is None else (SessionStartingError, NoSessionError)
     wait_s = _WAIT_S if arguments.wait is None else arguments.wait
-    return await_session(session, Settings.load(out=arguments.out).out, wait_s, waits_for, _notice)
+    return await_session(session, Settings.load(out=arguments.out).out, wait_s, waits_for, say)
 
 
 def stored(arguments: argparse.Namespace) -> tuple[Path, Answers]:
@@ -90,10 +89,6 @@ def stored(arguments: argparse.Namespace) -> tuple[Path, Answers]:
 
     folder = folder_of(arguments)
     return folder, Answers(folder, Settings.load(out=arguments.out).thresholds)
-
-
-def _notice(why: str) -> None:
-    print(f"traceml-ray: {one_line(why)}", file=sys.stderr, flush=True)
 
 
 def seconds(given: str, least: float, most: float) -> float:

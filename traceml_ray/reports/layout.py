@@ -20,8 +20,11 @@ _KEPT = "\ue000"
 
 
 def page(blocks: Iterable[Sequence[str]]) -> str:
-    """Return `blocks` of lines, the empty ones left out, with an empty line between two."""
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    """
+    Return `blocks` of lines, the empty ones left out, with an empty line between two. It may be written to a
+    file that is shown on a terminal, so what is not printable is written out.
+    """
+    return "\n\n".join("\n".join(map(one_line, block)) for block in blocks if block) + "\n"
 
 
 def facts(*pairs: tuple[str, str]) -> list[str]:

@@ -67,7 +67,7 @@ def _stacks(last: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["Where the ranks were"] if last else []
     for stack in last[:_MAX_STACKS]:
         lines.append(f"  {text.ranks(stack['ranks'])}")
-        for line in stack["text"].splitlines()[:_MAX_STACK_LINES]:
+        for line in stack["text"].expandtabs(4).splitlines()[:_MAX_STACK_LINES]:
             # The end of a stack line is specific: a long one loses the beginning of its path.
             lines.append("    " + (line if len(line) <= WIDTH - 4 else f"  …{line[-(WIDTH - 7) :]}"))
     return lines

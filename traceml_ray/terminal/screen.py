@@ -22,6 +22,7 @@ ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 LEAVE = "\x1b[m\x1b[?7h\x1b[?25h\x1b[?1049l"
 _NEAR = 6
 """So few cells between two that differ are sent, too: as much as to move the cursor."""
+_NOT_SHOWN = "\ufffd"
 _Cell = tuple[str, str]
 """A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
 _BLANK: _Cell = (" ", "")
@@ -82,13 +83,19 @@ class Screen:
         cells: list[_Cell] = []
         for segment in line.render(self._console):
             codes = _codes(segment.style, self._colours)
-            for char in in_ascii(segment.text) if self._plain else segment.text:
+            text = _harmless(segment.text)
+            for char in in_ascii(text) if self._plain else text:
                 wide = 1 if char.isascii() else cell_len(char)
                 if wide:
                     cells += [(char, codes), *[("", codes)] * (wide - 1)]
                 elif cells:
                     cells[-1] = cells[-1][0] + char, cells[-1][1]
         return cells
+
+
+def _harmless(text: str) -> str:
+    """Return text, as long as it is, without what a terminal would take for an order: it is from files."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _NOT_SHOWN for c in text)
 
 
 @functools.lru_cache(256)

@@ -19,9 +19,9 @@ from typing import NoReturn
 
 from rich.text import Text
 
+from traceml_ray.printing import say, show
 from traceml_ray.session import NoSessionError, await_session
 from traceml_ray.settings import Settings
-from traceml_ray.text import one_line
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 from traceml_ray.views.state import OVER
@@ -78,14 +78,10 @@ def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
     at Ctrl-C. Raises SessionError where there is none by then.
     """
     try:
-        await_session(session, source.out, wait_s, (NoSessionError,), _notice, starting=True)
+        await_session(session, source.out, wait_s, (NoSessionError,), say, starting=True)
     except KeyboardInterrupt:
         return False
     return True
-
-
-def _notice(why: str) -> None:
-    print(f"traceml-ray: {one_line(why)}", file=sys.stderr, flush=True)
 
 
 def is_slow() -> bool:
@@ -185,7 +181,7 @@ def _lines(feed: Feed, interval_s: float) -> int:
         began = time.monotonic()
         found = feed.renew()
         now = datetime.fromtimestamp(feed.poll.clock() / 1e9, timezone.utc)
-        print(line(found, f"{now:%H:%M:%S}"), flush=True)
+        show(line(found, f"{now:%H:%M:%S}"))
         if found.state in OVER:
             return 0
         time.sleep(max(0.0, began + interval_s - time.monotonic()))
@@ -195,7 +191,7 @@ def _once(feed: Feed) -> int:
     """Write the overview, with as many lines as it needs."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     for each in panel(feed.renew(), feed.choice, width, None, ""):
-        print(each.plain.rstrip())
+        show(each.plain.rstrip())
     return 0
 
 

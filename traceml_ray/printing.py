@@ -1,0 +1,28 @@
+r"""
+What is printed for a person: results on stdout (`show`), messages on stderr (`say`). All else of the program
+prints by these two.
+
+Names, messages and lines of output come from files that anybody may have written. What a terminal would take
+for an order (a title, a colour, where to write, which way text runs) is written out, as `\u001b`. In a text
+that is JSON that is the same character.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TextIO
+
+from traceml_ray.text import one_line, visible
+
+
+def show(text: object, *, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print text of any number of lines on stdout, or on `file`. Raises OSError (a pipe that is closed)."""
+    print(visible(str(text)), end=end, file=file, flush=True)
+
+
+def say(message: object) -> None:
+    """Print one line on stderr, where there is one."""
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        if sys.stderr is not None:
+            print(f"traceml-ray: {one_line(message)}", file=sys.stderr, flush=True)
