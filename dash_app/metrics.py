@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 _MOST = 1024
 """Ranks, or devices, with a series of their own each: beyond, only nodes and the worst rank have one."""
-_STATES = ("empty", "starting", "unwatched", "waiting", "live", "stale", "ending", "finished", "stored")
+_STATES = (
+    *("empty", "starting", "unwatched", "waiting"),
+    *("live", "stale", "ending", "idle", "finished", "stored"),
+)
 _QUANTILES = ("0.5", "0.95")
 Series = Iterable[tuple[Sequence[object], float | None]]
 """Values of the labels, and what was measured; what is not known is left out."""

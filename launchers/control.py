@@ -7,12 +7,13 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from traceml_ray import progress, wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
-from traceml_ray.session import LIVE, Live, holder, live_state, read_json, start_text
+from traceml_ray.session import DATABASE, LIVE, Live, holder, live_state, read_json, start_text
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.text import listed
 
@@ -22,6 +23,8 @@ DUMP_S = 15.0
 _POLL_S = 0.1
 UP_S = 60.0
 """How long a monitor that is starting is waited for."""
+_NO_BUNDLE = ("bundle: ", "no bundle: ")
+"""How errors of a session begin because of which it makes no bundle."""
 
 
 class ControlError(RuntimeError):
@@ -35,15 +38,17 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
+    before = _failures(folder)
     request(folder, wire.Request(wire.VERSION, asked), limit_s)
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
             if any(cause.request == asked for cause in bundle.manifest.causes):
                 return bundle.path
+        if why := _failures(folder) - before:
+            raise ControlError(f"session {folder.name!r} has made no bundle: {listed([*why])}")
         time.sleep(_POLL_S)
     raise ControlError(
-        f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why "
-        "(one is made every 5 s at most)"
+        f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why"
     )
 
 
@@ -54,7 +59,6 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     """
     from traceml_ray.reports.summary import runs_of
     from traceml_ray.run_status import why_over
-    from traceml_ray.session import DATABASE
     from traceml_ray.store.schema import SessionFileError
     from traceml_ray.store.session_file import SessionFile
 
@@ -66,6 +70,19 @@ def check_goes_on(folder: Path, run: str | None) -> None:
         return
     if why := why_over(runs, run):
         raise ControlError(f"session {folder.name!r}: {why}")
+
+
+def _failures(folder: Path) -> Counter[str]:
+    """Return how often the session has failed to make or keep a bundle, by why."""
+    from traceml_ray.store.schema import SessionFileError
+    from traceml_ray.store.session_file import SessionFile
+
+    try:
+        with SessionFile(folder / DATABASE) as file:
+            errors = file.meta().get("errors", {})
+    except SessionFileError:  # there is none yet
+        errors = {}
+    return Counter({what.partition(": ")[2]: n for what, n in errors.items() if what.startswith(_NO_BUNDLE)})
 
 
 def request(folder: Path, message: wire.Request, limit_s: float) -> None:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,7 +34,14 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
-from traceml_ray.reports.comparison import Comparison, ask_side, compared, limits_of, stored_side
+from traceml_ray.reports.comparison import (
+    Comparison,
+    ask_side,
+    compared,
+    limits_of,
+    read_whole,
+    stored_side,
+)
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.run_status import why_over
 from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
@@ -112,7 +119,7 @@ class Session:
         return self._ask(query.Summary(run))
 
     def verdict(self, run: str | None = None) -> LiveVerdict | None:
-        """Return the verdict on the run; None while there is none."""
+        """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
         return self._ask(query.Verdict(run))
 
     def memory(self, run: str | None = None) -> Memory:
@@ -120,7 +127,12 @@ class Session:
         return self._ask(query.Memory(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
-        """Return samples, tokens and FLOPs a second, and how long the steps to come will take."""
+        """
+        Return samples, tokens and FLOPs a second, and how long the steps to come will take: of the newest
+        steps or, of a run that is over, of all. `why` has the reason for each that is not known.
+        """
+        with self._answered():
+            read_whole(self._send, run, live=True)
         return self._ask(query.Throughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
@@ -140,10 +152,8 @@ class Session:
         or its path (read here). See `traceml_ray.compare`, also for what it raises about `baseline`.
         """
         stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
-        try:
-            own = ask_side(lambda message: self._call("query", message), run)
-        except query.QueryError as error:
-            raise StartError(f"session {self.id!r}: {error}") from None
+        with self._answered():
+            own = ask_side(self._send, run)
         return compared(stored, own, limits_of(least_pct))
 
     def bundles(self) -> list[BundleInfo]:
@@ -152,12 +162,18 @@ class Session:
 
     def dump(self, timeout: float = 15.0) -> BundleInfo:
         """
-        Have a bundle made of the last minutes of every rank, with their stacks; StartError where there is
-        none after `timeout` s, as when one was requested within the last 5 s.
+        Have a bundle made of the last minutes of every rank, with their stacks, and return it: some seconds,
+        at most one bundle every 5 s. Requests that come sooner share one.
+
+        Raises StartError with the reason where it cannot be made, and where there is none after `timeout` s.
         """
         asked = secrets.token_hex(8)
-        self._ask(query.Dump(asked))
-        return self._wait_for("bundle", self.bundles, lambda bundle: asked in bundle["requests"], timeout)
+
+        def bundles() -> list[BundleInfo]:
+            self._ask(query.Dump(asked))  # repeated: says why there will be none
+            return self.bundles()
+
+        return self._wait_for("bundle", bundles, lambda bundle: asked in bundle["requests"], timeout)
 
     def profile(
         self,
@@ -380,8 +396,17 @@ class Session:
                 chunk = self._ask(query.ReadFile(name, file.tell(), _CHUNK))
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
+        with self._answered():
+            return query.ask_one(self._send, request)
+
+    def _send(self, message: bytes) -> bytes:
+        return self._call("query", message)
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raise StartError where a question has no answer."""
         try:
-            return query.ask_one(lambda message: self._call("query", message), request)
+            yield
         except query.QueryError as error:
             raise StartError(f"session {self.id!r}: {error}") from None
 

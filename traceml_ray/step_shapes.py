@@ -55,7 +55,7 @@ class StepTimes(TypedDict, total=False):
 class ThroughputNumbers(TypedDict):
     """
     How much a job gets through, over `steps` steps. What would be a guess is None, and `why` has the reason,
-    by `samples`, `tokens` and `mfu`.
+    by `samples`, `tokens` and `mfu`; by `steps` where there are none, and so nothing is known.
     """
 
     steps: int

@@ -16,6 +16,7 @@ from sessions import SECOND, aggregation, ask
 from traceml_ray import wire
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.launchers import control
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.text import render
@@ -190,6 +191,123 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     finish(played, -15)
     names = [each["name"] for each in ask(played.aggregator, "bundles")]
     assert names[0] == info["name"] and names[1].endswith("-terminated")
+
+
+def request(played: Played, name: str) -> None:
+    ask(played.aggregator, "dump", id=name)
+
+
+def requests(played: Played) -> list[list[str]]:
+    return [info["requests"] for info in ask(played.aggregator, "bundles")]
+
+
+def test_each_request_gets_a_bundle_and_those_that_come_quickly_share_one(played: Played) -> None:
+    played.play(20)
+    request(played, "a")
+    settled(played)
+    assert requests(played) == [["a"]]
+    for name in "bcb":  # `b` asks again what became of it
+        request(played, name)
+        played.play(1)
+    assert requests(played) == [["a"]], "there is one bundle every 5 s at most"
+    settled(played, 2)
+    assert requests(played) == [["a"], ["b", "c"]]
+    request(played, "b")
+    settled(played, 10)
+    assert len(requests(played)) == 2, "a request is one, however often it is repeated"
+
+
+def test_requests_that_never_stop_do_not_delay_each_other(played: Played) -> None:
+    played.play(20)
+    for second in range(30):
+        request(played, f"{second}")
+        played.play(1)
+    settled(played, 8)
+    made = requests(played)
+    assert sorted(name for names in made for name in names) == sorted(map(str, range(30)))
+    assert 5 <= len(made) <= 8
+
+
+def test_request_while_a_bundle_is_written_is_in_the_next_one(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = played.aggregator._bundling._write
+
+    def slowly(*args: Any) -> str:
+        name = written(*args)
+        request(played, "b")  # by another thread
+        return name
+
+    played.play(20)
+    request(played, "a")
+    monkeypatch.setattr(played.aggregator._bundling, "_write", slowly)
+    settled(played)
+    monkeypatch.undo()
+    settled(played)
+    assert ["a", "b"] in requests(played)
+
+
+def test_request_late_in_an_incident_has_the_stacks_of_its_own_moment(played: Played) -> None:
+    played.play(20)
+    send(played, 1, raised(played.clock.now, kind="oom"))
+    settled(played, 20)
+    assert not played.aggregator._bundling.incidents.commands()
+    request(played, "a")
+    (command,) = played.aggregator._bundling.incidents.commands()
+    data = {"dump": command.args["id"]}
+    send(played, 0, wire.Event("stacks", played.clock.now, message="in step", data=data))
+    (bundle,) = settled(played)
+    assert "in step" in (bundle.path / "stacks.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("no bundles", r"this session keeps none \(bundles=0\)"),
+        ("file in the way", "FileExistsError"),
+        ("too large", "it is larger than bundle_bytes, and was removed"),
+        ("full disk", "rows cannot be written to the session file"),
+        ("too many", "64 others are in the same bundle"),
+    ],
+)
+def test_request_that_gets_no_bundle_says_why(
+    played: Played, how: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundling = played.aggregator._bundling
+    played.play(20)
+    if how == "file in the way":
+        (played.folder / "bundles").write_text("")
+    elif how == "full disk":
+        monkeypatch.setattr(bundling, "commit", lambda: False)
+    elif how == "too many":
+        for number in range(64):
+            request(played, f"{number}")
+    else:
+        changed = {"no bundles": {"bundles": 0}, "too large": {"bundle_bytes": 1000}}[how]
+        bundling.settings = msgspec.structs.replace(bundling.settings, **changed)
+    if how in ("no bundles", "too many"):  # that is known at once
+        with pytest.raises(query.QueryError, match=f"no bundle: .*{why}"):
+            request(played, "a")
+        return
+    request(played, "a")
+    settled(played)
+    with pytest.raises(query.QueryError, match=f"no bundle: .*{why}"):
+        request(played, "a")
+    monkeypatch.undo()
+
+
+def test_command_says_why_there_is_no_bundle(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundling = played.aggregator._bundling
+    bundling.settings = msgspec.structs.replace(bundling.settings, bundles=0)
+    assert bundling.requested("of before") and played.aggregator.commit()
+
+    def relay(_: Path, message: wire.Request, __: float) -> None:
+        bundling.requested(message.request)
+        played.aggregator.commit()
+
+    monkeypatch.setattr(control, "request", relay)
+    with pytest.raises(control.ControlError, match="'demo' has made no bundle: bundles=0"):
+        control.dump(played.folder, 1e9)
 
 
 def test_aggregator_that_was_restarted_makes_no_bundle_of_what_has_one(played: Played) -> None:

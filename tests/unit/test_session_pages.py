@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played import HOST, Played, PlayedSource, look
 from plotly.io.json import to_json_plotly
-from sessions import LIMITS, Clock, Rank, Relay, aggregation
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, run_message
 from snapshot import Snapshot
 
 from traceml_ray import text, wire
@@ -251,6 +251,52 @@ def test_board_states_follow_the_session(played: Played, snapshot: Snapshot) -> 
     played.end()
     assert pages.poll() and look(pages, "header")["state"] == "finished"
     assert not pages.errors
+
+
+def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, snapshot: Snapshot) -> None:
+    """As between two `fit()` of a driver."""
+    pages = followed(played, 35)
+    played.clock.tick()
+    for node, relay in enumerate(played.relays):
+        ranks = [rank for rank in played.ranks if rank.identity.node_rank == node]
+        played.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
+    assert played.aggregator.commit() and pages.poll()
+    assert metrics.health(pages)["state"] == "ending", "its launcher has not reported how it ended"
+    assert run_message(played.aggregator, "job", info={"name": "fit"}, status="finished").ok
+    pages.poll()
+    assert metrics.health(pages) == {"status": "ok", "state": "idle"}
+    assert b'traceml_state{state="idle"} 1' in metrics.exposition(pages, "")[0]
+    idle = look(pages, "header")
+    assert (idle["coverage_text"], idle["verdict"]["label"]) == ("8 of 8 ranks", "straggler")
+    assert not idle["incident"]["goes_on"]
+    assert pages.newest is not None and pages.newest.times is not None and pages.newest.times["of_all"]
+    assert run_message(played.aggregator, "second", info={"name": "fit 2"}).ok
+    assert played.aggregator.commit() and pages.poll()
+    snapshot("web", idle["state_text"], look(pages, "header")["state_text"])
+    played.begin(job_id="second")
+    played.play(15)
+    pages.poll()
+    assert metrics.health(pages)["state"] == "live"
+    assert look(pages, "header", run="job")["state"] == "idle"
+    played.end()
+    pages.poll()
+    assert metrics.health(pages)["state"] == "finished"
+    assert not pages.errors
+
+
+def test_run_of_plain_actors_has_ended_with_its_ranks(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path / "demo", clock := Clock(), launcher="ray")
+    rank, relay = Rank(0, 1), Relay()
+    pages = SessionPages(PlayedSource(aggregator), clock=clock, timer=clock.timer)
+    for final in (False, True):
+        clock.tick()
+        aggregator.ingest(relay.message(rank.batch(15, final=final)))
+        assert aggregator.commit()
+        aggregator.judge()
+        pages.poll()
+        assert metrics.health(pages)["state"] == ("idle" if final else "live")
+    assert look(pages, "header")["state_text"].startswith("Run job has ended. The session goes on: it waits")
+    aggregator.close()
 
 
 def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -> None:

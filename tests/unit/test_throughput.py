@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played import QUIET, Played
-from sessions import LIMITS, stored
+from sessions import LIMITS, run_message, stored
 
 from traceml_ray import wire
 from traceml_ray.analysis.device_peaks import peak_tflops
 from traceml_ray.analysis.work import FACTS, MOST, WorkHistory
+from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.session import prepare
@@ -202,9 +203,42 @@ def test_nonsense_in_the_file_is_said_to_be_damage(job: Job) -> None:
         query.ask_one(stored(job.folder), query.Throughput())
 
 
-def test_of_a_job_without_steps_nothing_is_known(job: Job) -> None:
-    found = query.ask_one(job.aggregator.query, query.Throughput())
-    assert found["steps"] == 0 and found["samples_per_s"] is None
+def test_of_a_job_without_steps_nothing_is_known_and_it_says_why(job: Job) -> None:
+    def why(run: str | None = "job") -> str:
+        found = query.ask_one(job.aggregator.query, query.Throughput(run))
+        assert found["steps"] == 0 and found["samples_per_s"] is None
+        return str(found["why"]["steps"])
+
+    assert why(None) == "no rank has reported a step yet"
+    job.play(0)
+    assert why() == "no rank has reported a step yet"
+    job.second(1, silent=(1,))
+    assert why() == "rank 1 of 2 did not report yet"
+    job.begin(job_id="other")
+    job.second(1)
+    assert why("other") == "the ranks have not closed two steps together yet"
+
+
+def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session goes on; nobody has judged what came last."""
+    job.work = {"total_steps": 1000}
+    job.play(0)
+    monkeypatch.setattr(job.aggregator, "judge", lambda: None)
+    asked = query.Throughput("job")
+    assert query.ask_one(job.aggregator.query, asked)["steps"] == 0
+    for _ in range(20):
+        job.second()
+    finals = [rank.batch(0, final=True) for rank in job.ranks]
+    job.aggregator.ingest(job.relays[0].message(*finals))
+    assert run_message(job.aggregator, "job", status="finished").state == "written"
+    read_whole(job.aggregator.query, "job", live=True)
+    found = job.numbers()
+    assert found["steps"] == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
+    assert (found["samples_per_s"], found["eta_s"]) == (pytest.approx(2 * 4 / STEP_S), None)
+    with SessionFile(job.folder / "session.sqlite") as file:
+        assert summarize(file, LIMITS)["throughput"]["eta_s"] is None
+    verdict = query.ask_one(job.aggregator.query, query.Verdict())
+    assert verdict is not None and verdict["label"] == "healthy"
 
 
 pieces = st.lists(

@@ -58,12 +58,10 @@ def throughput(
     found: dict[str, Any] = {**dict.fromkeys(NUMBERS), "steps": 0, "ranks": ranks, "why": {}, **_NO_LINE}
     found |= {f"rank_{name}_per_s": np.full(len(ranks), np.nan) for name in AMOUNTS}
     found |= {"device": None, "devices": None, "dtype": None, "flops_from": None, "flops_step": None}
-    if stats is None:
-        return found
-    step_s = float(stats.exposed.sum()) / 1e3
+    step_s = float(stats.exposed.sum()) / 1e3 if stats is not None else 0.0
     own = [processes[rank] for rank in ranks if rank in processes]
-    if not step_s or len(own) < len(ranks):
-        return found
+    if stats is None or not step_s or len(own) < len(ranks):
+        return {**found, "why": {"steps": _no_steps(history, world, over)}}
     found |= {"steps": stats.steps, "steps_per_s": 1 / step_s}
     found["efficiency_pct"] = min(100.0, 100 * stats.step(_IDEAL)[0] / 1e3 / step_s)
     per_step = work.per_step(own, *stats.between)
@@ -82,6 +80,16 @@ def throughput(
     found["eta_s"] = None if over or steps is None else _left_s(history, steps)
     own_of = {name: np.array(own)[of].tolist() for name, of in counted.items() if not isinstance(of, str)}
     return found | _line(history, work, own_of, whole, found)
+
+
+def _no_steps(history: StepHistory, world: int, over: bool) -> str:
+    """Return why nothing is known."""
+    yet, reported = "" if over else " yet", history.reported()
+    if not reported:
+        return f"no rank has reported a step{yet}"
+    if silent := missing_of(world, sorted(reported)):
+        return f"{text.ranks(silent)} of {world} did not report{yet}"
+    return f"the ranks have not closed two steps together{yet}"
 
 
 _NO_LINE: dict[str, Any] = {

@@ -15,7 +15,7 @@ from traceml_ray import wire
 from traceml_ray.agent.memory_history import KIND as SNAPSHOT
 from traceml_ray.agent.memory_history import NAME as SNAPSHOT_NAME
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.errors import Errors
+from traceml_ray.errors import Errors, error_text
 from traceml_ray.files import remove, write_file
 from traceml_ray.monitor.incidents import Incident, Incidents
 from traceml_ray.reports.deaths import Death
@@ -42,6 +42,10 @@ _FROM_OUTSIDE = {
 }
 """Signals that end a job, by its exit code: not Ctrl-C, which is of a person who looks on."""
 """Exit codes of a launcher that was ended by it."""
+
+
+class BundleError(RuntimeError):
+    """A bundle that cannot be made or kept; the message, fixed in the code, has the reason."""
 
 
 @dataclass(eq=False)
@@ -128,10 +132,18 @@ class Bundling:
         )
         self.incidents.note(cause)
 
-    def requested(self, request: str) -> None:
-        """Take the request of a person, by its id."""
-        cause = Cause("request", self.clock(), "it was requested.", request=request)
-        self.incidents.note(cause)
+    def requested(self, request: str) -> str | None:
+        """
+        Take the request of a person, by its id; return why it gets no bundle, None while that is not so. May
+        be repeated: then it is still the same request.
+        """
+        incidents = self.incidents
+        if not self.settings.bundles and incidents.failure(request) is None:
+            self.errors.count("no bundle: bundles=0")
+            incidents.fail(request, "this session keeps none (bundles=0)")
+        if incidents.failure(request) is None:
+            incidents.note(Cause("request", self.clock(), "it was requested.", request=request))
+        return incidents.failure(request)
 
     def stopped(self, exit_code: int) -> None:
         """Take that the job ended with the launcher's exit code: a signal from outside is an incident."""
@@ -147,16 +159,22 @@ class Bundling:
                 if found is None or not (due or (at_end and found.changed)):
                     return
                 causes = list(found.causes)
-            name = None
+            name, why = None, ""
             try:
-                if self.settings.bundles and self.commit():
+                if self.settings.bundles:
                     name = self._write(found, causes)
+            except BundleError as error:
+                why = str(error)
+                self.errors.count(f"no bundle: {why}")
             except Exception as error:
+                why = error_text(error)
                 self.errors.note("bundle", error)
             with self.writer.lock:
-                self.incidents.written(name)
+                self.incidents.written(causes, name, why)
 
     def _write(self, incident: Incident, causes: list[Cause]) -> str:
+        if not self.commit():
+            raise BundleError("rows cannot be written to the session file")
         run = next((cause.run for cause in causes if cause.run is not None), None)
         with SessionFile(self.writer.path, run=run) as file, file.at_one_moment():
             facts = RunFacts(file, self.settings.thresholds)
@@ -172,7 +190,8 @@ class Bundling:
             manifest.files = {path.name: path.stat().st_size for path in sorted(here.iterdir())}
             write_file(here / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         remove(taken)
-        prune(self.folder, self.settings.bundles, self.settings.bundle_bytes)
+        if name in prune(self.folder, self.settings.bundles, self.settings.bundle_bytes):
+            raise BundleError("it is larger than bundle_bytes, and was removed")
         return name
 
     def _add_snapshots(

@@ -4,11 +4,13 @@ Says what belongs to one incident, and when its bundle is to be written. Free of
 When one rank fails its peers fail after it, and their last batches come a moment later: a bundle is written
 when that has settled. What comes after it, within `SAME_S`, belongs to the same incident: the bundle is
 written anew once, when that time is over or the session ends.
+
+A person who requests a bundle always gets one. Requests that follow each other quickly share the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +23,16 @@ SETTLE_S = 2.0
 SAME_S = 60.0
 """How long after its first cause what happens belongs to an incident."""
 REQUEST_S = 5.0
-"""Between two bundles that were requested."""
+"""Least time between two bundles that were requested: a request that comes earlier waits for it."""
 MAX_PAUSE_S = 3600.0
 """
 Errors that a script catches may come in every step: the first makes a bundle, the next may after a minute,
 and each time after twice as long, at most this.
 """
 MAX_CAUSES = 64
-"""Of one incident, that are kept."""
+"""Of one incident, that are kept; and as many requests."""
+MAX_FAILED = 64
+"""Requests of which the failure is kept."""
 ASK_S = 10.0
 """How long ranks are asked for their stacks."""
 ASKED = "bundle-"
@@ -51,6 +55,12 @@ class Incident:
     """Of its bundle, once that is written."""
     changed: bool = True
     """Something has happened since it was written, or it is not."""
+    stacks_for: Cause | None = None
+    """The cause for which ranks are asked for their stacks,"""
+    stacks_until: float = 0.0
+    """and until when they are."""
+    written: int = 0
+    """How many of its causes are in the bundle."""
 
     @property
     def until(self) -> float:
@@ -58,9 +68,9 @@ class Incident:
         return self.began + SAME_S
 
     @property
-    def asked(self) -> str:
-        """Id of the command that asks for stacks."""
-        return f"{ASKED}{self.causes[0].t_ns:x}"
+    def requested(self) -> bool:
+        """Whether a request waits for its bundle to be written."""
+        return self.changed and any(cause.request is not None for cause in self.causes[self.written :])
 
 
 @dataclass(eq=False)
@@ -80,8 +90,12 @@ class Incidents:
     def __post_init__(self) -> None:
         self._known: set[object] = set()
         self._pause_s = SAME_S
-        self._caught_from = self._request_from = -MAX_PAUSE_S
-        """From when on what is caught, or requested, makes a new bundle."""
+        self._caught_from = -MAX_PAUSE_S
+        """From when on what is caught makes a new bundle,"""
+        self._request_from = -MAX_PAUSE_S
+        """and from when on what is requested has one written."""
+        self._failed: dict[str, str] = {}
+        """By request: why its bundle could not be made."""
 
     def know(self, causes: Iterable[Cause]) -> None:
         """Take what is in bundles already, as after a restart."""
@@ -95,26 +109,52 @@ class Incidents:
         if found is None and not self._may_begin(cause, now):
             self.count(f"no bundle, too soon after the last: {cause.reason}")
             return
-        self._known.add(cause.key)
         if found is None:
             found = self.open = Incident(now, now)
-        if len(found.causes) < MAX_CAUSES:
+        requested = found.requested
+        kept = sum((other.request is None) == (cause.request is None) for other in found.causes)
+        if kept < MAX_CAUSES:
             found.causes.append(cause)
-        if found.name is None or cause.request is not None:
-            found.due = now + (STACKS_S if cause.reason == "hang" else SETTLE_S)
+        elif cause.request is not None:
+            self.fail(cause.request, f"{MAX_CAUSES} others are in the same bundle; ask again in a minute")
+            return
+        self._known.add(cause.key)
+        if cause.request is None:
+            self._happened(found, cause, now)
+        elif not requested:  # else it shares the bundle that is under way
+            self._requested(found, cause, now)
         found.changed = True
 
+    def _happened(self, found: Incident, cause: Cause, now: float) -> None:
+        if found.name is None:
+            found.due = now + (STACKS_S if cause.reason == "hang" else SETTLE_S)
+        if found.stacks_for is None and cause.reason not in ("hang", "terminated"):  # there they come anyway
+            found.stacks_for, found.stacks_until = cause, now + ASK_S
+
+    def _requested(self, found: Incident, cause: Cause, now: float) -> None:
+        found.due = now + SETTLE_S
+        if len(found.causes) == 1:  # no bundle is to be written but for this request
+            found.due = max(found.due, self._request_from)
+        found.stacks_for, found.stacks_until = cause, now + ASK_S
+
     def _may_begin(self, cause: Cause, now: float) -> bool:
-        if cause.request is not None:
-            allowed, self._request_from = now >= self._request_from, now + REQUEST_S
-        elif cause.reason == "oom" and not cause.fatal:
-            allowed = now >= self._caught_from
-            if allowed:
-                self._caught_from = now + self._pause_s
-                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        else:
-            allowed = True
-        return allowed
+        if cause.reason != "oom" or cause.fatal:
+            return True
+        if now < self._caught_from:
+            return False
+        self._caught_from = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        return True
+
+    def fail(self, request: str, why: str) -> None:
+        """Note why a request gets no bundle."""
+        self._failed[request] = why
+        while len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def failure(self, request: str) -> str | None:
+        """Return why a request gets no bundle; None while that is not so."""
+        return self._failed.get(request)
 
     def is_due(self) -> bool:
         """Whether the bundle of the open incident is to be written now. Closes one that is over."""
@@ -123,20 +163,30 @@ class Incidents:
             self.open = None
         return found is not None and found.changed and now >= min(found.due, found.until)
 
-    def written(self, name: str | None) -> None:
-        """Note that the bundle of the open incident was written; None: it could not be, and is not again."""
+    def written(self, causes: Sequence[Cause], name: str | None, why: str = "") -> None:
+        """
+        Note that the bundle of the open incident was written, with these of its causes. None: it was not, and
+        `why`; then it is not tried again for these.
+        """
         found = self.open
-        if found is not None:
-            found.name, found.changed, found.due = name or found.name, False, found.until
-            if all(cause.request is not None for cause in found.causes):
-                self.open = None  # who asked for it was told its name
-            self.is_due()
+        if found is None:
+            return
+        found.name, found.written = name or found.name, len(causes)
+        found.changed = len(found.causes) > len(causes)  # more came while it was written
+        found.due = self.clock() + SETTLE_S if found.changed else found.until
+        requests = [cause.request for cause in causes if cause.request is not None]
+        if requests:
+            self._request_from = self.clock() + REQUEST_S
+        if name is None:
+            for request in requests:
+                self.fail(request, why)
+        if len(requests) == len(found.causes):
+            self.open = None  # the next request is for a bundle of its own
+        self.is_due()
 
     def commands(self) -> list[wire.Command]:
         """Return what to ask the ranks for: of a hang, they are asked anyway."""
         found = self.open
-        if found is None or self.clock() >= found.began + ASK_S:
+        if found is None or found.stacks_for is None or self.clock() >= found.stacks_until:
             return []
-        if all(cause.reason in ("hang", "terminated") for cause in found.causes):
-            return []
-        return [wire.Command("dump", {"id": found.asked})]
+        return [wire.Command("dump", {"id": f"{ASKED}{found.stacks_for.t_ns:x}"})]

@@ -19,6 +19,7 @@ from traceml_ray.store.histories import RunSteps
 from traceml_ray.store.profiles import remove_profile
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.runs import has_ended, is_over
 from traceml_ray.store.writer import SessionWriter
 
 _FRESH = (query.Summary, query.Runs, query.Nodes, query.Ranks, query.Snapshot)
@@ -36,7 +37,7 @@ class LiveAnswers(Answers):
         flush: has the relays hand over what they hold, before a summary or a snapshot.
         commit: writes what is pending.
         used: called for questions that do not come from an open page.
-        request: asks for a bundle, by an id; with the writer's lock.
+        request: asks for a bundle, by an id, and returns why there will be none; with the writer's lock.
         profile: asks for a profile, likewise.
     """
 
@@ -51,7 +52,7 @@ class LiveAnswers(Answers):
         flush: Callable[[], object],
         commit: Callable[[], bool],
         used: Callable[[], None],
-        request: Callable[[str], None],
+        request: Callable[[str], str | None],
         profile: Callable[[wire.ProfileRequest, str], None],
         layers: Callable[[wire.LayersRequest, str], None],
     ) -> None:
@@ -80,21 +81,23 @@ class LiveAnswers(Answers):
         with self._writer.lock:
             return list(self._writer.processes.values()), dict(self._writer.meta), dict(self._errors)
 
-    def _over(self) -> bool:
-        return bool(self._writer.meta.get("status", "running") != "running")
+    def _over(self, run: str | None = None) -> bool:
+        return is_over(self._writer.meta, run)
 
     def _verdict_now(self, run: str | None) -> Any:
         return self._judge.answer(run)
 
     def _memory(self, asked: query.Memory) -> Any:
-        found = None if self._over() else self._judge.memory_now(asked.run)
+        found = None if self._over(asked.run) else self._judge.memory_now(asked.run)
         return self._read(asked) if found is None else found
 
     @contextmanager
     def _history(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:
         if read_on and self._over():  # nobody judges any more
             self._judge.feed()
-        live = self._live.of(run) if run is not None else None
+        # Of a run that has ended, the last rows may not have been judged: the file has them all.
+        ended = run is None or has_ended(self._writer.meta, run)
+        live = None if ended else self._live.of(run)
         if live is None:
             with super()._history(run, read_on) as stored:
                 yield stored
@@ -104,7 +107,9 @@ class LiveAnswers(Answers):
 
     def _dump(self, asked: query.Dump) -> None:
         with self._writer.lock:
-            self._request(asked.id)
+            why = self._request(asked.id)
+        if why is not None:
+            raise query.QueryError(f"no bundle: {why}")
 
     def _start_profile(self, asked: query.StartProfile) -> None:
         with self._writer.lock:

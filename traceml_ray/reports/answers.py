@@ -31,7 +31,7 @@ from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, shown
-from traceml_ray.store.runs import by_run, count, newest, run_names
+from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.summary_shape import Summary
@@ -124,10 +124,11 @@ class Answers:
             meta = file.meta()
             return file.processes(), meta, meta.get("errors", {})
 
-    def _over(self) -> bool:
-        """Return whether nothing more comes."""
+    def _over(self, run: str | None = None) -> bool:
+        """Return whether nothing more comes of the session or, while that goes on, of that run."""
         with self._file() as file:
-            return holder(self.folder) is None or file.meta().get("status", "running") != "running"
+            meta = file.meta()
+        return holder(self.folder) is None or is_over(meta, run)
 
     def _run(self, name: str | None) -> str | None:
         """Return the id of the run that is meant: by its id or name, else the newest. Raises `QueryError`."""
@@ -179,7 +180,7 @@ class Answers:
         }
 
     def _verdict(self, asked: query.Verdict) -> Any:
-        if not self._over():
+        if not self._over(asked.run):
             return self._verdict_now(asked.run)
         summary = self._reported(asked.run)
         exposed = [stage["exposed_ms"] for stage in summary["stages"]] or None
@@ -199,11 +200,12 @@ class Answers:
             return deaths_of(RunFacts(file, self._limits))
 
     def _throughput(self, asked: query.Throughput) -> Any:
-        over = self._over()
+        over = self._over(asked.run)
         whole = over if asked.whole is None else asked.whole
         with self._file(asked.run) as file:
             self._work.read(file)  # before the history is held: nobody waits for the disk
         with self._history(asked.run, False) as of:
+            over = over or (bool(of.ranks) and all(process.ended for process in of.ranks.values()))
             return self._work.numbers(of, whole=whole, over=over)
 
     def _reported(self, run: str | None) -> Summary:
@@ -222,7 +224,7 @@ class Answers:
 
     def _steps(self, asked: Any) -> dict[str, Any]:
         whole = getattr(asked, "whole", None)
-        whole = self._over() if whole is None else whole
+        whole = self._over(asked.run) if whole is None else whole
         with self._history(asked.run, isinstance(asked, query.Times)) as of:
             return OF_STEPS[type(asked)](of, asked, whole)
 

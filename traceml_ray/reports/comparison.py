@@ -159,7 +159,7 @@ def limits_of(least_pct: float | None) -> CompareLimits:
 def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     """Return what `send` answers about one session. Raises as `query.ask`."""
     status, ranks, verdict = query.ask(send, [query.Status(), query.Ranks(run), query.Verdict(run)])
-    times = _read(send, run, live=status.get("status", "running") == "running")
+    times = read_whole(send, run, live=status.get("status", "running") == "running")
     memory = query.ask_one(send, memory_question(ranks))
     return known(
         status,
@@ -172,8 +172,11 @@ def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     )
 
 
-def _read(send: Callable[[bytes], bytes], run: str | None, live: bool) -> StepTimes:
-    """Return the numbers of a run once all of it has been read: of a long one, a slice at each question."""
+def read_whole(send: Callable[[bytes], bytes], run: str | None, live: bool) -> StepTimes:
+    """
+    Return the numbers of a run once all of it has been read: of a long one, a slice at each question. Of a
+    session that is `live`, as much as there is.
+    """
     before = None
     while True:
         times = query.ask_one(send, query.Times(run, True))

@@ -49,7 +49,7 @@ def of_run(facts: RunFacts, history: StepHistory | None) -> dict[str, Any] | Non
         return None
     work = WorkHistory()
     _add(work, facts.session.work()[0])
-    over = facts.meta.get("status", "running") != "running"
+    over = facts.fact("status") not in ("running", None)
     ranks, processes = facts.ranks, {rank: process.id for rank, process in facts.ranks.items()}
     missing = reasons(ranks.values())
     return throughput(history, work, processes, facts.world_size, whole=True, over=over, missing=missing)
@@ -64,7 +64,8 @@ def block(found: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what the summary says of it."""
     names = ThroughputNumbers.__annotations__
     if found is None:
-        return {**dict.fromkeys(names), "steps": 0, "why": {}, **{f"per_{name}": {} for name in _PER_RANK}}
+        why = {"steps": "no rank has reported a step"}
+        return {**dict.fromkeys(names), "steps": 0, "why": why, **{f"per_{name}": {} for name in _PER_RANK}}
     per_rank = {
         f"per_{name}": dict(zip(map(str, found["ranks"]), found[name].tolist(), strict=True))
         for name in _PER_RANK

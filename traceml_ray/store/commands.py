@@ -8,7 +8,10 @@ from traceml_ray.store.request import Request
 
 
 class Dump(Request[None], frozen=True):
-    """Make a bundle, with the stacks of all ranks; `id` will be in it."""
+    """
+    Make a bundle, with the stacks of all ranks; `id` will be in it. The same `id` again makes no other one,
+    and is refused with the reason once that one could not be made.
+    """
 
     id: wire.Name
 

@@ -88,7 +88,7 @@ class Ledger(OfRun[results.WholeLedger], frozen=True):
 
 
 class Verdict(OfRun[results.LiveVerdict | None], frozen=True):
-    """The verdict of now; of a session that is over, that of its report."""
+    """The verdict of now; of a run that is over, that of its report."""
 
 
 class Verdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):

@@ -64,6 +64,16 @@ def note(
     return runs
 
 
+def is_over(meta: Mapping[str, Any], run: str | None = None) -> bool:
+    """Return whether the session has ended or, while it goes on, that run of it."""
+    return meta.get("status", "running") != "running" or has_ended(meta, run)
+
+
+def has_ended(meta: Mapping[str, Any], run: str | None) -> bool:
+    """Return whether a run was reported to be over: its session may go on."""
+    return "ended_at" in meta.get("runs", {}).get(run, {})
+
+
 def status_of(processes: list[RankProcess], reported: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """
     Return the status of a run: the one reported, else that of the session.

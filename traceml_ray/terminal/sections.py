@@ -14,7 +14,7 @@ from traceml_ray.reports.memory import first_words
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.severity import SIGNS
-from traceml_ray.views.state import OVER
+from traceml_ray.views.state import RUN_OVER
 from traceml_ray.views.values import natural, number
 
 from .lines import HEAD, MARK, QUIET, TONES, Section, cut, fit, flow, table, wrap
@@ -120,7 +120,7 @@ def verdict(of: Snapshot, width: int, most: int) -> Section:
         ("", known["began"], ""),
     ]  # fmt: skip
     if of.state != "live" or known is None:
-        at = 0 if known is None else 3 if of.state in OVER else 1
+        at = 0 if known is None else 3 if of.state in RUN_OVER else 1
         parts.insert(at, ("State", of.state_text, late))
     least = _FIRST + 2 * (of.tone == "critical")  # what ends a run is more than a line long
     shown = [(label, wrap(said, width - _LABEL, style)) for label, said, style in parts if said]
@@ -177,7 +177,7 @@ def of_steps(of: Snapshot) -> str:
     """Return ", steps 35–89": which steps the numbers are of, where that is not plain."""
     if of.steps is not None:
         return f", steps {of.steps[0]:,}–{of.steps[1]:,}"
-    return ", all steps" if of.state in OVER and of.times and of.times["steps"] else ""
+    return ", all steps" if of.times and of.times.get("steps") and of.times["of_all"] else ""
 
 
 def _listed(nodes: Sequence[object]) -> int:

@@ -23,7 +23,7 @@ from traceml_ray.views.run_state import SLOW_RANKS, RunState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import (
     BADGES,
-    OVER,
+    RUN_OVER,
     began_text,
     coverage_text,
     session_facts,
@@ -141,7 +141,7 @@ def _shown(run: RunState, state: str) -> tuple[int, int] | None:
     Return the steps that the numbers are of: in a run that is over, those of what is named. Over all steps,
     what was late in a part of them would hardly be seen.
     """
-    episode = present(run.verdict) if state in OVER else None
+    episode = present(run.verdict) if state in RUN_OVER else None
     return None if episode is None else (episode["from_step"], episode["to_step"])
 
 

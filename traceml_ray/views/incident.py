@@ -12,7 +12,7 @@ from traceml_ray.store import query
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .state import OVER, state_of
+from .state import RUN_OVER, state_of
 
 _AT_ONCE_S = 10.0
 """So close to the beginning of an episode an event may have to do with it,"""
@@ -42,7 +42,7 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
     changes = _checkpoint(cache, run, episode["from_step"])
     changes += [_change(run, *what, events) for what, events in found.items()]
     alone = len(verdict["episodes"]) == 1
-    goes_on = episode["goes_on"] and state_of(cache, run) not in OVER
+    goes_on = episode["goes_on"] and state_of(cache, run) not in RUN_OVER
     return {**episode, "goes_on": goes_on, "changes": changes[:_CHANGES], "alone": alone}
 
 

@@ -23,14 +23,20 @@ BADGES = {
     "missing": "not found",
     "waiting": "starting",
     "unwatched": "no live monitor",
+    "idle": "run ended",
 }
 RUNNING = ("live", "stale", "waiting", "ending")
 OVER = ("stored", "finished")
 """In which nothing changes any more."""
+RUN_OVER = (*OVER, "idle")
+"""In which nothing changes any more of the run."""
 
 
 def state_of(cache: SessionPoll, run: RunState | None) -> str:
-    """Return empty, starting, unwatched, waiting, live, stale, ending, finished or stored."""
+    """
+    Return the state in one word: empty, starting, unwatched, waiting, live, stale, ending, idle (the run has
+    ended, its session goes on), finished or stored.
+    """
     if not cache.status:
         live = cache.source.starting
         return "empty" if live is None else "unwatched" if live.monitor == "failed" else "starting"
@@ -42,7 +48,20 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
         return "stale"
     if run is None or run.last_step is None:
         return "waiting"
+    if _has_ended(_entry(cache, run)):
+        return "idle"
     return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
+
+
+def _entry(cache: SessionPoll, run: RunState | None) -> Mapping[str, Any]:
+    """Return what the session says of a run, see `results.RunInfo`; nothing where that is not known."""
+    return next((entry for entry in cache.runs if run is not None and entry["id"] == run.id), {})
+
+
+def _has_ended(entry: Mapping[str, Any]) -> bool:
+    """Return whether a run of a session that goes on has ended; of plain actors nobody else reports it."""
+    status = entry.get("status", "running")
+    return status not in ("running", "ended") or (status == "ended" and entry["launcher"] in (None, "ray"))
 
 
 def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
@@ -73,6 +92,8 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         return starting + (f" Awaited: {awaited}." if awaited else "")
     if run and state == "ending":
         return _ending_text(run)
+    if run and state == "idle":
+        return _idle_text(cache, run)
     silent = sorted(set(seen) - _heard(run)) if run else []
     parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
     hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
@@ -87,6 +108,14 @@ def _ending_text(run: RunState) -> str:
     gone = f"{text.ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended, " if ended else ""
     rest = f"{gone}{text.ranks(going)} still {'runs' if len(going) == 1 else 'run'}."
     return rest[:1].upper() + rest[1:]
+
+
+def _idle_text(cache: SessionPoll, run: RunState) -> str:
+    entry, later = _entry(cache, run), [each["id"] for each in cache.runs]
+    how = "" if entry["status"] == "ended" else f": {entry['status']}"
+    after = [each for each in cache.runs[later.index(run.id) + 1 :] if each["status"] == "running"]
+    then = f"run {after[-1]['name']} is under way" if after else "it waits for the next run"
+    return f"Run {entry['name']} has ended{how}. The session goes on: {then}."
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
@@ -108,9 +137,7 @@ def _heard(run: RunState) -> frozenset[int]:
 def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     """Return what a session is called, how large it is and what trains in it, as far as known."""
     meta = cache.status
-    entry: Mapping[str, Any] = next(
-        (each for each in cache.runs if run is not None and each["id"] == run.id), {}
-    )
+    entry = _entry(cache, run)
     parallel = mode(process.strategy for process in run.ranks.values()) if run else None
     nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
     return {
