@@ -180,12 +180,9 @@ def _cluster_is_ours() -> bool:
 
 
 def _stop_quietly(session: Session) -> None:
-    """End of a driver that takes its cluster along: let the session be whole before that."""
-    import ray
-
+    """End of a driver that takes its cluster along, or has ended it before: let the session be whole."""
     try:
-        if ray.is_initialized():
-            session.stop(EXIT_S)
+        session.stop(EXIT_S)
     except Exception as error:
         sys.stderr.write(f"traceml-ray: session {session.id!r} may be incomplete: {cause_of(error)}\n")
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import psutil
 
-from traceml_ray import __version__, progress, text, wire
+from traceml_ray import progress, text, wire
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.errors import cause_of
@@ -24,7 +24,7 @@ from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.layer_call import ask_layers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
-from traceml_ray.ray.config import About, ActorConfig, current_config, forget
+from traceml_ray.ray.config import current_config, forget
 from traceml_ray.ray.discovery import (
     answers,
     cluster_nodes,
@@ -45,22 +45,18 @@ from traceml_ray.reports.comparison import (
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.run_status import why_over
 from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
+from traceml_ray.session_calls import QUESTION_S, EndedError, SessionCalls
+from traceml_ray.session_calls import StartError as StartError
 from traceml_ray.settings import Settings
 from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.summary_shape import Summary
 
-QUESTION_S = 20.0
-"""How long a question may take to be answered."""
 START_S = 90.0
 """The same for the first one: Ray starts workers with a niceness of 15: on a busy node that takes long."""
 _T = TypeVar("_T")
 _CHUNK, _POLL_S = 4 << 20, 0.2
-
-
-class StartError(RuntimeError):
-    """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
 
 
 class Session:
@@ -68,7 +64,9 @@ class Session:
     A running session, from outside. Use it as a context manager to have it stopped at the end.
 
     Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
-    thread, and raises StartError when the session does not answer within 20 s. What is returned are plain
+    thread, and raises StartError when the session does not answer within 20 s. One that has ended is asked
+    in the same way: its file answers, where that is on this node. What it is asked to do (`dump`, `profile`,
+    `download`, …) then raises StartError at once. What is returned are plain
     dicts; `traceml_ray.results` and `traceml_ray.summary_shape` have their fields, with units. A `run` is
     meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
 
@@ -77,18 +75,13 @@ class Session:
 
     def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
         self.id = name
-        self._aggregator = aggregator
-        about = msgspec.json.decode(self._call("about", wait_s=wait_s), type=About)
-        if about.version != __version__:
-            raise StartError(
-                f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
-                "choose another name, or stop that one first"
-            )
-        self.folder = Path(about.folder)
+        self._calls = calls = SessionCalls(name, aggregator, wait_s)
+        assert calls.folder is not None
+        self.folder = calls.folder
         """Where its files are, on the aggregator's node."""
-        self.node_id = about.node_id
+        self.node_id = calls.node_id
         """The aggregator's node."""
-        self.config = msgspec.json.decode(about.config, type=ActorConfig)
+        self.config = calls.config
         """How its actors are made."""
         self._dashboard: DashboardProcess | None = None
 
@@ -132,7 +125,7 @@ class Session:
         steps or, of a run that is over, of all. `why` has the reason for each that is not known.
         """
         with self._answered():
-            read_whole(self._send, run, live=True)
+            read_whole(self._calls.ask, run, live=True)
         return self._ask(query.Throughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
@@ -153,7 +146,7 @@ class Session:
         """
         stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
         with self._answered():
-            own = ask_side(self._send, run)
+            own = ask_side(self._calls.ask, run)
         return compared(stored, own, limits_of(least_pct))
 
     def bundles(self) -> list[BundleInfo]:
@@ -225,8 +218,12 @@ class Session:
         return self._ask(query.Status())
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
-        """Wait until each living node is in `nodes` and its relay answers; StartError after `timeout` s."""
+        """
+        Wait until each living node is in `nodes` and its relay answers. Raises StartError after `timeout` s,
+        and at once where the session has ended.
+        """
         deadline = time.monotonic() + timeout
+        self._check_running()
         waiting = {node["NodeID"]: node["NodeManagerHostname"] for node in cluster_nodes() if node["Alive"]}
         without_relay = set(waiting)
         while waiting and time.monotonic() < deadline:
@@ -263,10 +260,10 @@ class Session:
         As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
         """
         folder = Path(path) / self.id
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with progress.shown(f"downloading {self.id}"):
             copy = self._ask(query.Snapshot())
             try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for name, target in ((copy, DATABASE), *((n, n) for n in REPORTS if n != PAGE)):
                     self._fetch(name, folder / target)
                 with contextlib.suppress(StartError):  # there is none where it could not be made
@@ -286,15 +283,13 @@ class Session:
 
         Raises StartError when it does not come up.
         """
-        import ray
-
         if self._dashboard is not None and (url := self._dashboard.wait(0)):
             return url
         self._dashboard = DashboardProcess(
             self.id,
             os.environ,
             out=str(self.folder.parent),
-            ray_address=ray.get_runtime_context().gcs_address,
+            ray_address=self._address(),
             port="" if port is None else str(port),
         )
         url = self._dashboard.wait(QUESTION_S)
@@ -303,57 +298,104 @@ class Session:
             raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.last_line}")
         return url
 
+    def _address(self) -> str:
+        """Return the address of its cluster; "" where the session has ended, and its file is here."""
+        import ray
+
+        try:
+            self._check_running()
+        except EndedError:
+            self.status()  # raises where its file does not answer
+            return ""
+        address: str = ray.get_runtime_context().gcs_address
+        return address
+
+    def _check_running(self) -> None:
+        """Raise EndedError where the session has ended."""
+        self._calls.call("about")
+
     def stop(self, timeout: float = 5.0) -> None:
         """
         End the session: its files are written, its actors are gone and its name is free when this returns.
 
         Training that goes on is not touched. Raises StartError when something is still there after
-        `timeout` seconds; stopping a session that has ended already does nothing.
+        `timeout` seconds, and when its files cannot be written; stopping a session that has ended already
+        does nothing.
         """
         import ray
 
         deadline = time.monotonic() + timeout
         if self._dashboard is not None:
             self._dashboard.kill()
+        if not ray.is_initialized():
+            self._stop_without_ray(deadline)
+            return
+        if self._calls.is_gone() and find_aggregator(self.id) is not None:
+            return  # what has its name by now is another session
         forget(self.id)
         if current_config() is None:
             leave_trainers()
-        relays = find_relays(self.id).values()
-        try:
-            hangs = not answers(self._aggregator, min(ANSWER_S, timeout / 2))
-            if not hangs:
-                ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
-        except (ray.exceptions.RayError, ValueError):
-            hangs = True
-        if hangs:
-            ray.kill(self._aggregator, no_restart=True)
-            ending = [relay.end.remote(0.0) for relay in relays]
-            if ending:
-                ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
-            for relay in relays:
-                ray.kill(relay, no_restart=True)
+        finished = self._end_actors(timeout)
         while find_aggregator(self.id) is not None or relay_nodes(self.id):
             if time.monotonic() > deadline:
                 raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
             time.sleep(0.05)
-        if hangs:
+        self._calls.has_ended = True
+        if finished is None:
             self._finish_from_file()
+        elif not finished.ok:
+            raise StartError(
+                f"session {self.id!r} has ended, but its files could not be written: {finished.detail}"
+            )
+
+    def _end_actors(self, timeout: float) -> wire.Finished | None:
+        """Have all actors of the session end; return the aggregator's answer, None where there is none."""
+        import ray
+
+        aggregator, relays = self._calls.aggregator, find_relays(self.id).values()
+        try:
+            if answers(aggregator, min(ANSWER_S, timeout / 2)):
+                reply = ray.get(aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
+                return wire.decode(reply, wire.Finished)
+        except (ray.exceptions.RayError, ValueError):
+            pass
+        ray.kill(aggregator, no_restart=True)
+        ending = [relay.end.remote(0.0) for relay in relays]
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
+        for relay in relays:
+            ray.kill(relay, no_restart=True)
+        return None
+
+    def _stop_without_ray(self, deadline: float) -> None:
+        """End a session whose cluster has ended with `ray.shutdown()`, where its files are here."""
+        self._calls.check_file()
+        while holder(self.folder) is not None:
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"session {self.id!r} runs, and Ray was shut down in this process: "
+                    f"traceml-ray stop {self.folder}"
+                )
+            time.sleep(0.05)
+        forget(self.id)
+        self._calls.has_ended = True
+        self._finish_from_file()
 
     def _finish_from_file(self) -> None:
         """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
-        import ray
-
         from traceml_ray.monitor.offline import finish_offline
 
-        if not (self.folder / DATABASE).is_file():
-            return
-        over = wire.Finish(wire.VERSION, 0)
         try:
+            if self._calls.is_finished():
+                return
+            over = wire.Finish(wire.VERSION, 0)
             _end_hung(holder(self.folder))
-            left = relay_folder(self.id, ray.get_runtime_context().get_node_id())
+            left = relay_folder(self.id, self.node_id)
             finish_offline(self.folder, self.config.settings, over, left if is_private(left) else None)
+        except EndedError:  # its files are on another node
+            return
         except Exception as error:
-            warnings.warn(f"no report of session {self.id!r}: {cause_of(error)}", stacklevel=3)
+            warnings.warn(f"no report of session {self.id!r}: {cause_of(error)}", stacklevel=4)
 
     def __enter__(self) -> Session:
         """Return self."""
@@ -367,8 +409,12 @@ class Session:
             warnings.warn(str(error), stacklevel=2)
 
     def __repr__(self) -> str:
-        """Say what this is and where to look."""
-        return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
+        """Say what this is, where its files are, and what to try."""
+        about, what = f"traceml_ray session {self.id!r}", ".verdict(), .nodes(), .stop()"
+        if self._calls.has_ended:
+            about, what = f"{about}, ended", f"traceml-ray report {self.folder}"
+            what = f".verdict(), .summary(), {what}" if self._calls.is_here else what
+        return f"<{about}: files in {self.folder}; try {what}>"
 
     def _check_goes_on(self, run: str | None) -> None:
         """Raise StartError where no step of the run is left to measure."""
@@ -397,10 +443,7 @@ class Session:
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
         with self._answered():
-            return query.ask_one(self._send, request)
-
-    def _send(self, message: bytes) -> bytes:
-        return self._call("query", message)
+            return query.ask_one(self._calls.ask, request)
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
@@ -409,19 +452,6 @@ class Session:
             yield
         except query.QueryError as error:
             raise StartError(f"session {self.id!r}: {error}") from None
-
-    def _call(self, method: str, *args: bytes, wait_s: float | None = None) -> bytes:
-        """Return what a method of the aggregator returns. Raises StartError."""
-        import ray
-
-        seconds = QUESTION_S if wait_s is None else wait_s
-        try:
-            answer: bytes = ray.get(getattr(self._aggregator, method).remote(*args), timeout=seconds)
-        except ray.exceptions.RayActorError as error:
-            raise StartError(f"session {self.id!r} cannot be reached: {cause_of(error)}") from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise StartError(f"session {self.id!r} did not answer within {seconds:g} s") from error
-        return answer
 
 
 def _end_hung(pid: int | None) -> None:

@@ -98,9 +98,15 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     assert not folder.exists()
     until(lambda: not actor_processes("NodeRelay") and not actor_processes("Aggregator"), "processes end")
     session.stop()  # it has ended already
-    with pytest.raises(traceml_ray.StartError, match="'found' cannot be reached"):
-        again.verdict()
+    assert again.status()["status"] == "finished"
+    with pytest.raises(traceml_ray.StartError, match=r"has ended, its files are in /.*/found$"):
+        again.dump()
     assert (tmp_path / "found" / "summary.json").exists()
+    with traceml_ray.start("found", out=tmp_path) as other:
+        session.stop()  # what has its name by now is another one
+        assert other.wait_ready().status()["status"] == "running"
+        with pytest.raises(traceml_ray.StartError, match="moved aside"):
+            session.status()
 
 
 def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:

@@ -281,6 +281,8 @@ class _Unlisted(Session):
         self.id = "s"  # nothing of it asks Ray
         self._relay_answers = relay_answers
 
+    def _check_running(self) -> None: ...
+
     def nodes(self) -> list[NodeInfo]:
         return []
 

@@ -107,6 +107,12 @@ class AggregatorCore:
         """The live verdict on the newest run."""
         return self._judge.verdict()
 
+    @property
+    def started_at(self) -> int:
+        """When the session began, ns since the epoch."""
+        began: int = self._writer.meta["started_at"]
+        return began
+
     def ingest(self, data: bytes) -> bytes:
         """
         Take an encoded `RelayBatch`; return an encoded `RelayReply` saying what is on disk.

@@ -178,7 +178,9 @@ class Aggregator:
     def about(self) -> bytes:
         """Return who and where this is: `About` as JSON."""
         folder, config = str(self._core.folder.path), msgspec.Raw(msgspec.json.encode(self._config))
-        return msgspec.json.encode(About(__version__, self._config.session, folder, self._node_id, config))
+        return msgspec.json.encode(
+            About(__version__, self._config.session, folder, self._node_id, config, self._core.started_at)
+        )
 
     @ray.method(concurrency_group="query")
     def relay_wanted(self) -> None:

@@ -52,6 +52,8 @@ class About(msgspec.Struct, frozen=True):
     """on that node."""
     config: msgspec.Raw
     """`ActorConfig`, as that version has it."""
+    started_at: int | None = None
+    """When the session began, ns since the epoch: another one may take its name and folder later."""
 
 
 def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:

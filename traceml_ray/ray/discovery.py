@@ -28,6 +28,11 @@ def find_aggregator(session: str) -> Any | None:
     return _find(aggregator_name(session))
 
 
+def is_same_actor(one: Any, other: Any) -> bool:
+    """Return whether two handles are of the same actor, which Ray may have restarted."""
+    return bool(one._actor_id == other._actor_id)
+
+
 def find_relay(session: str, node_id: str) -> Any | None:
     """Return the handle of a session's relay on a node, or None when there is none."""
     return _find(relay_name(session, node_id))

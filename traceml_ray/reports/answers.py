@@ -99,7 +99,8 @@ class Answers:
         answer = self._by_kind.get(type(request))
         if answer is None:
             raise QueryError(
-                f"{type(request).__name__} is for a session that runs; of this one there is its file"
+                f"{type(request).__name__} is for a session that runs; this one has ended, its files are in "
+                f"{self.folder}"
             )
         if isinstance(request, OfRun):
             request = msgspec.structs.replace(request, run=self._run(request.run))
