@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import time
 import warnings
@@ -13,26 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-import psutil
 
 from traceml_ray import progress, text, wire
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
-from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
-from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.layer_call import ask_layers
-from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
-from traceml_ray.monitor.private_folders import is_private
-from traceml_ray.ray.config import current_config, forget
 from traceml_ray.ray.discovery import (
-    answers,
     cluster_nodes,
-    find_aggregator,
     find_relay,
-    find_relays,
-    relay_folder,
-    relay_nodes,
 )
 from traceml_ray.reports.comparison import (
     Comparison,
@@ -44,9 +32,10 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.run_status import why_over
-from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
+from traceml_ray.session import DATABASE, PAGE, REPORTS
 from traceml_ray.session_calls import QUESTION_S, EndedError, SessionCalls
 from traceml_ray.session_calls import StartError as StartError
+from traceml_ray.session_end import stop_session
 from traceml_ray.settings import Settings
 from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query
@@ -322,80 +311,9 @@ class Session:
         `timeout` seconds, and when its files cannot be written; stopping a session that has ended already
         does nothing.
         """
-        import ray
-
-        deadline = time.monotonic() + timeout
         if self._dashboard is not None:
             self._dashboard.kill()
-        if not ray.is_initialized():
-            self._stop_without_ray(deadline)
-            return
-        if self._calls.is_gone() and find_aggregator(self.id) is not None:
-            return  # what has its name by now is another session
-        forget(self.id)
-        if current_config() is None:
-            leave_trainers()
-        finished = self._end_actors(timeout)
-        while find_aggregator(self.id) is not None or relay_nodes(self.id):
-            if time.monotonic() > deadline:
-                raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
-            time.sleep(0.05)
-        self._calls.has_ended = True
-        if finished is None:
-            self._finish_from_file()
-        elif not finished.ok:
-            raise StartError(
-                f"session {self.id!r} has ended, but its files could not be written: {finished.detail}"
-            )
-
-    def _end_actors(self, timeout: float) -> wire.Finished | None:
-        """Have all actors of the session end; return the aggregator's answer, None where there is none."""
-        import ray
-
-        aggregator, relays = self._calls.aggregator, find_relays(self.id).values()
-        try:
-            if answers(aggregator, min(ANSWER_S, timeout / 2)):
-                reply = ray.get(aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
-                return wire.decode(reply, wire.Finished)
-        except (ray.exceptions.RayError, ValueError):
-            pass
-        ray.kill(aggregator, no_restart=True)
-        ending = [relay.end.remote(0.0) for relay in relays]
-        if ending:
-            ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
-        for relay in relays:
-            ray.kill(relay, no_restart=True)
-        return None
-
-    def _stop_without_ray(self, deadline: float) -> None:
-        """End a session whose cluster has ended with `ray.shutdown()`, where its files are here."""
-        self._calls.check_file()
-        while holder(self.folder) is not None:
-            if time.monotonic() > deadline:
-                raise StartError(
-                    f"session {self.id!r} runs, and Ray was shut down in this process: "
-                    f"traceml-ray stop {self.folder}"
-                )
-            time.sleep(0.05)
-        forget(self.id)
-        self._calls.has_ended = True
-        self._finish_from_file()
-
-    def _finish_from_file(self) -> None:
-        """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
-        from traceml_ray.monitor.offline import finish_offline
-
-        try:
-            if self._calls.is_finished():
-                return
-            over = wire.Finish(wire.VERSION, 0)
-            _end_hung(holder(self.folder))
-            left = relay_folder(self.id, self.node_id)
-            finish_offline(self.folder, self.config.settings, over, left if is_private(left) else None)
-        except EndedError:  # its files are on another node
-            return
-        except Exception as error:
-            warnings.warn(f"no report of session {self.id!r}: {cause_of(error)}", stacklevel=4)
+        stop_session(self._calls, timeout)
 
     def __enter__(self) -> Session:
         """Return self."""
@@ -452,14 +370,3 @@ class Session:
             yield
         except query.QueryError as error:
             raise StartError(f"session {self.id!r}: {error}") from None
-
-
-def _end_hung(pid: int | None) -> None:
-    """End an aggregator of this node that Ray has told to go, and that hears nothing."""
-    if pid is None:
-        return
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it has ended by itself
-        process = psutil.Process(pid)
-        if re.match(r"ray::(.*:)?Aggregator", "".join(process.cmdline()[:1])):  # `NAME:` while it is made
-            process.kill()
-            process.wait(KILL_S)
