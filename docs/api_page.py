@@ -32,7 +32,9 @@ SECTIONS = {
     },
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
-        "traceml_ray/live_session.py": ("Session", "StartError"),
+        "traceml_ray/live_session.py": ("Session",),
+        "traceml_ray/session_calls.py": ("StartError",),
+        "traceml_ray/plain.py": ("to_builtins",),
         "launchers/train_callback.py": ("TraceMLTrainCallback",),
     },
 }

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
+    from traceml_ray.plain import to_builtins
     from traceml_ray.profile_call import profile
     from traceml_ray.reports.analyze import analyze
     from traceml_ray.reports.comparison import compare
@@ -26,6 +27,7 @@ __all__ = [
     "profile",
     "stage",
     "start",
+    "to_builtins",
     "trace_step",
     "watch",
     "watch_router",
@@ -37,6 +39,7 @@ _MODULES = {
     "compare": "traceml_ray.reports.comparison",
     "profile": "traceml_ray.profile_call",
     "start": "traceml_ray.driver",
+    "to_builtins": "traceml_ray.plain",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",
     "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",
@@ -70,8 +73,10 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    # Without modules of ours, which an import adds to the names of the package: they are not public.
     missing = {name for name, any_of in _NEEDED.items() if not any(map(_is_installed, any_of))}
-    return sorted({*globals(), *__all__, *_MODULES} - missing)
+    of_every_module = {name for name in globals() if name.startswith("__")}
+    return sorted({*of_every_module, *__all__, *_MODULES} - missing)
 
 
 def _is_installed(package: str) -> bool:

@@ -54,10 +54,15 @@ class Session:
 
     Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
     thread, and raises StartError when the session does not answer within 20 s. One that has ended is asked
-    in the same way: its file answers, where that is on this node. What it is asked to do (`dump`, `profile`,
-    `download`, …) then raises StartError at once. What is returned are plain
-    dicts; `traceml_ray.results` and `traceml_ray.summary_shape` have their fields, with units. A `run` is
-    meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
+    in the same way: its file answers, where that is on this node. What a session can only do while it runs
+    (`dump`, `profile`, `download`, …) then raises StartError at once.
+
+    Answers are plain dicts, with the fields, and units, of `traceml_ray.results` and
+    `traceml_ray.summary_shape`. `memory`, `layers`, `compare`, `profile` and `profiles` return objects with
+    fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts of any of
+    them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
+
+    A `run` is meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
 
     `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
     """

@@ -1,7 +1,7 @@
 """
-What a session answers: the shapes of what `Session` returns; that of `summary` is in `summary_shape`.
+What a session answers: the shapes of dicts that `Session` returns; that of `summary` is in `summary_shape`.
 
-All are plain dicts, as they come from JSON. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
+These are plain dicts, as they come from JSON. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
 nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is 0 to 1. What is not
 known is None, never 0.
 """

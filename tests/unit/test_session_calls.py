@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import ray
 from played import Played
 from sessions import actor_of, run_message
 
+import traceml_ray
 from traceml_ray import live_session, session_calls, session_end, wire
 from traceml_ray.live_session import Session, StartError
 from traceml_ray.session import prepare
 from traceml_ray.session_calls import EndedError
+from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 
 
 class Remote:
@@ -233,6 +238,32 @@ def test_order_to_a_session_that_has_ended_is_refused_at_once(
             order(session)
     assert cluster.now == before, "nothing waits"
     assert not Path("nowhere").exists(), "nothing is left of a download that was refused"
+
+
+def test_each_answer_is_written_as_json_in_the_documented_way(cluster: Cluster, session: Session) -> None:
+    for _ in range(4):
+        cluster.played.play(20)
+    answers = {name: question(session) for name, question in QUESTIONS.items()}
+    answers |= {"dump": session.dump(), "compare": session.compare(cluster.played.folder)}
+    answers["analyze"] = traceml_ray.analyze(cluster.played.folder)
+    made = Profile(
+        id="p", session="s", run=None, time="", t_ns=1, why="", first_step=None, n_steps=3, memory=False,
+        stacks=False, shapes=False, ranks=[RankProfile(0, "done")], found=[], traceml_ray="0",
+    )  # fmt: skip
+    answers |= {"profile": made, "profiles": [ProfileInfo(made, "x", 3)]}
+    for name, answer in answers.items():
+        written = json.dumps(traceml_ray.to_builtins(answer), allow_nan=False)
+        assert len(json.loads(written)) == len(msgspec.to_builtins(answer, enc_hook=str)), name
+    assert answers["throughput"]["rank_samples_per_s"].tolist() == [
+        *traceml_ray.to_builtins(answers["throughput"])["rank_samples_per_s"]
+    ]
+    nothing = np.array([[np.nan, 1.0]])
+    assert traceml_ray.to_builtins({1: nothing, "x": (np.int64(3), float("inf"))}) == {
+        "1": [[None, 1.0]],
+        "x": [3, None],
+    }
+    with pytest.raises(TypeError, match="object is no answer"):
+        traceml_ray.to_builtins([object()])
 
 
 def test_what_is_said_of_a_session_is_what_works(cluster: Cluster, session: Session) -> None:
