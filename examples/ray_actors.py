@@ -5,15 +5,17 @@ Plain Ray actors that train together with DDP, without Ray Train: one line in th
     python examples/ray_actors.py --actors 3 --slow-actor 2
 
 The second line makes actor 2 late with every batch, for the monitor to find. Without a cluster at hand
-(RAY_ADDRESS), Ray starts one here.
+(RAY_ADDRESS), Ray starts one here. Where it has fewer CPUs than there are actors, they share them.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 import torch
@@ -23,6 +25,7 @@ from torch import nn
 import traceml_ray
 
 WIDTH, BATCH = 256, 32
+PATIENCE_S = 10.0
 
 
 class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -38,7 +41,7 @@ class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
             yield torch.randn(BATCH, WIDTH)
 
 
-@ray.remote(num_cpus=1)
+@ray.remote
 class Trainer:
     """One rank."""
 
@@ -68,6 +71,22 @@ class Trainer:
         return loss.item()
 
 
+def start_actors(count: int) -> tuple[list[Any], str]:
+    """Start so many actors; return them, and where they can meet."""
+    cpus = ray.cluster_resources().get("CPU", 0)
+    share = 1 / math.ceil(count / max(1, cpus))
+    trainers = [Trainer.options(name=f"trainer-{rank}", num_cpus=share).remote() for rank in range(count)]
+    places = [trainer.rendezvous.remote() for trainer in trainers]
+    _, waiting = ray.wait(places, num_returns=count, timeout=PATIENCE_S)
+    if waiting:
+        print(
+            f"Waiting for {len(waiting)} of {count} actors to start: each takes {share:g} of the "
+            f"{cpus:g} CPUs in this cluster.",
+            flush=True,
+        )
+    return trainers, ray.get(places)[0]
+
+
 def main() -> None:
     """Train, then say which actor was late, where, and what that cost."""
     parser = argparse.ArgumentParser(
@@ -77,11 +96,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--slow-actor", type=int, help="the one that gets its batches 30 ms late")
     args = parser.parse_args()
+    if args.actors < 1 or args.steps < 1:
+        parser.error("at least one actor and one step")
+    if args.slow_actor is not None and not 0 <= args.slow_actor < args.actors:
+        parser.error(f"--slow-actor {args.slow_actor}: this run has actors 0 to {args.actors - 1}")
 
     ray.init()
     with traceml_ray.start() as session:
-        trainers = [Trainer.options(name=f"trainer-{rank}").remote() for rank in range(args.actors)]
-        meet_at = ray.get(trainers[0].rendezvous.remote())
+        trainers, meet_at = start_actors(args.actors)
+        print(f"{args.actors} actors train for {args.steps} steps.", flush=True)
         losses = ray.get(
             [
                 trainer.train.remote(

@@ -6,7 +6,7 @@ The GPT of train_gpt.py under Ray Train, watched without a line in the training 
 
 The driver says `traceml_ray.start()` after `ray.init()`; that is all. The second line plants a fault for
 it to find (see train_gpt.py): the worker of rank 2 gets every batch 40 ms late. Without a cluster at hand
-(RAY_ADDRESS), Ray starts one here.
+(RAY_ADDRESS), Ray starts one here. Where it has fewer CPUs than there are workers, they share them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def gpu_of(workers: int) -> float:
-    """Return the share of a GPU that each worker gets."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if not gpus:
-        raise SystemExit("--gpus: Ray sees no GPU in this cluster")
-    return 1 / -(-workers // gpus)
+def share_of(resource: str, workers: int) -> float:
+    """Return the share of a CPU, or GPU, that each worker gets."""
+    there = int(ray.cluster_resources().get(resource, 0))
+    if not there:
+        raise SystemExit(f"Ray sees no {resource} in this cluster")
+    return 1 / -(-workers // there)
 
 
 def main() -> None:
@@ -68,7 +68,8 @@ def main() -> None:
     config |= {"eval_every": args.steps, "eval_batches": 4, "checkpoint_dir": None}
 
     ray.init()
-    share = gpu_of(args.workers) if args.gpus else 0.0
+    device = "GPU" if args.gpus else "CPU"
+    share = share_of(device, args.workers)
     session = traceml_ray.start()
 
     with tempfile.TemporaryDirectory() as results:  # where Ray Train keeps its own files of the run
@@ -76,11 +77,11 @@ def main() -> None:
             train_loop,
             train_loop_config=config,
             # NCCL refuses two ranks on one device; gloo exchanges CUDA tensors through the host.
-            torch_config=TorchConfig(backend="gloo" if share < 1 else "nccl"),
+            torch_config=TorchConfig(backend="nccl" if args.gpus and share == 1 else "gloo"),
             scaling_config=ScalingConfig(
                 num_workers=args.workers,
                 use_gpu=args.gpus,
-                resources_per_worker={"GPU": share} if args.gpus else None,
+                resources_per_worker={device: share},
             ),
             run_config=RunConfig(name="gpt", storage_path=results),
         ).fit()

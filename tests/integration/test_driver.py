@@ -298,7 +298,7 @@ def test_idle_session_ends_itself_and_writes_its_files(
 def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_actors.py"
     ran = subprocess.run(
-        [sys.executable, str(example), "--steps", "80", "--slow-actor", "1"],
+        [sys.executable, str(example), "--actors", "4", "--steps", "80", "--slow-actor", "1"],
         env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": cluster.address},
         cwd=tmp_path,
         capture_output=True,

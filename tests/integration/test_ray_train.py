@@ -309,7 +309,7 @@ def test_local_mode_is_left_alone(session: Session, tmp_path: Path) -> None:
 def test_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_train.py"
     done = subprocess.run(
-        [sys.executable, str(example), "--steps", "40", "--slow", "data:1:30"],
+        [sys.executable, str(example), "--workers", "3", "--steps", "40", "--slow", "data:1:30"],
         cwd=tmp_path,
         env={**os.environ, "RAY_ADDRESS": cluster.address, "TRACEML_INTERVAL": "0.2"},
         capture_output=True,
