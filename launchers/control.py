@@ -37,9 +37,9 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
 
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
-    asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
-    before = _failures(folder)
+    asked, before = secrets.token_hex(8), _failures(folder)
     request(folder, wire.Request(wire.VERSION, asked), limit_s)
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
             if any(cause.request == asked for cause in bundle.manifest.causes):
