@@ -139,9 +139,11 @@ def start(
 
 def session_here() -> Session | None:
     """Return the session that this process has started; None where it has none, or has no Ray."""
-    config = current_config() if "ray" in sys.modules else None
-    found = None if config is None else find_aggregator(config.session)
-    return None if config is None or found is None else Session(config.session, found)
+    config, ray = current_config(), sys.modules.get("ray")
+    if config is None or ray is None or not ray.is_initialized():
+        return None
+    found = find_aggregator(config.session)
+    return None if found is None else Session(config.session, found)
 
 
 def _check_ray() -> None:

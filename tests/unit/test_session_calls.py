@@ -17,7 +17,7 @@ from played import Played
 from sessions import actor_of, run_message
 
 import traceml_ray
-from traceml_ray import live_session, session_calls, session_end, wire
+from traceml_ray import driver, live_session, session_calls, session_end, wire
 from traceml_ray.live_session import Session, StartError
 from traceml_ray.session import prepare
 from traceml_ray.session_calls import EndedError
@@ -327,6 +327,16 @@ def test_stop_says_that_the_files_could_not_be_written(cluster: Cluster, session
     cluster.finished = wire.Finished(wire.VERSION, "failed", "OSError: no space left")
     with pytest.raises(StartError, match="has ended, but its files could not be written: OSError: no space"):
         session.stop()
+
+
+def test_profile_does_nothing_in_a_driver_whose_ray_was_shut_down(
+    cluster: Cluster, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "current_config", lambda: session.config)
+    monkeypatch.setattr(driver, "find_aggregator", lambda _: cluster.aggregator)
+    assert driver.session_here() is not None
+    cluster.connected = False
+    assert traceml_ray.profile().result() is None
 
 
 def test_dashboard_of_a_session_that_has_ended_is_of_its_file(
