@@ -70,7 +70,6 @@ class Session:
     def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
         self.id = name
         self._calls = calls = SessionCalls(name, aggregator, wait_s)
-        assert calls.folder is not None
         self.folder = calls.folder
         """Where its files are, on the aggregator's node."""
         self.node_id = calls.node_id
