@@ -18,10 +18,7 @@ from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.layer_call import ask_layers
-from traceml_ray.ray.discovery import (
-    cluster_nodes,
-    find_relay,
-)
+from traceml_ray.ray.discovery import cluster_nodes, find_relay
 from traceml_ray.reports.comparison import (
     Comparison,
     ask_side,
@@ -43,7 +40,7 @@ from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.summary_shape import Summary
 
 START_S = 90.0
-"""The same for the first one: Ray starts workers with a niceness of 15: on a busy node that takes long."""
+"""How long its first answer may take: on a busy node Ray's workers, of niceness 15, start late."""
 _T = TypeVar("_T")
 _CHUNK, _POLL_S = 4 << 20, 0.2
 
