@@ -23,6 +23,7 @@ from traceml_ray.agent.layer_sampler import LayerSampler
 from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.layer_messages import MAX_LAYERS, OTHERS, LayersCommand
@@ -352,7 +353,8 @@ def test_scripted_layer_is_measured(measured: Callable[..., Measured]) -> None:
     assert ours.times(ours.step(lambda: trained(model)))["2"] == (7, 14)
 
 
-def test_stack_is_as_deep_as_without(measured: Callable[..., Measured]) -> None:
+@pytest.mark.parametrize("marked", [False, True])
+def test_stack_is_as_deep_as_without(measured: Callable[..., Measured], marked: bool) -> None:
     depths: list[int] = []
 
     class Deep(nn.Module):
@@ -362,11 +364,18 @@ def test_stack_is_as_deep_as_without(measured: Callable[..., Measured]) -> None:
 
     model = nn.Sequential(nn.Sequential(Deep()))
     model(torch.ones(1))
-    ours = measured(model)
-    model(torch.ones(1))
-    ours.calls.begin()
-    model(torch.ones(1))
-    assert ours.calls.end() is not None
+    roots = RootModules(Recorder(StepRing(16)), lambda *_: None)
+    if marked:
+        roots.add(model)
+    try:
+        ours = measured(model)
+        model(torch.ones(1))
+        ours.calls.begin()
+        model(torch.ones(1))
+        sample = ours.calls.end()
+    finally:
+        roots.restore()
+    assert sample is not None and sample.calls[:3] == [1, 1, 1]
     assert len({*depths}) == 1 and len(depths) == 3
 
 

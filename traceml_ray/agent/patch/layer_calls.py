@@ -21,6 +21,8 @@ from traceml_ray.agent.device import EVENT_SLOTS, DeviceApi
 from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 
+MEASURED_BY = "_traceml_layers"
+"""Attribute of a `Module.__call__` that stands in for torch's own: the LayerCalls that it asks."""
 _FEW = 4
 """Values of an output that are looked at for a tensor."""
 
@@ -168,6 +170,8 @@ class LayerCalls:
                 calls.leave(before, output)
 
         _leave_alone(__call__)
+        if torchs_own:
+            setattr(__call__, MEASURED_BY, calls)
         return __call__
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.marks import EVAL_MODE_FORWARD_BEGIN, FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
+from traceml_ray.agent.patch.layer_calls import MEASURED_BY
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.recorder import Recorder
 
@@ -187,10 +188,24 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
         if own is not None:
             return own(self, *args, **kwargs)
         call = super(cls, self).__call__
-        if getattr(call, "__func__", call) is torchs_own:
-            # Our frame takes the place of torch's: a model as deep as Python's stack allows still runs.
+        function = getattr(call, "__func__", call)
+        # Our frame takes the place of torch's, or of the one that measures layers: a model that is as deep as
+        # Python's stack allows still runs.
+        if function is torchs_own:
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
-        return call(*args, **kwargs)
+        layers = getattr(function, MEASURED_BY, None)
+        if layers is None:
+            return call(*args, **kwargs)
+        inside = self._compiled_call_impl or self._call_impl
+        before = layers.enter(self, args, kwargs) if layers.on else None
+        if before is None:
+            return inside(*args, **kwargs)
+        output = None
+        try:
+            output = inside(*args, **kwargs)
+            return output
+        finally:
+            layers.leave(before, output)
 
     next_owner = next((each for each in cls.__mro__[1:] if "__call__" in each.__dict__), None)
     if own is None and next_owner is torch.nn.Module:
