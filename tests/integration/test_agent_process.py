@@ -174,18 +174,43 @@ print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_ou
     assert relay.processes() == 1
 
 
+PROFILED = """
+    import threading
+    from traceml_ray import wire
+    from traceml_ray.agent import bootstrap
+
+    captures, on = bootstrap.current().captures, torch.autograd._profiler_enabled
+    steps = dict(first_step=10, steps=25, limit_s=60.0, record_s=60.0)
+    captures.obey(wire.Command("profile", dict(id="p", number=1, run="r", ranks="0", **steps)))
+
+    def train_twice():
+        train()
+        options = dict(num_workers=1, worker_init_fn=lambda _: print("in a worker:", on()))
+        train(multiprocessing_context="fork", **options)
+        print("in the rank:", on(), "from step", captures.status.steps[0][0])
+
+    thread = threading.Thread(target=train_twice)
+    thread.start()
+    thread.join()
+"""
+"""As in a worker of Ray Train, where the thread that trains is not the one that has loaded torch."""
+
+
 @pytest.mark.parametrize(
-    ("method", "ending", "code", "error"),
-    [("fork", "sys.exit(3)", 3, ""), ("spawn", "sys.exit('no')", 1, "no\n")],
+    ("main", "ending", "code", "printed", "error", "steps"),
+    [
+        (PROFILED, "sys.exit(3)", 3, "in a worker: False\nin the rank: False from step 10\n", "", 40),
+        ("    train(num_workers=1, multiprocessing_context='spawn')", "sys.exit('no')", 1, "", "no\n", 20),
+    ],
+    ids=["forked during a profile", "spawned"],
 )
 def test_loader_workers_are_not_watched_and_exit_codes_are_those_of_the_script(
-    tmp_path: Path, relay: Node, method: str, ending: str, code: int, error: str
+    tmp_path: Path, relay: Node, main: str, ending: str, code: int, printed: str, error: str, steps: int
 ) -> None:
-    main = f"    train(num_workers=1, multiprocessing_context='{method}')\n    import sys\n    {ending}"
-    done = run(tmp_path, f"{TRAIN}if __name__ == '__main__':\n{main}")
-    assert (done.returncode, done.stderr) == (code, error)
+    done = run(tmp_path, f"{TRAIN}if __name__ == '__main__':\n{main}\n    import sys\n    {ending}")
+    assert (done.returncode, done.stdout, done.stderr) == (code, printed, error)
     assert relay.processes() == 1
-    assert relay.batches()[-1].produced == 20
+    assert relay.batches()[-1].produced == steps
 
 
 def test_forked_child_ends_unchanged_and_sends_nothing(tmp_path: Path, relay: Node) -> None:

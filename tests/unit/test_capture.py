@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from traceml_ray import wire
 from traceml_ray.agent import capture
+from traceml_ray.agent.c_stderr import without_line
 from traceml_ray.agent.torch_profiler import TorchProfiler
 from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
@@ -381,3 +383,18 @@ def test_trace_that_is_too_large_is_refused_with_what_to_do(tmp_path: Path) -> N
     with pytest.raises(TraceTooLargeError, match="ask for fewer steps"):
         TraceFile(lambda path: path.write_bytes(bytes(2000)), str(tmp_path), max_bytes=1000)
     assert not list(tmp_path.iterdir())
+
+
+def test_line_of_c_code_is_kept_out_and_all_else_comes_through(capfd: pytest.CaptureFixture[str]) -> None:
+    library = ctypes.CDLL(None)
+
+    def c_prints(line: bytes) -> None:
+        library.fputs(line, ctypes.c_void_p.in_dll(library, "stderr"))
+
+    with pytest.raises(ZeroDivisionError), without_line(b"no error"):
+        c_prints(b"ERROR: no error\n")
+        c_prints(b"of the script\n")
+        os.write(2, b"first\n")
+        raise ZeroDivisionError
+    c_prints(b"no error after\n")
+    assert capfd.readouterr().err == "first\nof the script\nno error after\n"

@@ -7,16 +7,29 @@ trains. A process has one profiler at a time, and the script's own wins: ours th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
 
+from traceml_ray.agent.c_stderr import without_line
+
 _LOG = "KINETO_LOG_LEVEL"
 _SILENT = "99"
 """Its library writes two lines to stderr each time; it reads this once."""
+
+_REGISTERED = b"External init callback must run in same thread as registerClient"
+"""
+Kineto prints this as an error where another thread than the one that has loaded torch starts the first
+profiler of the process: a worker of Ray Train trains in a thread of its own. It then leaves out a call that
+does nothing, except for MTIA devices.
+"""
+_started = False
+"""A profiler of ours has been started in this process."""
 
 WAIT_S = 60.0
 """
@@ -71,7 +84,8 @@ class TorchProfiler:
         prepare = self._watch(profiler.profile)
         silenced = os.environ.setdefault(_LOG, _SILENT) == _SILENT
         try:
-            prepare(ours)
+            with _first_start():
+                prepare(ours)
             ours._start_trace()
         except BaseException:
             self._undo()
@@ -164,6 +178,17 @@ class TorchProfiler:
         if result is None or self._lost:  # torch would crash
             raise ProfilerBusyError("there is nothing to save")
         result.save(str(path))
+
+
+@contextlib.contextmanager
+def _first_start() -> Iterator[None]:
+    """Keep the line that is no error of the script's out of its stderr; it is printed once in a process."""
+    global _started
+    first, _started = not _started, True
+    # Torch is loaded by the main thread, nearly always.
+    quiet = first and threading.current_thread() is not threading.main_thread()
+    with without_line(_REGISTERED) if quiet else contextlib.nullcontext():
+        yield
 
 
 def torch_and_profiler() -> tuple[Any, Any]:
