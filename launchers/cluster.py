@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from traceml_ray.monitor.finish import KILL_S
-from traceml_ray.ray.connection import ONE_NODE, own_address, reach
+from traceml_ray.ray.connection import ONE_NODE, find_token, own_address, reach
 
 from .lean_ray import leave_out_agents, take_temp_dir
 
@@ -38,7 +38,6 @@ _IDLE_S, _IDLE_WINDOWS = 0.5, 4
 JOIN_S = 300.0
 """How long the launchers of a job wait for the first one: nodes may start minutes apart."""
 _RAY_PORTS = range(10_002, 20_000)
-_TOKEN_FILE = ".ray/auth_token"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,14 +170,7 @@ def kill_session(session: int, timeout: float) -> None:
 
 def cluster_token(environ: Mapping[str, str]) -> str | None:
     """Return the token that every node of the job has been given, as Ray looks for it; None without one."""
-    if token := environ.get("RAY_AUTH_TOKEN", "").strip():
-        return token
-    given = environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(given) if given else Path(environ.get("HOME", "~")).expanduser() / _TOKEN_FILE
-    try:
-        return path.read_text().strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None
+    return find_token(environ)[0] or None
 
 
 def free_port(host: str = "127.0.0.1") -> int:

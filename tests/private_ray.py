@@ -84,13 +84,13 @@ class Session:
 
 
 def ask_helper(
-    cluster: PrivateRay, actors: ActorConfig, address: str = "", deadline_s: float = 40
+    cluster: PrivateRay, actors: ActorConfig, address: str = "", deadline_s: float = 40, **environ: str
 ) -> HelperReply:
     request = HelperRequest(os.getpid(), address or cluster.address, actors, deadline_s)
     ran = subprocess.run(
         [sys.executable, "-m", "traceml_ray.launchers.helper"],
         input=msgspec.json.encode(request),
-        env=cluster.environ,
+        env={**cluster.environ, **environ},
         stdout=subprocess.PIPE,
         timeout=240,
         check=True,

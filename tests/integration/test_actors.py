@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from ray_cluster import until
 
 from traceml_ray import wire
 from traceml_ray.launchers.cluster import PrivateRay, free_port
+from traceml_ray.launchers.helper import HelperReply
 from traceml_ray.reports.summary import nodes_of
 from traceml_ray.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
@@ -87,6 +89,39 @@ def test_missing_cluster_is_reported_within_the_deadline(cluster: PrivateRay) ->
     reply = ask_helper(cluster, made.actors, address, deadline_s=3)
     assert not reply.ok
     assert address in reply.detail
+    shutil.rmtree(made.folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({"RAY_AUTH_TOKEN": "x" * 32}, "refuses the token of RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_MODE": "disabled"}, "wants a token: set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_TOKEN_PATH": "/no/such"}, "there is none in /no/such"),
+    ],
+)
+def test_cluster_that_refuses_the_token_is_named(
+    cluster: PrivateRay, environ: dict[str, str], why: str
+) -> None:
+    made = make_session()
+    reply = ask_helper(cluster, made.actors, **environ)
+    assert not reply.ok and why in reply.detail
+    shutil.rmtree(made.folder.parent)
+
+
+def test_relay_that_is_killed_while_the_session_starts_is_made_again(cluster: PrivateRay) -> None:
+    made, replies = make_session(), list[HelperReply]()
+    asking = threading.Thread(target=lambda: replies.append(ask_helper(cluster, made.actors, deadline_s=200)))
+    asking.start()
+    (relay,) = until(lambda: members(cluster, "NodeRelay"), "the relay")
+    relay.kill()
+    asking.join(240)
+    assert replies == [HelperReply(True)]
+    rank = Rank(made.socket)
+    rank.send(final=True)
+    rank.settle()
+    assert made.finish().ok and made.ledger()["stored"] == rank.produced
+    until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")
     shutil.rmtree(made.folder.parent)
 
 

@@ -29,7 +29,7 @@ from traceml_ray.launchers.cluster import (
 )
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.monitor import private_folders as folders
-from traceml_ray.ray.connection import own_address
+from traceml_ray.ray.connection import _lacks_token, find_token, own_address
 from traceml_ray.session import prepare
 from traceml_ray.settings import check_session_name
 
@@ -196,6 +196,21 @@ def test_cluster_token_is_searched_as_ray_does(tmp_path: Path) -> None:
     assert cluster_token(home) == "of the user"
     assert cluster_token({**home, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "file")}) == "of the file"
     assert cluster_token({**home, "RAY_AUTH_TOKEN": "said"}) == "said"
+
+
+def test_place_of_the_token_is_named_where_a_cluster_wants_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _lacks_token() == ""  # it shows none
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert f"there is none in {tmp_path}/.ray/auth_token" in _lacks_token()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such")
+    assert "there is none in /no/such (RAY_AUTH_TOKEN_PATH)" in _lacks_token()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    assert _lacks_token() == "" and find_token(os.environ) == ("t", "RAY_AUTH_TOKEN")
 
 
 def test_ray_token_is_the_given_one_for_several_nodes_and_generated_for_one(

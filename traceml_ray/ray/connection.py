@@ -22,6 +22,12 @@ from traceml_ray.ray.discovery import NAMESPACE
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
 _TRY_S = 2.0
+_TOKEN_FILE = ".ray/auth_token"
+_TOKEN_OF_KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"
+_GIVE_TOKEN = (
+    "set RAY_AUTH_MODE=token, and the cluster's token in RAY_AUTH_TOKEN, in a file that RAY_AUTH_TOKEN_PATH "
+    "names, or in ~/.ray/auth_token"
+)
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """How a connection of HTTP/2, which gRPC is, begins."""
 _AGAIN_S = 0.05
@@ -38,7 +44,8 @@ def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = 
         timeout_s: how long to wait until something listens there.
         before: called with Ray, imported, before it attaches.
 
-    Raises ConnectionError when the cluster cannot be reached, and what `ray.init` raises.
+    Raises ConnectionError when the cluster cannot be reached or does not take our token, and what `ray.init`
+    raises.
     """
     address, _ = reach(where.address, timeout_s)
     set_environ(
@@ -53,12 +60,67 @@ def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = 
             **where.environ,
         }
     )
+    if why := _lacks_token():  # Ray's library would abort the process
+        raise ConnectionError(why)
     _load_library()  # now: it reads the environment
     import ray
 
     before(ray)
+    if why := _refusal(address):
+        raise ConnectionError(why)
     temp_dir: dict[str, Any] = {"_temp_dir": where.temp_dir} if where.temp_dir else {}
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **temp_dir)
+
+
+def find_token(environ: Mapping[str, str]) -> tuple[str, str]:
+    """
+    Return the token that Ray takes in an environment, "" where it finds none, and the place where it is (or
+    was looked for last). Only with RAY_AUTH_MODE=token Ray makes use of it.
+    """
+    if token := environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token, "RAY_AUTH_TOKEN"
+    given = environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(given) if given else Path(environ.get("HOME", "~")).expanduser() / _TOKEN_FILE
+    place = f"{path} (RAY_AUTH_TOKEN_PATH)" if given else str(path)
+    try:
+        return path.read_text().strip(), place
+    except (OSError, UnicodeDecodeError):
+        return "", place
+
+
+def _uses_token() -> bool:
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _lacks_token() -> str:
+    """Return what is missing where this process is to show a token and has none; "" where it has."""
+    token, place = find_token(os.environ)
+    if token or not _uses_token() or _TOKEN_OF_KUBERNETES in os.environ:
+        return ""
+    return (
+        f"RAY_AUTH_MODE=token, but there is no token: RAY_AUTH_TOKEN is not set, and there is none in {place}"
+    )
+
+
+def _refusal(address: str) -> str:
+    """
+    Return why the cluster does not let this process in for want of the right token; "" where it does, or
+    where that cannot be known. `ray.init` takes 20 s for it, and only reports that it has failed to connect.
+    """
+    from ray import exceptions
+
+    refused: Any = getattr(exceptions, "AuthenticationError", ())  # an older Ray has no tokens
+    try:
+        from ray._raylet import GcsClient
+
+        GcsClient(address=address).check_alive([], timeout=_TRY_S)
+    except refused:
+        if not _uses_token():
+            return f"the Ray cluster at {address} wants a token: {_GIVE_TOKEN}"
+        return f"the Ray cluster at {address} refuses the token of {find_token(os.environ)[1]}: {_GIVE_TOKEN}"
+    except Exception:  # what else is wrong, `ray.init` reports
+        pass
+    return ""
 
 
 def _load_library() -> None:
