@@ -107,7 +107,8 @@ class BringUp:
             return
         self._show("running")
         if self.ray is not None:
-            self.ray.yield_cores(self.nice)
+            with guarded("the priority of the monitor's Ray is not lowered"):
+                self.ray.yield_cores(self.nice)
 
     def _failed(self, why: str) -> None:
         if self._show("failed", why):

@@ -52,6 +52,9 @@ from .nodes import Nodes
 
 ATTACH_S = 30.0
 """How long a running cluster may take to answer. Our own Ray has longer: it has to start."""
+_RAY_ENDS = (
+    ": later rows stay on their node, because Ray ends with this one; with --ray-address they would come"
+)
 _NO_MONITOR = "no monitor for this run"
 _RAY_IS_LEFT = "Ray of the monitor may still run"
 
@@ -241,7 +244,7 @@ class Monitor:
             self._finish_offline(session, message, finished)
         elif finished.waiting:
             late, count = finished.waiting, self.nodes.count
-            again = "" if self._ray is not None else ": they are written again when all have"
+            again = _RAY_ENDS if self._ray is not None else ": they are written again when all have"
             say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
         shutil.rmtree(self._spool, ignore_errors=True)
         _report(session)
