@@ -19,29 +19,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import msgspec
 
 from traceml_ray import text
-from traceml_ray.files import read_file, write_file
+from traceml_ray.session_state import DATABASE as DATABASE
+from traceml_ray.session_state import LIVE as LIVE
+from traceml_ray.session_state import LOCK, pid_in
+from traceml_ray.session_state import Live as Live
+from traceml_ray.session_state import MonitorState as MonitorState
+from traceml_ray.session_state import holder as holder
+from traceml_ray.session_state import live_state as live_state
+from traceml_ray.session_state import read_json as read_json
+from traceml_ray.session_state import start_text as start_text
+from traceml_ray.session_state import starting_sessions as starting_sessions
+from traceml_ray.session_state import write_live as write_live
 from traceml_ray.settings import check_session_name
 
-DATABASE = "session.sqlite"
 PAGE = "report.html"
 REPORTS = ("summary.json", "report.txt", PAGE)
 """Files that people and programs read; the page is missing where it could not be made."""
-LIVE = "live.json"
-_LOCK = ".lock"
 _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
     *("bundles", "profiles"),
 )
 """What a monitor writes into the folder of its session."""
-_MAX_JSON_BYTES = 64 << 20
 _LOOK_S = 0.2
 """How often it is looked for a session that is awaited."""
-_T = TypeVar("_T")
 
 
 class SessionError(ValueError):
@@ -56,28 +58,8 @@ class SessionHeldError(SessionError):
     """A session that another process holds."""
 
 
-MonitorState = Literal["waiting_for_cpu", "starting", "running", "failed"]
-
-
 class SessionStartingError(SessionError):
     """A live session that has no file yet, because its monitor is starting."""
-
-
-class Live(msgspec.Struct, frozen=True):
-    """What is in `live.json` of a session folder from its launch to its end. No secret."""
-
-    pid: int
-    """Of the launcher, or of the aggregator where there is none."""
-    socket: str
-    """Of the relay on this node: it can be asked to end the session."""
-    address: str
-    """Of the Ray cluster."""
-    monitor: MonitorState = "running"
-    """State of the monitor. A failed one is not started again; the rows are stored when training ends."""
-    began_ns: int = 0
-    """Time of the launch (ns, wall clock); 0 where a running monitor has written the file."""
-    detail: str = ""
-    """Why it has failed."""
 
 
 @dataclass
@@ -150,10 +132,10 @@ def inherit(path: Path) -> SessionFolder:
     Hold the session at `path` after the one that holds it now; waits for that. Raises OSError, also when
     another session has taken its place.
     """
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if not _same_file(fd, path / _LOCK):
+        if not _same_file(fd, path / LOCK):
             raise FileNotFoundError(errno.ENOENT, "the session was moved", str(path))
         _sign(fd)
     except BaseException:
@@ -258,44 +240,6 @@ def _names(out: Path) -> str:
     return ", ".join(folder.name for folder in _sessions(out)[:5])
 
 
-def holder(folder: Path) -> int | None:
-    """Return the pid of the process that holds the session right now, None where there is none."""
-    try:
-        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError as error:
-        return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
-    finally:
-        os.close(fd)
-
-
-def live_state(folder: Path) -> Live | None:
-    """Return how far the monitor of the session in `folder` is; None where nobody holds the session."""
-    if (pid := holder(folder)) is None:
-        return None
-    try:
-        return read_json(folder / LIVE, Live)
-    except (OSError, ValueError):  # it is written a moment after the folder is made, before the database
-        known = (folder / DATABASE).exists() or (folder / LIVE).exists()
-        return Live(pid, "", "", "running" if known else "starting")
-
-
-def start_text(live: Live) -> str:
-    """Return why a live session does not answer yet, in sentences; "" where its monitor runs."""
-    waited = f" ({text.age((time.time_ns() - live.began_ns) / 1e9)} so far)" if live.began_ns else ""
-    return {
-        "waiting_for_cpu": f"Training is running. The monitor is waiting for a free CPU core{waited}.",
-        "starting": f"Training is running. The monitor is starting{waited}.",
-        "running": "",
-        "failed": "Training is running without a live monitor; its steps are stored when it ends "
-        f"({live.detail}).",
-    }[live.monitor]
-
-
 def remove(path: Path) -> list[str]:
     """
     Remove the session at `path`; return what is left in its folder because it is no file of ours.
@@ -305,7 +249,7 @@ def remove(path: Path) -> list[str]:
     """
     if path.is_symlink() or not (path / DATABASE).is_file():
         raise SessionError(f"{path} is not the folder of a session")
-    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _flock(fd, path.name)
         own = [entry for entry in path.iterdir() if any(map(entry.match, _OWN))]
@@ -314,9 +258,9 @@ def remove(path: Path) -> list[str]:
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
-        left = sorted(_contents(path) - {_LOCK})
+        left = sorted(_contents(path) - {LOCK})
         if not left:
-            (path / _LOCK).unlink(missing_ok=True)
+            (path / LOCK).unlink(missing_ok=True)
             path.rmdir()
         return left
     finally:
@@ -330,29 +274,10 @@ def _order(entry: Path) -> int:
     )
 
 
-def read_json(path: Path, kind: type[_T]) -> _T:
-    """Return what a JSON file of a session folder holds. Raises OSError, ValueError for other contents."""
-    try:
-        return msgspec.json.decode(read_file(path, _MAX_JSON_BYTES), type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def write_live(folder: Path, live: Live) -> None:
-    """Write `live.json` into a session folder, for this user only. Raises OSError."""
-    write_file(folder / LIVE, msgspec.json.encode(live))
-
-
-def starting_sessions(out: Path) -> list[Path]:
-    """Return the folders under `out` of live sessions that have no file yet."""
-    locks = [lock for lock in out.glob(f"*/{_LOCK}") if not (lock.parent / DATABASE).exists()]
-    return [lock.parent for lock in locks if holder(lock.parent) is not None]
-
-
 def _sessions(out: Path) -> list[Path]:
     """Return the session folders under `out`, newest first; also those that are starting."""
     found = []
-    for path in [*out.glob(f"*/{DATABASE}"), *(folder / _LOCK for folder in starting_sessions(out))]:
+    for path in [*out.glob(f"*/{DATABASE}"), *(folder / LOCK for folder in starting_sessions(out))]:
         try:
             found.append((path.stat().st_mtime_ns, path.parent))
         except OSError:
@@ -372,7 +297,7 @@ def _newest(out: Path) -> Path:
 def _launched_ns(folder: Path) -> int:
     """Return when a process took hold of the session."""
     try:
-        return (folder / _LOCK).stat().st_mtime_ns
+        return (folder / LOCK).stat().st_mtime_ns
     except OSError:
         return 0
 
@@ -393,18 +318,18 @@ def _take(path: Path, again: bool) -> SessionFolder:
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         contents = _contents(path)
-        if contents and not contents & {DATABASE, _LOCK}:
+        if contents and not contents & {DATABASE, LOCK}:
             raise SessionError(f"{path} exists and is not a session; choose another name")
         try:
-            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # another launch has just moved the folder away
             continue
         try:
             _flock(fd, path.name)
-            if not _same_file(fd, path / _LOCK):
+            if not _same_file(fd, path / LOCK):
                 os.close(fd)
                 continue
-            if not again and _contents(path) - {_LOCK}:
+            if not again and _contents(path) - {LOCK}:
                 moved = _move_aside(path)
                 os.close(fd)
                 continue
@@ -424,7 +349,7 @@ def _flock(fd: int, name: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
-            pid = _pid_in(fd)
+            pid = pid_in(fd)
             who = f" (pid {pid})" if pid else ""
             text = f"session {name!r} is already running{who}; choose another name"
             raise SessionHeldError(text) from None
@@ -436,13 +361,6 @@ def _sign(fd: int) -> None:
     """Write into the lock which process holds it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
-
-
-def _pid_in(fd: int) -> int | None:
-    text = b""
-    with contextlib.suppress(OSError):  # it is no file
-        text = os.pread(fd, 32, 0).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _same_file(fd: int, path: Path) -> bool:
