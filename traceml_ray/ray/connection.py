@@ -107,13 +107,12 @@ def _refusal(address: str) -> str:
     Return why the cluster does not let this process in for want of the right token; "" where it does, or
     where that cannot be known. `ray.init` takes 20 s for it, and only reports that it has failed to connect.
     """
-    from ray import exceptions
+    from ray import _raylet, exceptions
 
+    client: Any = getattr(_raylet, "GcsClient", None)  # of no public API
     refused: Any = getattr(exceptions, "AuthenticationError", ())  # an older Ray has no tokens
     try:
-        from ray._raylet import GcsClient
-
-        GcsClient(address=address).check_alive([], timeout=_TRY_S)
+        client(address=address).check_alive([], timeout=_TRY_S)
     except refused:
         if not _uses_token():
             return f"the Ray cluster at {address} wants a token: {_GIVE_TOKEN}"
