@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -398,6 +399,28 @@ def test_node_that_ends_late_on_a_given_cluster_is_in_the_session(
     assert summary["ledger"]["stored"] == check_ledger(folder)["stored"] == 500
     assert summary["session"]["status"] == "finished"
     assert all(node.poll() is None for node in cluster)
+
+
+@pytest.mark.long
+def test_node_that_ends_late_beside_a_private_ray_keeps_its_rows_and_says_so(hosts: Hosts) -> None:
+    """The private Ray ends with the first node."""
+    launched = []
+    for host, steps in enumerate((100, 900)):
+        run = (sys.executable, "-m", "traceml_ray.cli", "run", "--nnodes", "2", "--node-rank", str(host))
+        flags = ("--master-addr", ADDRESSES[0], "--session", "late", "--out", str(hosts.folder / "out"))
+        who = {"RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        command = (*run, *flags, "--", sys.executable, "-c", ALONE, str(steps))
+        launched.append(hosts.start(host, *command, RAY_AUTH_TOKEN="t" * 32, **who))
+    first, other = launched
+    _, outputs = first.communicate(timeout=240)
+    assert (first.returncode, other.poll()) == (0, None), outputs
+    assert "the files are written without 1 of 2 nodes (" in outputs and "with --ray-address" in outputs
+    _, outputs = other.communicate(timeout=240)
+    assert other.returncode == 0, outputs
+    (kept,) = re.findall(r"rows of 1 ranks could not be delivered.*; they are in (\S+)", outputs)
+    shutil.rmtree(Path(kept).parent)
+    ledger = check_ledger(hosts.folder / "out" / "late")
+    assert 100 <= ledger["stored"] < 1000
 
 
 def given_cluster(hosts: Hosts) -> tuple[str, list[tuple[str, ...]], list[subprocess.Popen[str]]]:
