@@ -12,8 +12,10 @@ from played import Played
 from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
+from traceml_ray.monitor.captures import MAX_WAITING
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
+from traceml_ray.store.query import QueryError
 
 
 def _profile(name: str, *ranks: RankProfile) -> Profile:
@@ -124,3 +126,12 @@ def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the
         assert aggregator.errors["profile: not written before the end"] == 1
     finally:
         os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
+
+
+def test_request_that_is_one_too_many_is_refused_at_once(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path, Clock())
+    for rank in range(MAX_WAITING):
+        ask(aggregator, "start_profile", request=wire.ProfileRequest(str(rank)), id=f"me{rank}")
+    with pytest.raises(QueryError, match="no profile: 8 profiles wait already; ask again"):
+        ask(aggregator, "start_profile", request=wire.ProfileRequest("9"), id="last")
+    ask(aggregator, "start_profile", request=wire.ProfileRequest("0"), id="joins")

@@ -117,20 +117,24 @@ class Captures:
         """Whether one is under way or waits."""
         return self._now is not None or bool(self._waiting)
 
-    def ask(self, wanted: Wanted) -> None:
-        """Have steps profiled, when those before are done; what is too much is counted."""
+    def ask(self, wanted: Wanted) -> str | None:
+        """
+        Have steps profiled, when those before are done. Return why that will not be, None while it is not so;
+        what is too much is counted.
+        """
         now = self._now
         if now is not None and now.joins and now.wanted.request == wanted.request:
             now.profile.requests.extend(wanted.requests)
-            return
+            return None
         for at, other in enumerate(self._waiting):
             if other.request == wanted.request:
                 self._waiting[at] = replace(other, requests=other.requests + wanted.requests)
-                return
+                return None
         if len(self._waiting) >= MAX_WAITING:
             self._errors.count("profile: too many wait")
-            return
+            return f"{MAX_WAITING} profiles wait already; ask again when one is done"
         self._waiting.append(wanted)
+        return None
 
     def commands(self) -> list[wire.Command]:
         """Return what to tell the ranks."""

@@ -37,13 +37,14 @@ class LayerRequests:
         self.commands: list[wire.Command] = []
         """For the ranks, sent with every reply to a relay."""
 
-    def ask(self, request: wire.LayersRequest, asked: str) -> None:
-        """Take the request of a person, by its id."""
+    def ask(self, request: wire.LayersRequest, asked: str) -> str | None:
+        """Take the request of a person, by its id; return why nothing will be measured, None otherwise."""
         with self._lock:
             if len(self._waiting) + len(self._sent) >= MAX_WAITING:
                 self._errors.count("layers: too many requests wait")
-                return
+                return f"{MAX_WAITING} requests wait already; ask again in {SEND_S:g} s"
             self._waiting.append((request, asked, self._ticks()))
+            return None
 
     def take(self, event: wire.Event) -> None:
         """Take an event of a node, if it is a request."""

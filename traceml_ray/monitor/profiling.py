@@ -73,9 +73,12 @@ class Profiling:
         self.commands: list[wire.Command] = []
         """For the ranks, sent with every reply to a relay."""
 
-    def ask(self, request: wire.ProfileRequest, asked: str) -> None:
-        """Take the request of a person, by its id; with the writer's lock."""
-        self._captures.ask(Wanted(request, "it was requested.", (asked,)))
+    def ask(self, request: wire.ProfileRequest, asked: str) -> str | None:
+        """
+        Take the request of a person, by its id; return why there will be no profile, None while that is not
+        so. With the writer's lock.
+        """
+        return self._captures.ask(Wanted(request, "it was requested.", (asked,)))
 
     def take(self, event: wire.Event) -> None:
         """Take an event of a node, if it is a request."""

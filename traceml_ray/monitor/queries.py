@@ -53,8 +53,8 @@ class LiveAnswers(Answers):
         commit: Callable[[], bool],
         used: Callable[[], None],
         request: Callable[[str], str | None],
-        profile: Callable[[wire.ProfileRequest, str], None],
-        layers: Callable[[wire.LayersRequest, str], None],
+        profile: Callable[[wire.ProfileRequest, str], str | None],
+        layers: Callable[[wire.LayersRequest, str], str | None],
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
@@ -112,11 +112,15 @@ class LiveAnswers(Answers):
 
     def _start_profile(self, asked: query.StartProfile) -> None:
         with self._writer.lock:
-            self._profile(asked.request, asked.id)
+            why = self._profile(asked.request, asked.id)
+        if why is not None:
+            raise query.QueryError(f"no profile: {why}")
 
     def _start_layers(self, asked: query.StartLayers) -> None:
         with self._writer.lock:
-            self._layers(asked.request, asked.id)
+            why = self._layers(asked.request, asked.id)
+        if why is not None:
+            raise query.QueryError(f"no layers: {why}")
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""
