@@ -137,7 +137,7 @@ class SessionCalls:
         if started_at != self._started_at:
             raise EndedError(
                 f"session {self.name!r} has ended, and {self.folder} is another one's by now; this one was "
-                f"moved aside: traceml-ray sessions {self.folder.parent}"
+                f"moved aside: traceml-ray sessions --sessions {self.folder.parent}"
             )
         return self._stored
 
