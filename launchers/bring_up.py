@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from traceml_ray.errors import error_text
-from traceml_ray.monitor.finish import HELPER_S
+from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
 from traceml_ray.session import MonitorState
 
 from .cluster import PrivateRay, wait_for_idle_core
@@ -67,15 +67,18 @@ class BringUp:
         made would stay, too.
         """
         self._ending.set()
-        with self._starting:
-            helper = self._helper
+        at_rest = self._starting.acquire(timeout=DISK_S)  # it may be writing to a disk that hangs
+        helper = self._helper
+        if at_rest:
+            self._starting.release()
         if helper is None:
             return
         if self.ray is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 helper.wait(HELPER_S)
         helper.kill()
-        helper.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            helper.wait(KILL_S)
 
     def close(self) -> None:
         """End the thread, and with it what is left of Ray."""
@@ -123,7 +126,7 @@ class BringUp:
                 return False
             with contextlib.suppress(OSError):  # a full disk
                 self.show(state, detail)
-            return True
+            return not self._ending.is_set()
 
     def _start_helper(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 from traceml_ray.errors import error_text
 from traceml_ray.printing import say as say
@@ -31,3 +32,22 @@ def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:
     Also the KeyboardInterrupt of a person, or the signal of a scheduler, that does not wait for our end.
     """
     return guarded(what, (BaseException,))
+
+
+def in_time(work: Callable[[], None], limit_s: float) -> None:
+    """Do `work` in a thread, and raise what it raises. After `limit_s` leave it, and raise TimeoutError."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="traceml-in-time", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"not done within {limit_s:g} s")
+    for error in raised:
+        raise error

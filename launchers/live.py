@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from traceml_ray.monitor.finish import KILL_S
 from traceml_ray.terminal.codes import LEAVE
 
 _END_S = 0.3
@@ -60,7 +61,8 @@ class LiveView:
             clean = self._process.wait(_END_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the disk of the session may hang
+                self._process.wait(KILL_S)
             clean = False
         if not clean:
             with contextlib.suppress(OSError):

@@ -22,12 +22,14 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.attachment import FILE as ATTACHMENT
 from traceml_ray.attachment import Attachment
 from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
+from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.session import (
     Live,
@@ -39,16 +41,16 @@ from traceml_ray.session import (
     write_live,
 )
 from traceml_ray.settings import Settings
-from traceml_ray.spool import SUFFIX
 
 from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .dashboard import DashboardProcess
-from .guard import at_the_end, guarded, say
+from .guard import at_the_end, guarded, in_time, say
 from .helper import HelperRequest
 from .live import LiveView, terminal
 from .nodes import Nodes
+from .spool_folder import make_spool, say_what_is_left
 
 ATTACH_S = 30.0
 """How long a running cluster may take to answer. Our own Ray has longer: it has to start."""
@@ -115,8 +117,7 @@ class Monitor:
         self._session = prepare(self.settings.out, name) if self.nodes.first else None
         try:
             self._runtime, self._lock = _private_folder()
-            self._spool = (self._session.path if self._session else self._runtime) / "spool"
-            self._spool.mkdir(mode=0o700)
+            self._spool = make_spool(self._runtime, self._session)
         except OSError as error:
             if self._session:
                 self._session.release()
@@ -134,6 +135,8 @@ class Monitor:
         self._ray: PrivateRay | None = None
         self._bring_up: BringUp | None = None
         self._dashboard: DashboardProcess | None = None
+        self._disk_hangs = False
+        """Found out at the end: nothing more is done on the session's disk."""
         self._view: LiveView | None = None
 
     def rank_environment(self) -> dict[str, str]:
@@ -190,7 +193,7 @@ class Monitor:
     def _finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
         """Do every part of the end, whatever goes wrong in another one."""
         deadline, unfinished = time.monotonic() + LAUNCHER_S, self._unfinished
-        finished, left_behind = None, self._session is None
+        finished, left_behind = None, True
         if self._view is not None:
             with at_the_end("the live view could not be ended"):
                 self._view.end()
@@ -203,13 +206,17 @@ class Monitor:
         with at_the_end("the monitor could not be asked to finish"):
             self._end_helper()
             finished = ask_finish(Path(str(self.settings.socket)), message, deadline - time.monotonic())
+        offline = None
+        with at_the_end(unfinished):
+            if self._session is not None and (finished is None or not finished.ok):
+                offline = self._offline_end(self._session, message)
         with at_the_end(_RAY_IS_LEFT):
             self._end_ray()
         with at_the_end(unfinished):
             if self._session is None:
                 left_behind = self._report_elsewhere(finished)
             else:
-                self._finish_here(self._session, message, finished)
+                left_behind = self._finish_here(self._session, finished, offline)
         if self._dashboard is not None:
             with at_the_end("the dashboard could not be ended"):
                 self._dashboard.kill()
@@ -222,8 +229,8 @@ class Monitor:
         with at_the_end(unfinished):
             os.close(self._lock)
         with at_the_end(unfinished):
-            if self._session is not None:
-                self._session.release()
+            if self._session is not None and not self._disk_hangs:
+                in_time(self._session.release, LAUNCHER_S)
 
     @property
     def _unfinished(self) -> str:
@@ -238,26 +245,33 @@ class Monitor:
         write_live(self._session.path, live)
 
     def _finish_here(
-        self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
-    ) -> None:
-        if finished is None or not finished.ok:
-            self._finish_offline(session, message, finished)
-        elif finished.waiting:
-            late, count = finished.waiting, self.nodes.count
-            again = _RAY_ENDS if self._ray is not None else ": they are written again when all have"
-            say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
-        shutil.rmtree(self._spool, ignore_errors=True)
-        _report(session)
+        self, session: SessionFolder, finished: wire.Finished | None, offline: OfflineEnd | None
+    ) -> bool:
+        """Have the session's files written, and print the verdict; return whether rows are left here."""
+        try:
+            if offline is not None and not self._finish_offline(offline, finished):
+                return say_what_is_left(self._spool)
+            if finished is not None and finished.waiting:
+                late, count = finished.waiting, self.nodes.count
+                again = _RAY_ENDS if self._ray is not None else ": they are written again when all have"
+                say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
+            in_time(lambda: _report(session), LAUNCHER_S)
+            return False
+        except (DiskHangsError, TimeoutError):
+            self._disk_hangs = True
+            say(
+                f"{self._unfinished}: the disk of {session.path} does not answer. The reports are not "
+                "written, and rows of the last seconds are not in it. Once it answers, "
+                f"`traceml-ray report {shlex.quote(str(session.path))}` reports what is stored."
+            )
+            return say_what_is_left(self._spool)
 
     def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
         """Print where the session is; return whether rows of this node are left here."""
-        left = len({path.name.partition(".")[0] for path in self._spool.glob(f"*{SUFFIX}")})
-        if left:
-            why = f" ({finished.detail})" if finished is not None and finished.detail else ""
-            say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
+        left = say_what_is_left(self._spool, finished.detail if finished is not None else "")
         host = self.nodes.host or "the first node"
         say(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
-        return left > 0
+        return left
 
     def _clear(self, left_behind: bool) -> None:
         """Remove the private folder, but for rows that could not be delivered."""
@@ -338,21 +352,26 @@ class Monitor:
         if self._ray is not None:
             self._ray.stop()
 
-    def _finish_offline(
-        self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
-    ) -> None:
-        from traceml_ray.monitor.offline import finish_offline
+    def _offline_end(self, session: SessionFolder, message: wire.Finish) -> OfflineEnd:
+        request = Request(str(session.path), self.settings, message, str(self._spool), self.info)
+        return OfflineEnd(request, self.environ, self._runtime)
 
+    def _finish_offline(self, offline: OfflineEnd, finished: wire.Finished | None) -> bool:
+        """End the session without its aggregator; return whether its files are written."""
         why = finished.detail if finished is not None else ""
         if why:
             say(f"finishing the session without its aggregator: {why}")
-        aside = finish_offline(session.path, self.settings, message, self._spool, self.info, why)
-        if aside is not None:
-            say(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
+        reply = offline.finish(why)
+        if reply.aside:
+            say(f"the session file was damaged and is now {reply.aside}; some rows are lost with it")
+        if reply.error:
+            say(f"{self._unfinished}: {reply.error}")
+        return not reply.error
 
 
 def _report(session: SessionFolder) -> None:
     """Print the verdict of the summary, and where the files are."""
+    shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)  # those that matter are in a bundle
     verdict = json.loads(session.summary_json.read_bytes())["verdict"]
     say(f"{verdict['label']}: {verdict['why']}")
     if verdict["next"]:

@@ -39,7 +39,7 @@ REPORTS = ("summary.json", "report.txt", PAGE)
 """Files that people and programs read; the page is missing where it could not be made."""
 _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
-    *("bundles", "profiles"),
+    *("bundles", "profiles", "snapshots"),
 )
 """What a monitor writes into the folder of its session."""
 _LOOK_S = 0.2

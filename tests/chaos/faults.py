@@ -82,6 +82,33 @@ def hung(who: str, *, go_on: bool = False) -> Fault:
     return fault
 
 
+def disk_hangs(*, go_on: bool = False) -> Fault:
+    """Nothing that is asked of the disk that sessions are on returns; have it `go_on` at the third stop."""
+
+    def fault(run: Run) -> Steps:
+        fifo = run.folder / "hang.disk"
+        os.mkfifo(fifo)
+        yield
+        time.sleep(PAUSE_S)
+        yield
+        if go_on:
+            waited_for = os.open(fifo, os.O_RDWR)  # lets go of everybody who waits
+            fifo.unlink()
+            run.undo.append(lambda: os.close(waited_for))
+        yield
+
+    return fault
+
+
+def frozen(run: Run) -> Steps:
+    """Who writes to the disk that sessions are on hangs in the kernel, where not even SIGKILL ends it."""
+    subprocess.run(["fsfreeze", "--freeze", str(run.out)], check=True)
+    run.thaw.append(lambda: subprocess.run(["fsfreeze", "--unfreeze", str(run.out)], check=True))
+    yield
+    time.sleep(PAUSE_S)
+    yield
+
+
 def slow(run: Run) -> Steps:
     """An aggregator that gets a tenth of the time."""
     run.signal(AGGREGATOR, signal.SIGSTOP)

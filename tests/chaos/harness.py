@@ -73,6 +73,8 @@ class Case:
     """Every process has `injected/sitecustomize.py` in it."""
     disk_mb: int = 0
     """Sessions are written to a disk of their own, of that size."""
+    can_freeze: bool = False
+    """It is one that can be frozen."""
     hook_ms: float = HOOK_MS
     """How long a hook may hold the training thread up."""
     limit_s: float = RUN_S
@@ -147,6 +149,8 @@ class Run:
         self.out = folder / "out"
         self.undo: list[Callable[[], object]] = []
         """Called when the run is over, come what may."""
+        self.thaw: list[Callable[[], object]] = []
+        """Called before that, once the launchers have ended: until then the disk cannot even be looked at."""
         environ = {
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TRACEML_"))
         }
@@ -166,7 +170,7 @@ class Run:
             **case.environ,
         }
         if case.disk_mb and monitor:
-            mount(self.out, case.disk_mb)
+            mount(self.out, case.disk_mb, case.can_freeze)
             self.undo.append(lambda: subprocess.run(["umount", "-l", str(self.out)], check=True))
         flags = (*case.flags, "--channel", case.channel, "--out", str(self.out), "--session", "s")
         self._flags = flags if monitor else ("--no-monitor",)
@@ -247,6 +251,7 @@ class Run:
         for launcher in self.launchers:
             launcher.wait(self.case.limit_s)
             gone = time.monotonic()
+        self._thaw()
         stderr = [(self.folder / f"stderr.{node}").read_text() for node in range(len(self.launchers))]
         results = [json.loads(path.read_text()) for path in sorted((self.folder / "work").glob("result.*"))]
         stalls = max((result["stalls_s"] for result in results), default=0.0)
@@ -272,6 +277,7 @@ class Run:
 
     def close(self) -> None:
         """Leave nothing behind."""
+        self._thaw()
         for launcher in self.launchers:
             with contextlib.suppress(psutil.Error):
                 for process in [*psutil.Process(launcher.pid).children(recursive=True)]:
@@ -285,6 +291,10 @@ class Run:
         for undo in self.undo:
             with contextlib.suppress(OSError, psutil.Error, subprocess.CalledProcessError):
                 undo()
+
+    def _thaw(self) -> None:
+        while self.thaw:
+            self.thaw.pop()()
 
     def _places(self, monitor: bool) -> list[tuple[str, ...]]:
         if self.case.nodes == 1 or not monitor:
@@ -318,11 +328,19 @@ def started(case: Case, *, monitor: bool = True) -> Iterator[Run]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def mount(folder: Path, megabytes: int) -> None:
-    """Put a small disk there; skips the test where that is not allowed."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("mounts are not allowed here")
+def mount(folder: Path, megabytes: int, can_freeze: bool) -> None:
+    """Put a small disk there, one that `can_freeze`; skips the test where that is not allowed."""
+    commands = [["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]]
+    if can_freeze:
+        image = folder.with_name("image")
+        image.touch()
+        os.truncate(image, megabytes << 20)
+        commands = [["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]]
+    for command in commands:
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"mounts are not allowed here: {error}")
 
 
 def run(case: Case) -> Outcome:

@@ -146,7 +146,7 @@ class Bench:
         until(lambda: not self.ours(), "all processes end")
         assert not (Path(self.environ["HOME"]) / ".ray").exists()
         for session in self.out.iterdir():
-            assert not {"live.json", "spool"} & {path.name for path in session.iterdir()}
+            assert not {"live.json", "snapshots"} & {path.name for path in session.iterdir()}
 
 
 def words(process: psutil.Process) -> list[str]:

@@ -325,9 +325,9 @@ def test_aggregator_that_was_restarted_makes_no_bundle_of_what_has_one(played: P
 
 
 def test_record_of_the_allocator_is_in_the_bundle_or_it_says_where_it_is(played: Played) -> None:
-    spool = played.folder / "spool"
-    spool.mkdir()
-    here, secret = spool / "allocator-1-77-1.pickle", played.folder / "session.sqlite"
+    snapshots = played.folder / "snapshots"
+    snapshots.mkdir()
+    here, secret = snapshots / "allocator-1-77-1.pickle", played.folder / "session.sqlite"
     here.write_bytes(bytes(1000))
     played.play(20)
     for path in (here, Path("/data/allocator-2-78-1.pickle"), secret):

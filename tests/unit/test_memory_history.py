@@ -49,11 +49,12 @@ class Bench:
         self.torch, self.now = FakeTorch(), 1000.0
         self.events: list[Event] = []
         self.errors, self.missing = Errors(), dict[str, str]()
-        (folder / "s" / "spool").mkdir(parents=True)
-        (folder / "s" / "session.sqlite").touch()
-        self.spool = folder / "s" / "spool"
+        self.files, spool = folder / "s", folder / "spool"
+        self.files.mkdir()
+        spool.mkdir()
+        (spool / "snapshots").symlink_to(self.files)
         self.history = MemoryHistory(
-            wanted, str(self.spool), self.events.append, self.errors, self.missing,
+            wanted, str(spool), self.events.append, self.errors, self.missing,
             lambda: self.torch, lambda: self.now,
         )  # fmt: skip
 
@@ -97,7 +98,7 @@ def test_file_is_written_when_memory_runs_out_but_not_in_every_step(bench: Bench
     for _ in range(40):
         bench.torch.run_out()
         bench.now += PAUSE_S / 4
-    files = sorted(bench.spool.iterdir())
+    files = sorted(bench.files.iterdir())
     assert len(files) == len(bench.events) == MAX_FILES
     assert pickle.loads(files[0].read_bytes()) == {"segments": []}
     assert [event.data["path"] for event in bench.events] == [str(file) for file in files]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,15 +15,20 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from traceml_ray import wire
 from traceml_ray.launchers import command, live, torchrun
 from traceml_ray.launchers import monitor as monitors
 from traceml_ray.launchers.bring_up import BringUp
 from traceml_ray.launchers.cluster import PrivateRay
 from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.launchers.helper import HelperRequest
 from traceml_ray.launchers.monitor import Monitor, monitor_of
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.launchers.signals import Forwarder
-from traceml_ray.monitor import offline
+from traceml_ray.monitor import offline_process
+from traceml_ray.monitor.offline import finish_offline
+from traceml_ray.monitor.offline_process import OfflineEnd, Reply, Request
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.session import SessionError, SessionFolder, holder, prepare
 from traceml_ray.settings import Settings
 
@@ -51,6 +58,18 @@ def test_running_session_of_the_same_job_name_does_not_prevent_training(
     made.discard()
 
 
+class InThisProcess:
+    """Ends a session from its file, as `OfflineEnd` does."""
+
+    def __init__(self, request: Request, _environ: object, _cwd: Path) -> None:
+        self._request = request
+
+    def finish(self, why: str = "") -> Reply:
+        asked = self._request
+        finish_offline(Path(asked.folder), asked.settings, asked.finish, None, asked.info, why)
+        return Reply()
+
+
 OF_THE_END = {
     "the live view": (live.LiveView, "end"),
     "the dashboard": (DashboardProcess, "end"),
@@ -59,7 +78,7 @@ OF_THE_END = {
     "the relay": (monitors, "ask_finish"),
     "Ray": (PrivateRay, "stop"),
     "processes, without /proc": (psutil, "pids"),
-    "the files": (offline, "finish_offline"),
+    "the files": (InThisProcess, "finish"),
     "the verdict": (monitors, "_report"),
     "the folder": (Monitor, "_clear"),
     "the thread": (BringUp, "close"),
@@ -72,6 +91,7 @@ OF_THE_END = {
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
     """Return a monitor with all parts; each of its processes is one that ends when its stdin is closed."""
     monkeypatch.setattr(BringUp, "begin", lambda _self: None)
+    monkeypatch.setattr(monitors, "OfflineEnd", InThisProcess)
     monkeypatch.setattr(monitors, "terminal", lambda: os.open(os.devnull, os.O_WRONLY))
     settings = Settings(out=str(tmp_path), session="s", nice=0)
     made = Monitor(settings, {}, {**os.environ}, Nodes(), {"port": "0", "linger": "0"}, live=True)
@@ -154,3 +174,93 @@ def test_command_has_its_exit_code_whatever_happens_to_our_end(
     monkeypatch.setattr(Monitor, "start", lambda _self: None)
     assert command._run(["sh", "-c", "exit 3"], started) == 3
     assert capsys.readouterr().err.count("SystemExit: 7") == 2
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Monitor]:
+    """A monitor without Ray that does not let go of its session at the end."""
+    made = Monitor(Settings(out=str(tmp_path), session="s"), {}, {**os.environ}, Nodes())
+    yield made
+    assert made._session is not None
+    made._session.release()
+
+
+def test_end_does_not_wait_for_a_disk_that_hangs(
+    held: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who reads a FIFO waits for ever, as for a disk that does not answer."""
+    os.mkfifo(tmp_path / "s" / "session.sqlite")
+    spool = Path(held.rank_environment()["TRACEML_SPOOL"])
+    assert not spool.resolve().is_relative_to(tmp_path)  # a rank that ends does not wait for that disk either
+    (spool / "a.spool").write_bytes(b"")
+    ends: list[OfflineEnd] = []
+    finish = OfflineEnd.finish
+
+    def noted(self: OfflineEnd, why: str = "") -> Reply:
+        ends.append(self)
+        return finish(self, why)
+
+    monkeypatch.setattr(OfflineEnd, "finish", noted)
+    monkeypatch.setattr(torch_run, "run", lambda _args: print("trained"))
+    torchrun._train(torchrun._parse([__file__]), held)
+    out, err = capfd.readouterr()
+    assert out == "trained\n"
+    line, rows = err.splitlines()
+    assert f"session 's' could not be finished: the disk of {tmp_path / 's'} does not answer" in line
+    assert "reports are not written" in line and f"traceml-ray report {tmp_path / 's'}" in line
+    assert rows == f"traceml-ray: rows of 1 ranks could not be delivered; they are in {spool}"
+    assert (spool / "a.spool").exists()
+    shutil.rmtree(spool.parent)
+    assert [end._process.returncode for end in ends] == [-9]
+    assert holder(tmp_path / "s") == os.getpid()  # until this process ends: to let go of it is to write, too
+
+
+def test_end_does_not_wait_for_a_disk_that_hangs_when_all_is_written(
+    held: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "s" / "summary.json")
+    monkeypatch.setattr(monitors, "ask_finish", lambda *_: wire.Finished(wire.VERSION, "written"))
+    monkeypatch.setattr(monitors, "LAUNCHER_S", 0.2)
+    held.finish(0, [])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"the disk of {tmp_path / 's'} does not answer" in line
+    with (tmp_path / "s" / "summary.json").open("w") as summary:  # the thread that waits goes on
+        summary.write("{}")
+
+
+def test_start_that_waits_for_the_disk_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    waits, answers = threading.Event(), threading.Event()
+
+    def show(*_: str) -> None:
+        waits.set()
+        answers.wait(60)
+
+    request = HelperRequest(0, "", ActorConfig("s", Settings()), 1)
+    start = BringUp(None, request, {}, tmp_path, 0, show)
+    start.begin()
+    assert waits.wait(60)
+    start.end()
+    answers.set()  # the disk answers after all: nothing is started any more
+    start.close()
+    with start._starting:
+        assert start._helper is None
+
+
+def test_process_that_cannot_begin_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+    request = Request(str(tmp_path), Settings(), wire.Finish(wire.VERSION, 0), None, {})
+    reply = OfflineEnd(request, {"PYTHONHOME": "/nowhere"}, tmp_path).finish()
+    assert "ended with exit code 1" in reply.error
+
+
+def test_process_that_waits_for_a_core_is_not_taken_for_one_whose_disk_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        before: tuple[Any, ...] | None = ()
+        while (now := offline_process._progress(process.pid)) is None or now != before:
+            before = now  # it is still starting
+        monkeypatch.setattr(psutil.Process, "status", lambda _self: psutil.STATUS_RUNNING)
+        assert offline_process._progress(process.pid) is None
+    finally:
+        process.communicate(timeout=60)

@@ -236,23 +236,26 @@ def test_job_info_of_several_nodes_is_known_where_their_number_is_fixed() -> Non
 
 
 def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> None:
-    names = ("held", "dead", "young", "rows", "old-rows", "foreign", "session")
-    held, dead, young, rows, old, foreign, session = (tmp_path / f"traceml-{name}" for name in names)
+    names = ("held", "dead", "young", "rows", "launcher", "old-rows", "foreign", "session")
+    held, dead, young, rows, launcher, old, foreign, session = (
+        tmp_path / f"traceml-{name}" for name in names
+    )
     prepare(tmp_path, session.name).release()
-    for folder in (held, dead, young, rows, old, foreign):
+    for folder in (held, dead, young, rows, launcher, old, foreign):
         folder.mkdir(mode=0o700)
         (folder / "relay.sock").touch()
-    for folder in (held, dead, young, rows, old):
+    for folder in (held, dead, young, rows, launcher, old):
         os.close(folders.hold(folder))
-    for folder in (rows, old):
+    (launcher / "spool").mkdir()
+    for folder in (rows, launcher / "spool", old):
         (folder / "a.spool").touch()
-    locks = [folder / ".in-use" for folder in (held, dead, rows, old)]
+    locks = [folder / ".in-use" for folder in (held, dead, rows, launcher, old)]
     for file in (*locks, session / ".lock", old / "a.spool"):
         os.utime(file, (1, 1))
     with (held / ".in-use").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folders.sweep(tmp_path)
-    assert set(tmp_path.iterdir()) == {held, young, rows, foreign, session}
+    assert set(tmp_path.iterdir()) == {held, young, rows, launcher, foreign, session}
 
 
 def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.errors import Errors, error_text, sendable
-from traceml_ray.session import DATABASE
 from traceml_ray.wire import Event, Value
 
 MAX_ENTRIES = 20_000
@@ -31,6 +30,8 @@ KIND = "memory_snapshot"
 """Of the event,"""
 NAME = "allocator-"
 """and how the name of the file begins."""
+SNAPSHOTS = "snapshots"
+"""Folder of these in that of a session, and a link to it in the spool."""
 _MISSING = "memory history"
 
 
@@ -38,7 +39,7 @@ class MemoryHistory:
     """
     Args:
         wanted: whether a person has asked for it.
-        spool: where this node's agents leave files; below the session's folder where that is on this node.
+        spool: where this node's agents leave rows; `SNAPSHOTS` in it leads to the session, if that is here.
         add_event: has an event sent.
         errors: counts what goes wrong.
         missing: takes why there is no record.
@@ -113,8 +114,8 @@ class MemoryHistory:
         self._add_event(Event(KIND, time.time_ns(), message=f"torch's allocator: {text}", data=about))
 
     def _folder(self) -> Path:
-        """Return the spool in a session's folder, from where it gets into the bundle; else one that stays."""
-        if self._spool is not None and (Path(self._spool).parent / DATABASE).is_file():
-            return Path(self._spool)
+        """Return the folder below the session's, from where it gets into the bundle; else one that stays."""
+        if self._spool is not None and (place := Path(self._spool, SNAPSHOTS)).is_dir():
+            return place.resolve()
         here = Path.cwd()
         return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())

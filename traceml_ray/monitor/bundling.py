@@ -14,6 +14,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.agent.memory_history import KIND as SNAPSHOT
 from traceml_ray.agent.memory_history import NAME as SNAPSHOT_NAME
+from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.files import remove, write_file
@@ -31,8 +32,6 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 STACKS = "stacks.txt"
-SPOOL = "spool"
-"""Folder in that of the session, where ranks of a launcher on its node leave files."""
 _SNAPSHOT_NS = 60_000_000_000
 """A record of the allocator that is so much older than the first cause is of the same incident."""
 _FROM_OUTSIDE = {
@@ -207,7 +206,7 @@ class Bundling:
             if event["kind"] != SNAPSHOT or event["t_ns"] < t_ns - _SNAPSHOT_NS:
                 continue
             path = Path(str(event["data"].get("path")))
-            places = [self.folder / SPOOL / path.name, *([before / path.name] if before else [])]
+            places = [self.folder / SNAPSHOTS / path.name, *([before / path.name] if before else [])]
             found = next((each for each in places if each.is_file() and not each.is_symlink()), None)
             if found is None or not path.name.startswith(SNAPSHOT_NAME):
                 left_out[path.name] = f"it is on {event['data'].get('host')}: {path}"

@@ -70,7 +70,10 @@ SIGN_S = 0.25
 SILENT_S = 1.2
 """A relay that is silent for so long hangs: it is not as busy as that even where all cores are."""
 LAUNCHER_S = 2.4
-"""How long all of the asking may take: `WORD_S`, and the time to leave what is not stored in files."""
+"""
+How long all of the asking may take: `WORD_S`, and the time to leave what is not stored in files. The same for
+what it does itself once the files are written: read a few of them, remove others.
+"""
 HELPER_S = 2.0
 """How long a helper may go on making actors, on a cluster that stays; counts as part of `LAUNCHER_S`."""
 REPORT_S = 30.0
@@ -80,6 +83,8 @@ replies show that), and would take the launcher as long.
 """
 KILL_S = 0.3
 """How long processes may take to be gone after SIGKILL; those that hang in the kernel never are."""
+DISK_S = 0.6
+"""How long a process may wait for the disk and do nothing else: then the disk hangs."""
 LOCKED_S = 0.2
 """How long a session file may stay locked (a commit takes milliseconds): then its writer was stopped."""
 

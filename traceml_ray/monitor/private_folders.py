@@ -72,7 +72,8 @@ def sweep(where: Path = PLACE) -> None:
             folder, now = lock.parent, time.time()
             if not is_private(folder) or now - lock.lstat().st_mtime < _AGE_S:
                 continue
-            if any(now - rows.lstat().st_mtime < _ROWS_S for rows in folder.glob(f"*{SUFFIX}")):
+            left = [*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")]  # of a relay, of a launcher
+            if any(now - rows.lstat().st_mtime < _ROWS_S for rows in left):
                 continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,33 @@
+"""The folder of a launch in which ranks, and their relay, leave rows that are not known to be stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from traceml_ray.agent.memory_history import SNAPSHOTS
+from traceml_ray.session import SessionFolder
+from traceml_ray.spool import SUFFIX
+
+from .guard import say
+
+
+def make_spool(runtime: Path, session: SessionFolder | None) -> Path:
+    """
+    Make the folder, below the private one of the launch: on the disk of the session, a rank that ends would
+    hang when that disk does. A link in it leads to where their large files go. Raises OSError.
+    """
+    spool = runtime / "spool"
+    spool.mkdir(mode=0o700)
+    if session is not None:
+        (session.path / SNAPSHOTS).mkdir(mode=0o700)
+        (spool / SNAPSHOTS).symlink_to(session.path / SNAPSHOTS)
+    return spool
+
+
+def say_what_is_left(spool: Path, why: str = "") -> bool:
+    """Print of how many ranks there are rows in the folder, and where it is; return whether there are any."""
+    left = len({path.name.partition(".")[0] for path in spool.glob(f"*{SUFFIX}")})
+    if left:
+        because = f" ({why})" if why else ""
+        say(f"rows of {left} ranks could not be delivered{because}; they are in {spool}")
+    return left > 0
