@@ -69,6 +69,8 @@ def _end_actors(calls: SessionCalls, timeout: float) -> wire.Finished | None:
 
 def _stop_without_ray(calls: SessionCalls, deadline: float) -> None:
     """End a session whose cluster has ended with `ray.shutdown()`, where its files are here."""
+    if calls.has_ended:
+        return
     calls.check_file()
     while holder(calls.folder) is not None:
         if time.monotonic() > deadline:

@@ -289,6 +289,9 @@ def test_stopping_what_has_ended_changes_nothing(cluster: Cluster, session: Sess
     written = {path: path.read_bytes() for path in cluster.played.folder.iterdir() if path.is_file()}
     session.stop()
     assert {path: path.read_bytes() for path in cluster.played.folder.iterdir() if path.is_file()} == written
+    cluster.connected = False
+    shutil.rmtree(cluster.played.folder)
+    session.stop()  # as when the driver exits
 
 
 def test_stopping_a_session_whose_name_is_another_ones_leaves_that_alone(
