@@ -97,7 +97,8 @@ class BringUp:
         if self.nice:
             cores = psutil.cpu_count() or 1
             self._show("waiting_for_cpu")
-            wait_for_idle_core(START_WAIT_S, psutil.cpu_percent, cores, self._ending.is_set)
+            with contextlib.suppress(OSError):  # where it cannot be seen how busy they are
+                wait_for_idle_core(START_WAIT_S, psutil.cpu_percent, cores, self._ending.is_set)
         with self._starting:
             if not self._show("starting"):
                 return

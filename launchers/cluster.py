@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import KILL_S
 from traceml_ray.ray.connection import ONE_NODE, find_token, own_address, reach
 
@@ -135,13 +136,20 @@ def members(session: int) -> list[psutil.Process]:
     Raises OSError where processes cannot be listed: without `/proc`.
     """
     found = []
-    for pid in psutil.pids():
+    for pid in _pids():
         with contextlib.suppress(psutil.Error, OSError):
             if os.getsid(pid) == session:
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
     return found
+
+
+def _pids() -> list[int]:
+    try:
+        return psutil.pids()
+    except Exception as error:  # of any kind: psutil does not expect that there is not even this process
+        raise OSError(f"cannot list processes: {error_text(error)}") from error
 
 
 def kill_session(session: int, timeout: float) -> None:
@@ -152,8 +160,8 @@ def kill_session(session: int, timeout: float) -> None:
     """
     deadline = time.monotonic() + timeout
     try:
-        psutil.pids()
-    except (psutil.Error, OSError):
+        _pids()
+    except OSError:
         with contextlib.suppress(OSError):
             if session != os.getpid():
                 os.killpg(session, signal.SIGKILL)

@@ -86,11 +86,16 @@ def test_start_waits_for_an_idle_core_and_yields_only_when_it_is_done(
     assert made.seen == ["waiting_for_cpu", "starting", "Ray", "helper", "running", "nice 10"]
 
 
+def _unreadable(_: float) -> float:
+    raise FileNotFoundError("/proc/stat")
+
+
+@pytest.mark.parametrize("cpu_pct", [lambda _: 100.0, _unreadable], ids=["busy", "unknown"])
 def test_start_takes_a_core_after_a_while_where_none_is_idle(
-    launch: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch
+    launch: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch, cpu_pct: Callable[[float], float]
 ) -> None:
     monkeypatch.setattr(bring_up, "START_WAIT_S", 0.01)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda _: 100.0)
+    monkeypatch.setattr(psutil, "cpu_percent", cpu_pct)
     made = launch(OK)
     made.bring_up.begin()
     assert made.settled.wait(240) and "running" in made.seen

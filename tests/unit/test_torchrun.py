@@ -334,13 +334,13 @@ def test_job_that_is_over_waits_for_no_core() -> None:
     wait_for_idle_core(10.0, lambda _: pytest.fail("looked at the cores"), 2, lambda: True)
 
 
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("error", [None, FileNotFoundError("/proc"), IndexError()])
 def test_session_is_killed_also_where_processes_cannot_be_listed(
-    monkeypatch: pytest.MonkeyPatch, listed: bool
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """As where /proc is not mounted."""
-    if not listed:
-        monkeypatch.setattr(psutil, "pids", lambda: (_ for _ in ()).throw(FileNotFoundError("/proc")))
+    """As where /proc is not mounted, or empty."""
+    if error is not None:
+        monkeypatch.setattr(psutil, "pids", lambda: (_ for _ in ()).throw(error))
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as leader:
         kill_session(leader.pid, 60.0)
         assert leader.wait(240) == -signal.SIGKILL
