@@ -37,8 +37,6 @@ from .nodes import read as read_nodes
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Signals that torchrun handles, even where they are ignored."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "mpirun", "mpiexec", "srun", "horovodrun", "composer")
 """Commands that start ranks."""
 
@@ -67,7 +65,7 @@ def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
     code, failures = 1, list[wire.RankFailure]()
     try:
         if monitor is not None:
-            _take_signals()
+            _take_signals(args)
             monitor.start()
             os.environ.update(monitor.rank_environment())
         torch_run.run(args)  # type: ignore[no-untyped-call]
@@ -97,14 +95,17 @@ class _EndedEarly(BaseException):
         self.number = number
 
 
-def _take_signals() -> None:
-    """Have signals that end the job do it in an orderly way; one that is ignored (nohup) stays ignored."""
+def _take_signals(args: argparse.Namespace) -> None:
+    """
+    Have signals that end the job do it in an orderly way also before torchrun handles them. Where SIGHUP is
+    ignored (nohup) it stays so: torchrun would handle it nevertheless.
+    """
     for number in _ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_early)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        handled = os.environ.get(_HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-        os.environ[_HANDLED] = ",".join(name for name in handled if name.strip() != "SIGHUP")
+    handled: str | None = getattr(args, "signals_to_handle", None)  # an older torchrun has no such flag
+    if handled is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        args.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
 
 
 def _end_early(number: int, _frame: object) -> NoReturn:
