@@ -147,7 +147,7 @@ def members(session: int) -> list[psutil.Process]:
 
 def _pids() -> list[int]:
     try:
-        return psutil.pids()
+        return list(psutil.pids())
     except Exception as error:  # of any kind: psutil does not expect that there is not even this process
         raise OSError(f"cannot list processes: {error_text(error)}") from error
 
