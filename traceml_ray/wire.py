@@ -394,23 +394,3 @@ class Run(Message, tag="run", frozen=True):
     events: Annotated[list[Event], FEW] = []
     status: str | None = None
     """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
-
-
-class BatchHeader(Part, frozen=True):
-    """The first fields of a RankBatch: they say whose it is, even where the rest cannot be read."""
-
-    tag: Literal["rank"]
-    v: Count
-    process_id: Name
-    seq: Count
-
-
-_batch_header = msgspec.msgpack.Decoder(BatchHeader)
-
-
-def header_of(data: bytes) -> BatchHeader | None:
-    """Return the header of an encoded RankBatch; None where there is none."""
-    try:
-        return _batch_header.decode(data)
-    except UNREADABLE:
-        return None

@@ -7,8 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from traceml_ray import v1, wire
+from traceml_ray.codec import Count, Name, Part
 from traceml_ray.errors import Errors
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.monitor.outbox import Outbox
@@ -18,6 +22,18 @@ from traceml_ray.spool import SUFFIX
 
 MAX_PROCESSES = 4096
 """Processes of this node that report at the same time; the messages of one more are refused."""
+
+
+class _BatchHeader(Part, frozen=True):
+    """The first fields of a RankBatch: they say whose it is, even where the rest cannot be read."""
+
+    tag: Literal["rank"]
+    v: Count
+    process_id: Name
+    seq: Count
+
+
+_header_decoder = msgspec.msgpack.Decoder(_BatchHeader)
 
 
 @dataclass(slots=True)
@@ -135,8 +151,9 @@ class RankIntake:
 
     def _refusal(self, data: bytes, why: wire.WireError) -> bytes | None:
         """Return the reply to a batch that is refused; None where it cannot be read whose batch it is."""
-        header = wire.header_of(data)
-        if header is None:
+        try:
+            header = _header_decoder.decode(data)
+        except wire.UNREADABLE:
             return None
         process = self._processes.get(header.process_id, _RankProcess())
         settled = self.outbox.stored.get(header.process_id, -1)
