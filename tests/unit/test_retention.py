@@ -187,6 +187,16 @@ def job_of(folder: Path, limit: int, closed: bool = False) -> Job:
     return job
 
 
+@pytest.fixture(scope="module")
+def folded_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job_of(tmp_path_factory.mktemp("job") / "folded", LIMIT)
+
+
+@pytest.fixture(scope="module")
+def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job_of(tmp_path_factory.mktemp("job") / "whole", 1 << 30)
+
+
 def report_of(job: Job) -> dict[str, Any]:
     with SessionFile(job.aggregator.folder.sqlite) as session:
         return summarize(session, Settings().thresholds)
@@ -206,11 +216,11 @@ def without_machine(block: Any) -> Any:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_report_of_folded_rows_equals_that_of_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+    folded_job: Job, whole_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
-    folded = report_of(job_of(tmp_path / "folded", LIMIT, closed))
-    whole = report_of(job_of(tmp_path / "whole", 1 << 30))
+    folded = report_of(job_of(tmp_path / "folded", LIMIT, closed) if closed else folded_job)
+    whole = report_of(whole_job)
     assert folded["ledger"]["folded"] > 240 * 20 * 4
     for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "spans"):
         assert without_machine(folded[block]) == without_machine(whole[block])
@@ -222,9 +232,8 @@ def test_report_of_folded_rows_equals_that_of_all_rows(
             assert abs(moments[0] - moments[1]) < 300 / 40
 
 
-def test_report_of_folded_rows_is_within_one_percent_of_an_exact_one(tmp_path: Path) -> None:
-    folded = report_of(job_of(tmp_path / "folded", LIMIT))
-    whole = report_of(job_of(tmp_path / "whole", 1 << 30))
+def test_report_of_folded_rows_is_within_one_percent_of_an_exact_one(folded_job: Job, whole_job: Job) -> None:
+    folded, whole = report_of(folded_job), report_of(whole_job)
     assert whole["steps"]["covers"]["error_pct"] == folded["steps"]["covers"]["error_pct"] == ERROR_PCT
     for name in ("count", "mean_ms", "judged"):
         assert folded["steps"][name] == whole["steps"][name]
@@ -253,10 +262,10 @@ def test_report_is_of_one_moment_while_rows_are_folded(job: Job, monkeypatch: py
 
 
 def test_rows_that_could_not_be_folded_are_folded_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folded_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk refuses in the middle of it."""
-    whole = report_of(job_of(tmp_path / "whole", LIMIT))
+    whole = report_of(folded_job)
     thin, refused = Retention._thin, []
 
     def refuse(self: Retention, share: float) -> dict[str, int]:

@@ -55,12 +55,15 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     if baseline.to_step is not None and (first is None or first <= baseline.to_step):
         return None
     steps, exposed = per_step(evidence)
+    if len(steps) < max(thresholds.first_window_steps, _BLOCK):
+        return None
     series, usual = np.column_stack([exposed, exposed.sum(axis=1)]), _Usual(baseline)
     best: tuple[float, int, int, Float, float] | None = None
     stride = max(thresholds.stride_steps, _BLOCK)
     tails = [*range(stride, len(steps), stride), len(steps)]
-    for count in tails if len(steps) >= max(thresholds.first_window_steps, _BLOCK) else ():
-        extra, passes, step_ns = _measured(series, count, usual, thresholds)
+    newest, _ = _extra(series[-stride:], usual)
+    for count in tails:
+        extra, passes, step_ns = _measured(series, count, newest, usual, thresholds)
         column = _column(extra, passes, usual, thresholds)
         weight = 0.0 if column is None else float(extra[column] * np.sqrt(count))
         if column is not None and (best is None or weight > best[0]):
@@ -132,15 +135,20 @@ def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:
     return extra, float(tail[:, _WHOLE].mean())
 
 
-def _measured(series: Float, count: int, usual: _Usual, thresholds: Thresholds) -> tuple[Float, Bool, float]:
-    """Return the drift of each column in the newest `count` steps, ns (7,), where it passes, and the step."""
+def _measured(
+    series: Float, count: int, newest: Float, usual: _Usual, thresholds: Thresholds
+) -> tuple[Float, Bool, float]:
+    """
+    Return the drift of each column in the newest `count` steps, ns (7,), where it passes, and the step.
+
+    `newest` is the drift in the newest stride, ns (7,).
+    """
     tail = series[-count:]
     extra, step_ns = _extra(tail, usual)
     short = np.sqrt(max(1.0, thresholds.window_steps / count))
     noise = usual.sd * np.sqrt(1 / count + 1 / usual.steps)
     blocks = tail[count % _BLOCK :].reshape(-1, _BLOCK, tail.shape[1]).mean(axis=1)
     lasting = np.sort(blocks, axis=0)[(len(blocks) - 1) // 2] - usual.level
-    newest, _ = _extra(tail[-max(thresholds.stride_steps, _BLOCK) :], usual)
     passes = (
         (extra >= short * thresholds.min_drift * step_ns)
         & (extra > short * thresholds.drift_mads * usual.mad)

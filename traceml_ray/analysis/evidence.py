@@ -200,7 +200,7 @@ class Evidence:
     def replay_ns(self) -> int:
         """Return the elapsed time if every rank ran its local stages and all left each exchange together."""
         exchange = self.ref[self.rows.synced][self.rows.waits[self.rows.synced]].sum()
-        return int(self._arrivals()[0].sum()) + int(exchange)
+        return int(self._unfixed[0].sum()) + int(exchange)
 
     def waited_ns(self, *causes: Cause) -> Int64:
         """
@@ -209,7 +209,7 @@ class Evidence:
         Where rows have no exchange, all of it is at the next row that has one.
         """
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
-        arrivals, last = self._arrivals()
+        arrivals, last = self._unfixed
         waited[last] = arrivals - self._arrivals(*causes)[0]
         if self.window.arrived is not None:
             late = np.zeros(self.local_ns.shape, np.int64)
@@ -217,6 +217,10 @@ class Evidence:
                 late[:, cause.places] += np.maximum(self.excess[:, cause.places, cause.stage], 0)
             waited[last] = np.maximum(waited[last], waited_elsewhere(self.window, last, late))
         return waited
+
+    @cached_property
+    def _unfixed(self) -> tuple[Int64, Int64]:
+        return self._arrivals()
 
     def _arrivals(self, *fixed: Cause) -> tuple[Int64, Int64]:
         """
