@@ -125,15 +125,15 @@ class OfflineEnd:
 
 
 def _progress(pid: int) -> tuple[Any, ...] | None:
-    """Return what changes while a process gets on; None while it could, were there a free CPU core."""
+    """Return what changes while a process gets on; None where it waits for a CPU core, or is not seen."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
             if process.status() == psutil.STATUS_RUNNING:
                 return None
             return process.cpu_times(), process.num_ctx_switches(), process.io_counters()
-    except (psutil.Error, OSError):
-        return ()
+    except (psutil.Error, OSError):  # without /proc
+        return None
 
 
 def main() -> None:
