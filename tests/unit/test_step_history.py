@@ -151,6 +151,20 @@ def test_step_that_one_rank_is_slowed_in_is_left_out_and_not_lacking() -> None:
     assert window.steps.tolist() == [*range(1, 20), *range(50, 60)] and not window.gaps
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_however_many_steps_are_set_aside_they_are_counted(again: bool) -> None:
+    """As those of many profiles of rank 1: three runs of consecutive steps, then many single ones."""
+    d, flags = rows(1000, 2), np.zeros((1000, 2), np.uint8)
+    aside = [0, *range(20, 120), *range(130, 200), *range(300, 310), *range(400, 900, 5)]
+    flags[0], flags[aside, 1], d[aside, 1] = FLAG_FIRST, FLAG_FIRST, 10**9
+    steps = fed(d, [], flags)
+    if again:
+        steps.take(processes(d, 0, flags=flags))
+    line = steps.timeline(1)
+    assert steps.counts() == {0: 1000, 1: 1000} and line.last.max() == 999
+    assert line.took.sum() == pytest.approx(d[:, 1].sum(), rel=1e-4)
+
+
 def test_memory_has_a_bound() -> None:
     steps, ranks, piece = StepHistory(LIMITS), 8192, 60
     d = np.tile(rows(piece, 64), (1, ranks // 64, 1))

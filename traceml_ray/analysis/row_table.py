@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from traceml_ray.analysis.set_aside import SetAside
 from traceml_ray.analysis.wide_rows import host_part, is_wide, widen, without_device
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_BITS
@@ -15,7 +16,6 @@ from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_
 CELLS = 1 << 18
 _LEAST, _MOST = 192, 8192
 _OFF_STEPS = 256
-_MOST_ASIDE = 64
 Places = slice | npt.NDArray[np.intp]
 
 
@@ -47,8 +47,8 @@ class RowTable:
         self.lead: Int64 = np.empty(0, np.int64)
         self.lead_ns: Int64 = np.empty(0, np.int64)
         """The key of each rank's first row of all, which does not count, and how long it took; -1 without."""
-        self.aside: dict[int, dict[int, int]] = {}
-        """By rank: how long its other rows with FLAG_FIRST took, ns, by key; of very many the oldest."""
+        self.aside: dict[int, SetAside] = {}
+        """By rank: its other rows with FLAG_FIRST."""
         self.device: Int64 = np.empty(0, np.int64)
         """The newest key of each rank (R,) whose row is on the device's clock, -1 without."""
         self.forgotten = -1
@@ -107,12 +107,13 @@ class RowTable:
             return 0
         at = self._columns(keys)
         usable = flags & FLAG_FIRST == 0
-        if not usable.all():
-            self._note_lead(places, keys, usable, rows)
+        aside = ~usable
         if is_wide(rows):
             usable &= ~self._off_clock(places, keys, flags, rows)
         where = _cross(places, at)
         there = self._seen[where]
+        if (aside := aside & ~there).any():
+            self._note_aside(places, keys, aside, rows)
         new = int(there.size - there.sum())
         if new < there.size:
             flags = np.where(there, self._flags[where], flags)
@@ -132,15 +133,17 @@ class RowTable:
         self.first[places] = np.where(known < 0, first, np.minimum(known, first))
         self.last[places] = np.maximum(self.last[places], last)
 
-    def _note_lead(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool, rows: Int64) -> None:
-        for line, column in np.argwhere(~usable):
-            at, took = places[line], {int(keys[column]): int(rows[line, column, :N_STAGES].sum())}
-            took |= {int(self.lead[at]): int(self.lead_ns[at])} if self.lead[at] >= 0 else {}
-            first = min(took)
-            self.lead[at], self.lead_ns[at] = first, took.pop(first)
-            aside = self.aside.setdefault(int(self.ranks[at]), {}) if took else {}
-            if len(aside) < _MOST_ASIDE:
-                aside |= took
+    def _note_aside(self, places: npt.NDArray[np.intp], keys: Int64, aside: Bool, rows: Int64) -> None:
+        """Note the rows (m, k) that are new and in no statistic: the first of a rank, and the others."""
+        for line, column in np.argwhere(aside):
+            at, key = places[line], int(keys[column])
+            took = int(rows[line, column, :N_STAGES].sum())
+            lead = int(self.lead[at])
+            if lead < 0 or key < lead:
+                self.lead[at], key = key, lead
+                self.lead_ns[at], took = took, int(self.lead_ns[at])
+            if key >= 0:
+                self.aside.setdefault(int(self.ranks[at]), SetAside()).add(key >> SEGMENT_BITS, took)
 
     def _off_clock(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> Bool:
         """
@@ -189,10 +192,12 @@ class RowTable:
 
     def unread(self, columns: slice) -> Bool:
         """Return where (R, n) there is a row that does not count as its device's clock was not read in it."""
-        found: Bool = self._seen[:, columns] & ~self._usable[:, columns] & ~self._aside(slice(None), columns)
+        found: Bool = (
+            self._seen[:, columns] & ~self._usable[:, columns] & ~self._flagged(slice(None), columns)
+        )
         return found
 
-    def _aside(self, lines: Any, columns: slice) -> Bool:
+    def _flagged(self, lines: Any, columns: slice) -> Bool:
         """Return where (R, n) there is a row that is in no statistic."""
         found: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
         return found
@@ -222,7 +227,7 @@ class RowTable:
         keys = self._keys[columns]
         lacks = seen & ~common
         if lacks.any():  # a row in no statistic is there all the same
-            lacks &= ~self._aside(lines, columns).any(axis=0)
+            lacks &= ~self._flagged(lines, columns).any(axis=0)
         found = np.flatnonzero(common)
         inside = slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
         cut = slice(columns.start + inside.start, columns.start + inside.stop)

@@ -16,6 +16,7 @@ from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.kept_steps import KeptSteps
 from traceml_ray.analysis.roles import on_the_way, several
 from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.set_aside import Aside, SetAside
 from traceml_ray.analysis.step_sums import IDLE, UNREAD, Array, Block
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
@@ -36,6 +37,7 @@ _CHAINS = 4
 _DEEP_CELLS, _DEEP_COLUMNS = 1 << 21, 1 << 16
 _LATE = 1 << 16
 _HOST_ROWS = 1 << 12
+_ASIDE = "first", "last", "ns"
 
 
 class Mark(NamedTuple):
@@ -181,8 +183,7 @@ class StepHistory(KeptSteps):
         counts[table.lead < 0] = 0
         for rank, aside in table.aside.items():
             at = table.places([rank])[0]
-            ends = {int(key[at]) >> SEGMENT_BITS for key in (table.lead, table.first)}
-            counts[at] += len({key >> SEGMENT_BITS for key in aside} - ends)
+            counts[at] += aside.count({int(key[at]) >> SEGMENT_BITS for key in (table.lead, table.first)})
         for store in self.stores():
             counts[table.places(self._axis)] += store.count[:, : store.end].sum(axis=1, dtype=np.int64)
         return dict(zip(table.ranks.tolist(), (counts + self._unread()).tolist(), strict=True))
@@ -237,10 +238,12 @@ class StepHistory(KeptSteps):
     def timeline(self, rank: int) -> Timeline:
         """Return how long the steps of a rank took, the oldest in sums."""
         at = int(self.table.places([rank])[0])
-        apart = {int(self.table.lead[at]): int(self.table.lead_ns[at])} | self.table.aside.get(rank, {})
-        keys = np.array(sorted(key for key in apart if key >= 0), np.int64)
-        took = np.array([apart[key] for key in keys.tolist()], np.int64)
-        parts = [(keys >> SEGMENT_BITS, keys >> SEGMENT_BITS, took, keys < 0)]
+        aside = self.table.aside.get(rank, SetAside()).entries
+        if self.table.lead[at] >= 0:
+            lead = int(self.table.lead[at]) >> SEGMENT_BITS
+            aside = [Aside(lead, lead, 1, int(self.table.lead_ns[at])), *aside]
+        first, last, took = (np.array([getattr(entry, name) for entry in aside], np.int64) for name in _ASIDE)
+        parts = [(first, last, took, first < 0)]
         own = int(np.searchsorted(self._axis, rank))
         for store in self.stores() if len(self._axis) else ():
             unread_ms = store.unread()[own, :, 1]
