@@ -106,6 +106,25 @@ def test_waiting_in_a_collective_is_no_cause(tmp_path: Path) -> None:
     ]
 
 
+def test_the_sentence_on_waiting_and_its_table_have_one_figure(tmp_path: Path) -> None:
+    """Three collectives in flight at once, the first behind a backward, are waited for once."""
+    mine = [MM, gloo(70, 5)]
+    waiting = [
+        MM,
+        gloo(25, 30),
+        at_ms("gloo:all_reduce", 35, 40, cat="user_annotation", tid=10),
+        at_ms("gloo:broadcast", 40, 20, cat="user_annotation", tid=11),
+    ]
+    found = compared(tmp_path, mine, waiting)
+    assert found.other_waiting_ms == pytest.approx(45)  # from the end of mm, 30, to 75
+    rows = {row.name: (row.self_cpu_ms, row.other_self_cpu_ms, row.more_ms) for row in found.waits}
+    assert rows["gloo:all_reduce"] == pytest.approx((5, 45, -40)) and "gloo:broadcast" not in [
+        name for name, (_, other, _) in rows.items() if other > 1e-6
+    ]
+    assert sum(more for _, _, more in rows.values()) == pytest.approx(-40)
+    assert found.sentences[-1] == "It waits 40 ms a step less than rank 1: the others wait for it."
+
+
 @pytest.mark.parametrize("category", ["user_annotation", "python_function"])
 def test_waiting_inside_of_a_range_or_function_is_no_cause(tmp_path: Path, category: str) -> None:
     def around(begin: float, length: float) -> dict[str, Any]:

@@ -63,10 +63,11 @@ def render_difference(found: Difference, top: int = 15) -> str:
     per = f"per step, of {text.count(found.steps, 'step')}" if found.steps else "in all of the trace"
     stage = f", `{found.stage}` alone" if found.stage else ""
     title = f"Rank {found.rank} beside {than}, {per}{stage}:"
+    waits = "Waiting for other ranks, or for a device (time that no work hides):"
     return page(
         [
             [each[0].upper() + each[1:] for each in found.sentences],
             table(title, COMPARED, found.operations[:top]),
-            table("Waiting for other ranks, or for a device:", COMPARED, found.waits[:top]),
+            table(waits, COMPARED, found.waits[:top]),
         ]
     )

@@ -61,6 +61,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[Compared]
     """What explains most first."""
     waits: list[Compared]
+    """What `waiting_ms` consists of: of a collective in a thread of its own, what no work hides."""
     sentences: list[str]
 
 

@@ -37,6 +37,16 @@ def length(one: Ints) -> int:
     return int((one[:, 1] - one[:, 0]).sum())
 
 
+def before(times: Ints, one: Ints) -> Ints:
+    """Return how much of the set is before each time, ns, [n]."""
+    if not len(one):
+        return np.zeros(len(times), np.int64)
+    begun = np.searchsorted(one[:, 0], times, side="right")
+    whole = np.r_[0, np.cumsum(one[:, 1] - one[:, 0])]
+    last_end = np.r_[0, one[:, 1]][begun]
+    return np.where(begun > 0, whole[begun] - np.maximum(last_end - times, 0), 0)
+
+
 def inside(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
     """Return which times are in the set, [n]."""
     if not len(one):

@@ -42,7 +42,10 @@ class Spent:
     device: bool = False
     """Whether work of a device was recorded."""
     operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
-    """Calls, time of threads and time of a device, ns, without the operations inside; of a step."""
+    """
+    Calls, time of threads and time of a device, ns, without the operations inside; of a step. That of a
+    collective in a thread of its own is the time in which the rank does nothing but wait for it.
+    """
     waits: set[Key] = field(default_factory=set)
     """Those in which it waits."""
 
@@ -115,8 +118,10 @@ class _Reading:
         host = ~trace.on_device
         exchanging = np.array([bool(exchanges(name)) for name in trace.names], bool)[trace.name] & host
         aside = np.isin(trace.lane, trace.lane[exchanging])
+        self._exchanging = exchanging
+        """Collectives of threads that do nothing else,"""
         self._in_flight = sets.union(trace.begin_ns[exchanging], trace.end_ns[exchanging])
-        """Collectives of threads that do nothing else."""
+        """and when any is in flight."""
         self._host = host & ~aside
         """Operations of threads that train."""
 
@@ -127,6 +132,8 @@ class _Reading:
         inside = nesting.counted & ~nesting.launched & ~steps & sets.inside(trace.begin_ns, self._windows)
         waited, moved = self._waited()
         own = nesting.self_host_ns.copy()
+        own[self._exchanging] = self._waited_for(waited)
+        inside |= self._exchanging & (own > 0)
         np.subtract.at(own, moved[moved >= 0], (waited[:, 1] - waited[:, 0])[moved >= 0])
         sums = np.zeros((len(self._keys), 3))
         columns = np.stack([np.ones(len(trace)), np.maximum(own, 0), nesting.self_device_ns], axis=1)
@@ -160,6 +167,21 @@ class _Reading:
         among = self._host & self._nesting.counted
         lane = np.full(len(waited), self._training_lane())
         return waited, innermost(trace, self._nesting.parent, among, lane, middle)
+
+    def _waited_for(self, waited: Ints) -> Ints:
+        """
+        Return how much of the `waited` time belongs to each collective in flight, [n]: of several at a time
+        to the one that began first, so that all of them together are the time that was waited.
+        """
+        begin_ns = self._trace.begin_ns[self._exchanging]
+        end_ns = self._trace.end_ns[self._exchanging]
+        order = np.argsort(begin_ns, kind="stable")
+        begin_ns, end_ns = begin_ns[order], end_ns[order]
+        covered_ns = np.r_[0, np.maximum.accumulate(end_ns)[:-1]] if len(end_ns) else end_ns
+        first_ns = np.clip(covered_ns, begin_ns, np.maximum(begin_ns, end_ns))
+        found = np.empty(len(order), np.int64)
+        found[order] = sets.before(end_ns, waited) - sets.before(first_ns, waited)
+        return found
 
     def _training_lane(self) -> int:
         lanes = self._trace.lane[self._host]
