@@ -92,7 +92,7 @@ def _lanes(episodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mappin
     causes: dict[str, list[Mapping[str, Any]]] = {}
     for episode in episodes:
         who = text.ranks(episode["ranks"]) if episode["ranks"] else text.words(episode["label"])
-        causes.setdefault(f"{who} {text.words(episode['stage'] or '')}".strip(), []).append(episode)
+        causes.setdefault(f"{who} {episode['stage'] or ''}".strip(), []).append(episode)
     lanes = [*causes.items()]
     if len(lanes) > _LANES:
         rest = [episode for _, own in lanes[_LANES - 1 :] for episode in own]

@@ -12,6 +12,7 @@ from dash.development.base_component import Component
 
 from traceml_ray import text
 from traceml_ray.reports import drawing
+from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.summary import moment
 from traceml_ray.step_shapes import DeathInfo
 
@@ -127,11 +128,16 @@ def chart(
 
 
 def numbers(id: str, label: str, figure: figures.Figure, route: Route, rows: Any = None) -> Content:
-    """Return the link to what a figure shows as a table, and that table where `route` asks for it."""
+    """
+    Return the link to what a figure shows as a table, and that table where `route` asks for it; and the
+    button that makes a picture of it, see assets/picture.js.
+    """
     on = route.get("table") == id
     choose = link("Table", route.here(table=None if on else id), "segment", on=on, title=label)
+    data: dict[str, Any] = {"data-png": id, "title": f"Download as PNG: {label}"}
+    png = html.Button("PNG", type="button", className="segment", **data)
     shown = [rows or figure_table(figure, label)] if on else []
-    return part(html.Div([choose, *shown], id=f"{id}-table", className="numbers"))
+    return part(html.Div([choose, png, *shown], id=f"{id}-table", className="numbers"))
 
 
 def figure_table(figure: figures.Figure, label: str) -> Any:
@@ -273,16 +279,11 @@ def node_link(key: str | None, label: str | None, route: Route) -> Any:
 
 
 def died(death: DeathInfo) -> list[Any]:
-    """
-    Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, last seen in step 110, in data". Only one that
-    raised an exception has said where it was when it ended.
-    """
+    """Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, after step 110, in `data`"."""
     when = f"{'at' if death['exact'] else 'about'} {moment(death['t_ns'])}"
-    seen = "" if death["message"] else "last seen "
-    where = f"{seen}in step {death['step']:,}" if death["step"] is not None else ""
-    stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
     how = death["how"][:1].upper() + death["how"][1:]
-    return marked(", ".join(filter(None, (f"{how} {when}", where, stage))))
+    place = place_words(death["step"], death["stage"])
+    return marked(", ".join(filter(None, (f"{how} {when}", place))))
 
 
 def meter(label: str, value: float | None) -> html.Div:

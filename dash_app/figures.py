@@ -31,7 +31,6 @@ Series = Array | Sequence[float | None]
 """What is not known is NaN, or None."""
 Figure = dict[str, Any]
 
-STAGE_NAMES = {text.words(stage): colour for stage, colour in STAGES.items()}
 """As a legend has them."""
 LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
@@ -148,7 +147,7 @@ def exposed(
         return blank("No closed step yet.")
     stacked = {"stackgroup": "one", "hovertemplate": "%{y:.1f} ms"}
     traces = [
-        _line(text.words(name), steps, rounded(stages[name]), 0.5, colour, fillcolor=colour, **stacked)
+        _line(name, steps, rounded(stages[name]), 0.5, colour, fillcolor=colour, **stacked)
         for name, colour in STAGES.items()
         if name in stages
     ]
@@ -353,7 +352,7 @@ def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure
         {
             "type": "bar",
             "orientation": "h",
-            "name": text.words(stage),
+            "name": stage,
             "y": names,
             "x": rounded([times[name][stage] for name in names]),
             "marker": {"color": colour},

@@ -82,7 +82,7 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
     begins = _begins(whose, stages)
     traces = [
         _bars(
-            text.words(name),
+            name,
             figures.STAGES[name],
             [at[rank] for rank in whose],
             begins[:, column],

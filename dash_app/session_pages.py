@@ -70,7 +70,7 @@ class SessionPages(SessionCache):
         with pages.lock:
             pages._viewed.add(key)
         body = pages._made(key, run)
-        header = pages._header(run)  # what it asks may be answered with what the page asks
+        header = pages._header(run)
         if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
             sides = [Route("side", "", (("session", str(name)),)) for name in names]
             body = {**body, "sides": [self.view(side) for side in sides]}
@@ -92,10 +92,16 @@ class SessionPages(SessionCache):
     def _header(self, run: RunState | None) -> dict[str, Any]:
         """Return the header, made once for all until there is an answer, or another second: it has ages."""
         with self.lock:
-            as_of = run and run.id, self.version, self.answered, self.clock() // 1_000_000_000
-            if as_of != self._headed[0]:
-                self._headed = as_of, shell.data(self, run)
-            return self._headed[1]
+            if self._as_of(run) == self._headed[0]:
+                return self._headed[1]
+        _, headed = self.made(lambda: (self._as_of(run), shell.data(self, run)))
+        with self.lock:
+            self._headed = headed
+        return headed[1]
+
+    def _as_of(self, run: RunState | None) -> tuple[object, ...]:
+        """Return what a header is as of. Called with `lock`."""
+        return run and run.id, self.version, self.answered, self.clock() // 1_000_000_000
 
     def _other(self, name: str | None) -> SessionPages | None:
         """

@@ -9,16 +9,16 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.layer_times import Layers
-from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.reports.conclusion import Conclusion
+from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.layer_report import sentence
-from traceml_ray.store import query
+from traceml_ray.reports.severity import sign_of
 from traceml_ray.store.profiles import Profile
+from traceml_ray.views.conclusion import concluded, layers_of
 from traceml_ray.views.incident import incident
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import (
     BADGES,
-    RUNNING,
     began_text,
     coverage_text,
     session_facts,
@@ -46,8 +46,6 @@ _TABS = {
     "sessions": "Sessions",
     "health": "Health",
 }
-_SOMETIMES = ("layers", "memory", "profiles")
-"""Tabs that are there where the session has something of it."""
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
     "warning": ("#d9731a", "M8 1 15.5 15H.5z"),
@@ -55,11 +53,6 @@ _ICONS = {
     "unsure": ("#8b939c", "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z"),
 }
 """Of the tab: colour and path."""
-_LAYERS_S, _LAYERS_S_A_RANK, _LAYERS_RANKS = 30.0, 2.0, 32
-"""
-How often the layers are asked for, at most, and of how many ranks while they train: a rank takes the
-aggregator up to 18 ms of an answer.
-"""
 _SVG = "http://www.w3.org/2000/svg"
 
 
@@ -72,8 +65,9 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "version": cache.version,
         "state": state,
         "state_text": state_text(cache, run, state),
-        "session": _session_data(cache, run, state),
+        "session": _session_data(cache, run),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
+        "first": None if run is None else concluded(cache, run, state),
         "incident": began,
         "began": began_text(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
@@ -85,14 +79,15 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
 
 def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
     """Return the header in place of that of a session (or run: `what`) which cannot be read."""
-    unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run")
+    unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run", "restarted")
     return {
         "version": cache.version,
         "state": "missing",
         "state_text": f"{what.capitalize()} {name!r} cannot be read: {why}.",
-        "session": {**dict.fromkeys(unknown), "id": name, "runs": [], **dict.fromkeys(_SOMETIMES, False)},
+        "session": {**dict.fromkeys(unknown), "id": name, "runs": []},
         "missing": what,
         "verdict": None,
+        "first": None,
         "incident": None,
         "began": "",
         "by_operation": None,
@@ -103,21 +98,11 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
     }
 
 
-def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict[str, Any]:
+def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     return {
         **session_facts(cache, run),
-        "layers": state in RUNNING or _layers(cache, run) is not None,
-        "profiles": state in RUNNING or bool(run and profiles.found(cache, run)),
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
-
-
-def _layers(cache: SessionCache, run: RunState | None) -> Layers | None:
-    """Return the layers of a run, as they were a while ago, where they have been measured."""
-    if run is None:
-        return None
-    found = cache.ask(query.Layers(run.id), every_s=max(_LAYERS_S, _LAYERS_S_A_RANK * run.world))
-    return found if found is not None and found.ranks else None
 
 
 def _by_layer(
@@ -126,9 +111,9 @@ def _by_layer(
     """Return which layer makes the rank late that the verdict names."""
     if run is None or verdict is None or verdict["stage"] not in ("forward", "backward"):
         return None
-    if verdict["rank"] is None or (state in RUNNING and run.world > _LAYERS_RANKS):
+    if verdict["rank"] is None:
         return None
-    found = _layers(cache, run)
+    found = layers_of(cache, run, state)
     findings = found.findings if found else ()
     own = (one for one in findings if one.rank in verdict["ranks"] and verdict["stage"] in one.phase)
     return next((sentence(one.why) for one in own), None)
@@ -185,9 +170,7 @@ def layout(poll_s: float) -> html.Div:
 
 def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
     """Return the parts of the shell."""
-    absent = {page for page in _SOMETIMES if not header["session"][page]}
-    shown = {page: label for page, label in _TABS.items() if page not in absent}
-    tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in shown.items()]
+    tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in _TABS.items()]
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
         part(html.Nav(tabs, id="nav", **aria(label="Pages"))),
@@ -204,9 +187,10 @@ def problem(sentence: Any) -> Content:
 
 def tab(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a browser's tab shows: the verdict as a title and an icon."""
-    tone, sign = tone_of(header["verdict"])
+    first: Conclusion | None = header["first"]
+    tone = first.tone if first else tone_of(None)[0]
     state = BADGES.get(header["state"], header["state"])
-    headline = f"{sign} {header['verdict']['headline']}" if header["verdict"] else state
+    headline = f"{sign_of(tone)} {first.headline}" if first else state
     return {
         "title": " · ".join((headline, str(header["session"]["id"] or "traceml-ray"))),
         "icon": icon(tone),
@@ -248,7 +232,7 @@ def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
 def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
-    tone, sign = tone_of(verdict)
+    tone = header["first"].tone if header["first"] else tone_of(None)[0]
     began = header["began"]
     step = "" if header["step"] is None else f"step {header['step']:,}"
     coverage = " · ".join(filter(None, (header["coverage_text"], step)))
@@ -259,7 +243,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     ]
     return html.Section(
         [
-            html.Div(sign, className="sign", **aria(hidden="true")),
+            html.Div(sign_of(tone), className="sign", **aria(hidden="true")),
             html.Div(_sentences(header, began, route), className="sentences"),
             html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
             html.Div(fresh, className="fresh"),
@@ -273,21 +257,28 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
 
 def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]:
     """Return headline, why, next and since when; before any verdict, the state."""
-    verdict = header["verdict"]
+    verdict, first = header["verdict"], header["first"]
     headline, _, why = header["state_text"].partition(". ")
-    if verdict:
-        headline, why = verdict["headline"], why_text(verdict, header["incident"])
-    following = [html.B("Next "), *marked(verdict["next"])] if verdict and verdict["next"] else None
+    following, steps = "", None
+    if verdict and first:
+        headline, why, following = first.headline, first.why, first.next
+        of_steps = why_text(verdict, header["incident"])
+        if first.subject == "steps":
+            why = of_steps
+        else:
+            steps = [html.B("Steps "), *marked(f"{verdict['headline']}. {of_steps}")]
     return [
         html.Div(
             html.Strong(dated(headline[:1].upper() + headline[1:]), id="verdict-headline"),
             **aria(live="polite", atomic="true"),
         ),
         html.P(marked(why), id="verdict-why"),
+        html.P(steps, id="verdict-steps"),
         html.P(_operation(header["by_operation"], route), id="verdict-operation"),
         html.P(_layer(header["by_layer"], route), id="verdict-layer"),
-        html.P(following, id="verdict-next"),
+        html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next"),
         html.P(marked(began), id="verdict-since"),
+        html.P(header["session"]["restarted"] or None, id="verdict-restarts"),
     ]
 
 
@@ -307,21 +298,23 @@ def _layer(found: str | None, route: Route) -> list[Any] | None:
 
 def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     """Return what to do with a verdict: links to its evidence and its rank, and to copy it."""
-    verdict, incident = header["verdict"], header["incident"]
-    if not verdict or verdict["label"] == "healthy":
+    verdict, incident, first = header["verdict"], header["incident"], header["first"]
+    if not verdict or not first or first.tone == "good":
         return []
-    unit = "GPU" if header["session"]["gpus"] else "rank"
     view = route.here(session=header["session"]["id"], run=header["session"]["run"])
-    why, following = f"Why: {verdict['why']}", f"Next: {verdict['next']}"
-    spent = f"Cost: {cost(incident, unit)}." if incident else ""
+    why, following = f"Why: {first.why}", f"Next: {first.next}"
+    steps = "" if first.subject == "steps" else f"Steps: {verdict['headline']}: {verdict['why']}"
+    spent = f"Cost: {cost(incident, header['session']['gpus'])}." if incident else ""
     of_profile = header["by_operation"]
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
     layer = f"By layer: {header['by_layer']}" if header["by_layer"] else ""
-    every = (verdict["headline"], began, spent, why, operation, layer, following, "{link}")
+    every = (first.headline, began, spent, why, steps, operation, layer, following, "{link}")
     copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
-    if (rank := verdict["rank"]) is not None:
-        chips.append(link(f"Open rank {rank}", route.to("rank", rank), "chip"))
+    if first.rank is not None:
+        chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
+    if first.subject != "steps":
+        chips.append(link(f"Open {first.subject}", route.to(first.subject), "chip"))
     return [*chips, copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
 
 
@@ -335,16 +328,16 @@ def _range(cost_pct: Sequence[float] | None) -> str:
 def _cost(header: Mapping[str, Any]) -> list[Any]:
     """Return what the named cause costs, and how sure that is."""
     verdict, lines = header["verdict"], list[Any]()
-    incident, unit = header["incident"], "GPU" if header["session"]["gpus"] else "rank"
+    incident, gpus = header["incident"], bool(header["session"]["gpus"])
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         lines += [
             html.Span(text.percent(verdict["cost_pct"]), className="value"),
             html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
         if incident:
-            lines.append(html.Div(cost(incident, unit)))
+            lines.append(html.Div(cost(incident, gpus)))
         if hours := verdict["gpu_hours_per_hour"]:
-            lines.append(html.Div(f"≈ {text.number(hours)} {unit}-hours wasted per hour"))
+            lines.append(html.Div(f"≈ {wasted(hours, gpus)}"))
     if verdict["lost_text"] and not (incident and incident["alone"]):
         lines.append(html.Div(f"all causes: {verdict['lost_text']}" if incident else verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []

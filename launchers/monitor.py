@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import wire
+from traceml_ray import text, wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.attachment import FILE as ATTACHMENT
@@ -370,12 +370,15 @@ class Monitor:
 
 
 def _report(session: SessionFolder) -> None:
-    """Print the verdict of the summary, and where the files are."""
+    """Print the most severe finding of the summary, the verdict on its steps, and where the files are."""
     shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)  # those that matter are in a bundle
-    verdict = json.loads(session.summary_json.read_bytes())["verdict"]
-    say(f"{verdict['label']}: {verdict['why']}")
-    if verdict["next"]:
-        say(f"next: {verdict['next']}")
+    summary = json.loads(session.summary_json.read_bytes())
+    first, verdict = summary["conclusion"], summary["verdict"]
+    say(f"{first['label']}: {first['why']}")
+    if first["next"]:
+        say(f"next: {first['next']}")
+    if first["subject"] != "steps":
+        say(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
     say(f"files: {session.path}")
 
 

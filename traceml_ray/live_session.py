@@ -37,6 +37,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
+from traceml_ray.store.runs import of_run
 from traceml_ray.summary_shape import Summary
 
 START_S = 90.0
@@ -79,11 +80,17 @@ class Session:
         """Return the nodes of the cluster, those that are gone too, with the ranks on each."""
         return self._ask(query.Nodes())
 
-    def ranks(self, run: str | None = None) -> list[RankInfo]:
-        """Return which process is which rank in the run, and its rows so far."""
+    def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> list[RankInfo]:
+        """
+        Return which process is which rank in the run, and its rows so far. After a restart that is the
+        attempt that the numbers are of; with `every_attempt`, all processes of all attempts, oldest first.
+        """
+        processes = [process for process in self._ask(query.Ranks(run)).values() if process.identity]
+        if every_attempt and processes and (identity := processes[0].identity):
+            processes = of_run(self._ask(query.Processes()), identity.job_id)
         ranks: Any = [
             {**msgspec.structs.asdict(process.identity), "stored": process.stored}
-            for process in self._ask(query.Ranks(run)).values()
+            for process in processes
             if process.identity
         ]
         return cast("list[RankInfo]", ranks)

@@ -141,6 +141,16 @@ class RankInfo(TypedDict):
     stored: int
 
 
+class EarlierStart(TypedDict):
+    """What came of one start of all ranks before the one that the numbers are of."""
+
+    attempt: int
+    steps: int
+    """That all its ranks closed, and that no number but this is of."""
+    seconds: float
+    """From its first rank to its end."""
+
+
 class RunInfo(TypedDict):
     """One run of a session: a `fit()`, a launch, or a group of actors."""
 
@@ -154,6 +164,8 @@ class RunInfo(TypedDict):
     world_size: int | None
     nnodes: int | None
     attempts: int
+    earlier: list[EarlierStart]
+    """The starts before the one that is shown, those that had steps, the oldest first."""
     label: Label | None
     """Of its verdict."""
     ledger: Ledger

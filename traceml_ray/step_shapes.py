@@ -294,8 +294,9 @@ class DeathInfo(TypedDict):
     exact: bool
     """Whether that is known to a second."""
     step: int | None
-    """In which it was, and in which stage, as last reported."""
+    """The last one it closed, as last reported: the one it ended in may be later."""
     stage: str | None
+    """It was in this stage, as last reported."""
     how: str
     """In words: its exception, "killed by SIGKILL", "its node was lost"."""
     message: str

@@ -350,6 +350,22 @@ class Overhead(TypedDict):
     bytes_per_step: float | None
 
 
+class ConclusionInfo(TypedDict):
+    """The most severe of all that was found in a run: what a person reads first."""
+
+    subject: str
+    """What it is about: steps (it is the verdict), memory, layers."""
+    tone: str
+    """critical, warning, unsure, good."""
+    label: str
+    """Its kind in words."""
+    headline: str
+    """Its kind, and who."""
+    why: str
+    next: str
+    rank: int | None
+
+
 class Summary(TypedDict):
     """`summary.json`: a run of a session from its first step to its last."""
 
@@ -361,7 +377,9 @@ class Summary(TypedDict):
     throughput: ThroughputStatistics
     stages: list[StageStatistics]
     spans: list[SpanStatistics]
+    conclusion: ConclusionInfo
     verdict: VerdictInfo
+    """On its steps."""
     suspects: list[Suspect]
     roles: list[RoleInfo]
     """Where not all ranks do the same work."""

@@ -53,13 +53,29 @@
   };
   for (const name of ["scroll", "resize"]) window.addEventListener(name, draw, { passive: true, capture: true });
 
-  /* A chart is made when it comes into sight: the 17 of a node page at once take half a second. */
+  /* A chart is made when it comes into sight: the 17 of a node page at once take half a second. The others follow
+     one by one while the browser has nothing to do, so that a picture of the whole page, and paper, has them. */
+  const unmade = new Set();
+  const whenIdle = window.requestIdleCallback ?? ((act) => setTimeout(act, 200));
+  const makeNext = () => {
+    const [make] = unmade;
+    if (!make) return;
+    unmade.delete(make);
+    make();
+    whenIdle(makeNext);
+  };
   const Chart = ({ head, box, children: [graph, table] }) => {
     const { createElement, useEffect, useRef, useState } = window.React;
-    const [seen, setSeen] = useState(false), at = useRef();
-    useEffect(() => new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true)).observe(at.current), []);
-    useEffect(draw, [seen]);
-    const inside = createElement("div", { "aria-hidden": true }, seen && graph); // a picture, to who cannot see it
+    const [made, setMade] = useState(false), at = useRef();
+    useEffect(() => {
+      const make = () => setMade(true);
+      const observer = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && make());
+      observer.observe(at.current);
+      if (unmade.add(make).size === 1) whenIdle(makeNext);
+      return () => { observer.disconnect(); unmade.delete(make); };
+    }, []);
+    useEffect(draw, [made]);
+    const inside = createElement("div", { "aria-hidden": true }, made && graph); // a picture, to who cannot see it
     return createElement("section", { className: "panel" }, element(head), createElement("div", { ...box, ref: at }, inside), table);
   };
 
@@ -71,6 +87,23 @@
       return Math.abs(width - plot.clientWidth) < 1 && Math.abs(height - plot.clientHeight) < 1 ? plot : resize(plot);
     };
   });
+
+  /* ---- paper ---- */
+
+  /* Draw every chart as it is now, as wide as its place; React takes no turn before a page is printed. */
+  const redraw = () => {
+    for (const plot of document.querySelectorAll("main .js-plotly-plot")) {
+      const chart = charts.get(plot.parentElement.id), { data, layout } = chart?.figure ?? plot;
+      const { clientWidth: width, clientHeight: height } = plot.parentElement;
+      window.Plotly.react(plot, data, { ...layout, width, height }, plot._context);
+    }
+  };
+  const paper = (on) => {
+    root.classList.toggle("paper", on); // as wide as a sheet: the style sheet has the rest
+    redraw();
+  };
+  window.addEventListener("beforeprint", () => paper(true));
+  window.addEventListener("afterprint", () => paper(false));
 
   /* Scroll to the part that a link is to, once it is there. */
   const reveal = () => {

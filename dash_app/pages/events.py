@@ -11,7 +11,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports.headlines import brief, named
+from traceml_ray.reports.headlines import brief, hours_of, named
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import SIGNS
@@ -98,8 +98,8 @@ def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
         ],
         ">lasted": lambda one: text.duration(one["seconds"]),
         ">cost": lambda one: text.duration(one["cost_s"]),
-        ">of it": lambda one: text.percent(one["cost_pct"]),
-        ">GPU-hours": lambda one: text.number(one["gpu_hours"]),
+        ">of each step": lambda one: text.percent(one["cost_pct"]),
+        f">{hours_of(view['session']['gpus'])}": lambda one: text.number(one["gpu_hours"]),
     }
     rows = table(columns, view["episodes"][:_SHOWN], empty="No cause was named.", label="Episodes")
     return html.Div([rows, html.P(view["brief"], className="hint")], id="episodes")
@@ -107,6 +107,11 @@ def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
 
 def _severity(severity: str) -> html.Span:
     return html.Span([SIGNS[severity], " ", severity], className=f"sev {severity}")
+
+
+def _named(name: str, cell: Any) -> Any:
+    """Return a cell with the name of its column, for a window too narrow for columns."""
+    return cell and html.Span([html.Span(f"{name} ", className="narrow"), cell])
 
 
 def _filters(view: Mapping[str, Any], route: Route) -> list[html.Nav]:
@@ -129,10 +134,10 @@ def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) 
         "time": lambda event: when(event["time"]),
         "severity": lambda event: _severity(event["severity"]),
         "kind": lambda event: text.words(event["kind"]),
-        ">rank": lambda event: rank_link(event["rank"], route),
+        ">rank": lambda event: _named("rank", rank_link(event["rank"], route)),
         "node": lambda event: event["node"],
-        ">step": lambda event: step_link(event["step"], route),
-        "stage": lambda event: text.words(event["stage"] or ""),
+        ">step": lambda event: _named("step", step_link(event["step"], route)),
+        "stage": lambda event: event["stage"],
         "what": lambda event: html.Span(marked(event["text"])),
     }
     shown = {name: columns[name] for name in names or columns}

@@ -66,10 +66,11 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     head = [html.H1("Layers"), listing.field(route, "layers")]
     body: list[Any] = [trail(route, ("layers", None)), html.Div(head, className="title-row")]
     found: Layers | None = view["layers"]
-    if view["state"] == "live" and not route.get("session"):
+    asks = view["state"] == "live" and not route.get("session")
+    if asks:
         body.append(panel("Measure the steps to come", part(_form(view, route)), part(_asked(view, route))))
     if found is None or not found.ranks:
-        nothing = marked(f"{NOTHING} or on this page.")
+        nothing = marked(f"{NOTHING}{', or on this page' * asks}.")
         return html.Div([*body, part(html.P(nothing, id="layers-missing", className="empty"))])
     body += [
         part(html.Div(_found(found), id="layers-found")),

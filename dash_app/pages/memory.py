@@ -15,6 +15,7 @@ from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import SIGNS
+from traceml_ray.views.state import RUNNING
 
 from .. import axis, bundles, figures, listing, shards
 from ..components import (
@@ -133,7 +134,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     body: list[Any] = [trail(route, ("memory", None)), html.Div(head, className="title-row")]
     found: Memory | None = view["memory"]
     if found is None:
-        none = "No rank has sent a sample of its memory yet."
+        none = f"No rank has sent a sample of its memory{' yet' * (view['state'] in RUNNING)}."
         body.append(part(html.P(none, id="memory-missing", className="empty")))
         return html.Div([*body, *shards.panels(view["sharding"], route)])
     body += [

@@ -318,7 +318,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
         **({">GPU idle": lambda rank: text.percent(rank["gpu_idle_pct"])} if clocked else {}),
         "busy time by step": lambda rank: spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
         ">last step": lambda rank: text.plain(rank["last_step"]),
-        "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
+        "now in": lambda rank: rank["open_stage"] or text.NA,
         ">memory": lambda rank: text.size(rank["rss_bytes"]),
         **({">GPU memory allocated, reserved": _allocated} if devices else {}),
         "state": lambda rank: _state(rank, named),

@@ -111,7 +111,7 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     over = "" if found["over"] is None else f"{text.times(found['over'])} the median: "
     own = f"{whose}{over}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
     far = sorted(found["stages"].items(), key=lambda each: -abs(each[1][0] - each[1][1]))[:2]
-    stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
+    stages = [f"{name} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
     return {"text": "\n".join([own, *stages])}
 
 
@@ -150,7 +150,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision, frame),
             "Exposed time of each stage by step, stacked",
             route,
-            series=figures.STAGE_NAMES,
+            series=figures.STAGES,
         ),
         chart(
             "timeline",
@@ -191,7 +191,7 @@ def _change(view: Mapping[str, Any], route: Route) -> list[Chart]:
     steps = f"{text.count(before['steps'], 'step')} before, {since['steps']:,} since"
     label = f"Exposed time of a step by stage, {steps}"
     columns: Columns = {
-        "stage": text.words,
+        "stage": str,
         ">before": lambda stage: text.ms(before["stages"][stage]),
         ">since": lambda stage: text.ms(since["stages"][stage]),
     }
@@ -241,7 +241,7 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
 def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str, route: Route) -> Content:
     """Return links to the values of one part of the selection."""
     links = [
-        link(text.words(shown), route.here(**{name: value}), "segment", on=chosen in (shown, value))
+        link(shown, route.here(**{name: value}), "segment", on=chosen in (shown, value))
         for shown, value in values.items()
     ]
     return part(html.Nav(links, id=f"heat-{name}", className="segments", **aria(label=label)))

@@ -170,7 +170,7 @@ def _compared(view: Mapping[str, Any], route: Route) -> Any:
         _chips(
             route,
             "stage",
-            {"all of the step": None} | {text.words(stage): stage for stage in made.stages()},
+            {"all of the step": None} | {stage: stage for stage in made.stages()},
             "Stage",
             route.get("stage"),
         ),
@@ -204,7 +204,7 @@ def _differing(found: Difference | None) -> list[Any]:
     if found.waits:
         waits = found.waits[:_TOP]
         shown += [
-            html.H3("Waiting for other ranks, or for a device"),
+            html.H3("Waiting for other ranks, or for a device: time that no work hides"),
             table(_sided(found, waits), waits, label="Waiting, by operation"),
         ]
     return shown

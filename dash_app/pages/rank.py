@@ -248,7 +248,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
             figures.rows(both, revision=route.key),
             "Mean time of each stage on the clock of the GPU, and under it on that of its host",
             route,
-            series=figures.STAGE_NAMES,
+            series=figures.STAGES,
             tall="low",
         )
     ]
@@ -261,7 +261,7 @@ def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route)
     colours = {name: colours[name] for name in shown}
     return chart(
         f"stage-{stage}",
-        text.words(stage),
+        stage,
         figures.lines(
             view["stages"]["steps"],
             shown,  # a rank is drawn over its host
@@ -284,7 +284,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "state": text.words(rank["state"]),
         "last step": rank["last_step"],
-        "now in": text.words(rank["open_stage"] or text.NA),
+        "now in": rank["open_stage"] or text.NA,
         **_role_facts(rank),
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
@@ -327,7 +327,7 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
 
 def _suspect(suspect: Mapping[str, Any]) -> html.P:
     late, share = text.ms(suspect["excess_ms"]), text.share(suspect["share"])
-    sentence = f"▲ Late out of {text.words(suspect['stage'])} by {late} a step ({share} of it); "
+    sentence = f"▲ Late out of {suspect['stage']} by {late} a step ({share} of it); "
     sentence += f"fixing it saves {text.ms(suspect['gain_ms'])}."
     return html.P(sentence, className="callout warning")
 
@@ -335,7 +335,7 @@ def _suspect(suspect: Mapping[str, Any]) -> html.P:
 def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
     columns: Columns = {
         "span": lambda span: span["name"],
-        "in": lambda span: text.words(span["stage"]),
+        "in": lambda span: span["stage"],
         ">this rank": lambda span: text.ms(span["ms"]),
         ">median rank": lambda span: text.ms(span["median_ms"]),
         ">of its stage": lambda span: text.share(span["share"]),

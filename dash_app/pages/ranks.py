@@ -32,7 +32,7 @@ _KEYS: listing.Keys = {
     "last step": lambda row: row["last_step"],
     "busy": lambda row: row["busy_ms"],
     "÷ median": lambda row: row["over"],
-    **{text.words(name): lambda row, name=name: row["stages"].get(name) for name in STAGES},  # type: ignore[misc]
+    **{name: lambda row, name=name: row["stages"].get(name) for name in STAGES},  # type: ignore[misc]
 }
 
 
@@ -104,10 +104,10 @@ def _columns(view: Mapping[str, Any], route: Route) -> Columns:
         "state": _state,
         ">exit code": lambda row: "" if row["exit_code"] is None else str(row["exit_code"]),
         ">last step": lambda row: text.plain(row["last_step"]),
-        "now in": lambda row: text.words(row["open_stage"] or text.NA),
+        "now in": lambda row: row["open_stage"] or text.NA,
         ">busy": lambda row: text.number(row["busy_ms"], aligned=True),
         ">÷ median": lambda row: text.number(row["over"], 2) + "×" * (row["over"] is not None),
-        **{f">{text.words(name)}": stage(name) for name in STAGES},
+        **{f">{name}": stage(name) for name in STAGES},
     }
 
 

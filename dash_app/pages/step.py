@@ -62,7 +62,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             gantt.figure(step, drawn),
             "Stages of each rank in this step, from where it left the exchange before",
             route,
-            series=figures.STAGE_NAMES,
+            series=figures.STAGES,
             colours=gantt.spans(step) if len(drawn) <= gantt.FEW else None,
             height=gantt.height(drawn),
             rows=_table(view, step, route),
@@ -140,7 +140,7 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
         ">rank": lambda rank: rank_link(rank, route),
         "node": lambda rank: view["nodes"].get(rank),
         ">after the median": lambda rank: text.ms(late[rank]),
-        **{f">{text.words(name)}": _of_stage(sums, at) for at, name in enumerate(STAGES)},
+        **{f">{name}": _of_stage(sums, at) for at, name in enumerate(STAGES)},
         "spans, mean": lambda rank: ", ".join(spans.get(rank, ())),
     }
     rest = len(step["ranks"]) - len(shown)

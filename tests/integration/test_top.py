@@ -164,7 +164,7 @@ def test_keys_and_a_new_size_change_what_is_shown_and_q_leaves_a_clean_terminal(
     assert "▲ straggler: rank 5 (host-1) in data" in first and "rank5    31" in first
     terminal.until(lambda text: _step(text) > _step(first))  # by itself
     terminal.type("3")
-    terminal.shows("[3 ranks]", "÷ med", "sync wait")
+    terminal.shows("[3 ranks]", "÷ med", "sync_wait")
     terminal.type("r5\r")
     terminal.shows("RANK 5", "ITS STEP", "named by the verdict")
     terminal.type("\x1b")

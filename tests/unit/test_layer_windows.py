@@ -70,7 +70,6 @@ def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.C
     stored = SessionPages(StoredSource(played.folder))
     stored.poll()
     assert look(stored, "layers")["layers"].findings[0].layer == LAYER
-    assert look(stored, "header")["session"]["layers"]
 
 
 @pytest.mark.parametrize(("stage", "named"), [(FORWARD, True), (DATA, False)])

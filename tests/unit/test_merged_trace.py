@@ -94,11 +94,11 @@ def test_steps_and_rows_are_a_process_of_their_own(tmp_path: Path) -> None:
     assert laid[:2] == [("step 0", 10, 10), ("step 1", 20, 10)]
     assert laid[2:8] == [
         ("row 0", 8, 10),
-        ("post sync", 8, 1),
+        ("post_sync", 8, 1),
         ("data", 9, 1),
         ("forward", 10, 3),
         ("backward", 13, 4),
-        ("sync wait", 17, 1),
+        ("sync_wait", 17, 1),
     ]
 
 

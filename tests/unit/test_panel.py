@@ -17,6 +17,7 @@ from snapshot import Snapshot as Kept
 from terminal_screen import TerminalScreen
 
 from traceml_ray import wire
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
@@ -144,7 +145,6 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
     for pane in PANES[:-1]:
         seen(poll, Choice(pane))
     poll.poll()
-    assert "Layers" not in asked["top"], "only where they are shown"
     seen(poll, Choice("layers"))
     assert asked["top"] and asked["top"] <= asked["web"]
 
@@ -324,3 +324,17 @@ def test_no_colour_is_sent_where_none_is_wanted(job: SessionPoll) -> None:
     screen.draw(panel(seen(job), Choice(), 80, 24))
     assert "\x1b[0;1m" in sent[0] and "\x1b[0;3" not in sent[0] and "\x1b[0;1;3" not in sent[0]
     assert sent[0].isascii()
+
+
+def test_pane_of_health_has_the_rows_and_errors_that_next_sends_there_for(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", late=None)
+    poll = SessionPoll(played.source, clock=played.clock)
+    for second in range(5):
+        played.play(5, lost=(2,) if second == 4 else (), errors={"sampler": 3})
+    poll.poll()
+    shown = text(seen(poll, Choice("health")), 100, 40, Choice("health"))
+    rows = [row.strip("│ ").split() for row in shown.splitlines()]
+    assert "HEALTH OF THE MONITOR" in shown and "[8 health]" in shown
+    assert ["all", "200", "195", "5", "0"] in rows
+    assert ["3", "rank", "0,", "sampler"] in rows and ["host-1", "alive", "0", "s", "4"] in rows
+    assert "`top`" in LABELS["telemetry_limited"].next and "health" in PANES

@@ -17,9 +17,10 @@ from profiled import events, stored
 from recorded import written
 
 from traceml_ray import wire
-from traceml_ray.dash_app import breakdowns, trace_job
+from traceml_ray.dash_app import breakdowns, shell, trace_job
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.breakdowns import FILE, Breakdowns, traces_of
+from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
@@ -211,17 +212,22 @@ def test_form_says_what_is_wrong_with_its_values(played: Played) -> None:
     assert look(pages, "profiles", ranks="0-3", steps=51)["wrong"]
 
 
-def test_tab_is_there_where_there_is_a_profile_or_the_session_runs(played: Played) -> None:
-    assert look(pages_of(played), "header")["session"]["profiles"]
+def test_tabs_are_the_same_while_a_session_runs_and_afterwards(played: Played) -> None:
+    def tabs(pages: SessionPages) -> Any:
+        nav = shell.parts(look(pages, "header"), Route())[0].content
+        return [label for _, _, label in nav[2:]]
+
+    live = tabs(pages_of(played))
+    assert {"Layers", "Memory", "Profiles"} <= {*live}
     played.end()
     pages = SessionPages(StoredSource(played.folder))
     pages.poll()
-    assert not look(pages, "overview")["session"]["profiles"]
+    assert tabs(pages) == live
+    assert "No layer has been measured" in shown(pages, "/layers")
     stored(played.folder, "a", {0: lambda path: written(path, events())})
     pages = SessionPages(StoredSource(played.folder))
     pages.poll()
     look(pages, "overview")
-    assert look(pages, "overview")["session"]["profiles"]
     text = shown(pages, "/profiles")
     assert '"/profile/a"' in text and "profile-form" not in text
 

@@ -143,6 +143,19 @@ def test_what_a_session_holds_never_becomes_markup(tmp_path: Path) -> None:
     assert not any(key.startswith("on") for _, own in again.elements for key in own)
 
 
+def test_page_names_the_bundles_as_the_text_does(tmp_path: Path) -> None:
+    played = Played(tmp_path / "s", 2, late=None)
+    played.play(20)
+    for minute in range(5):
+        (tmp_path / "s" / "bundles" / f"20231114T22130{minute}Z-killed").mkdir(parents=True)
+    played.end()
+    report, found = (tmp_path / "s" / "report.txt").read_text(), read(tmp_path / "s").text
+    assert "5 bundles of incidents" in report and "5 bundles of incidents" in found
+    for minute in (2, 3, 4):
+        name = f"bundles/20231114T22130{minute}Z-killed"
+        assert name in report and name in found
+
+
 def _everywhere(value: Any, key: str = "") -> Any:
     """Return a summary with a hostile text in place of each that is not one of our own words."""
     if isinstance(value, dict):
@@ -150,6 +163,7 @@ def _everywhere(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_everywhere(each, key) for each in value]
     own = {"label", "severity", "kind", "pattern", "name", "status", "id", "run", "stages", "stage"}
+    own |= {"tone", "subject"}
     times = {"time", "started_at", "ended_at", "last_seen"}
     return HOSTILE if isinstance(value, str) and key not in own | times else value
 

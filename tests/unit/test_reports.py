@@ -350,11 +350,18 @@ def test_successful_restart_has_no_headline(tmp_path: Path) -> None:
     run.steps(5)
     for rank in range(2):
         run.last(rank)
+    state = render_status(run.aggregator.query, tmp_path, None, run.clock())
+    assert "Restarted once, after 50 steps" in " ".join(state.split())
     summary = run.finish(0, *old)
     assert summary["verdict"]["label"] == "healthy"
     assert summary["ranks"]["0"]["attempt"] == 1
     assert summary["ranks"]["0"]["processes"] == 2
     assert summary["ledger"]["stored"] == 200
+    (before,) = summary["runs"][0]["earlier"]
+    assert (before["attempt"], before["steps"], summary["steps"]["count"]) == (0, 50, 50)
+    for name in ("report.txt", "report.html"):
+        report = " ".join((tmp_path / name).read_text().split())
+        assert "Restarted once, after 50 steps (5 s)." in report, name
 
 
 def test_attempts_are_not_mixed(tmp_path: Path) -> None:

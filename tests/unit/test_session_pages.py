@@ -33,6 +33,9 @@ from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.terminal.panel import panel
+from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.views.values import by_stage, natural
 
@@ -367,10 +370,11 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     paths = "/rank/5", "/rank/2", "/rank/1"
     shown = [to_json_plotly(Refresher(pages).refresh(path, "", {})) for path in paths]
     died = '"Killed by SIGKILL at ",["time",{"dateTime":"2023-11-14T22:13:56.000+00:00",'
-    assert (
-        died + '"title":"2023-11-14 22:13:56 UTC"},"22:13:56 UTC"],", last seen in step 175, in forward"'
-        in shown[0]
-    )
+    assert died + '"title":"2023-11-14 22:13:56 UTC"},"22:13:56 UTC"],", after step 174, in "' in shown[0]
+    steps = {event["step"] for event in look(pages, "events")["chosen"].items if event["rank"] == 5}
+    assert "after step 174, in `forward`" in header["verdict"]["why"]
+    assert header["verdict"]["last_step"] == 174
+    assert 174 in steps and 175 not in steps, "one death has one step"
     assert "first of 2 ranks" in shown[0] and "Late out of" not in shown[0]
     assert (
         "Connection closed by peer at " in shown[1]
@@ -962,3 +966,32 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
 def test_moments_are_those_of_the_reader(of_browser: str, shown: str) -> None:
     with zone.shown_in(of_browser):
         assert zone.clock("2023-11-14T22:13:25+00:00") == shown
+
+
+def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None:
+    """Hours are of ranks; a stage has its name; who died is said where the data is counted."""
+    played = Played(tmp_path / "demo", gpus=0, onset=20)
+    for _ in range(60):
+        played.play(5)
+    for number in range(8):
+        played.dies(number, -9 if number == 5 else -15)
+    played.end(1)
+    pages = SessionPages(StoredSource(played.folder))
+    pages.poll()
+    header = look(pages, "overview")
+    assert header["coverage_text"] == "data from 8 of 8 ranks, 8 died"
+    shown = {
+        path: to_json_plotly(Refresher(pages).refresh(path, "", {})).replace("\\u002f", "/")
+        for path in ("/", "/events", "/rank/5")
+    }
+    assert ">of it" not in shown["/events"] and "of each step" in shown["/events"]
+    assert "rank-hours" in shown["/events"]
+    poll = SessionPoll(StoredSource(played.folder))
+    poll.poll()
+    _, of = poll.made(lambda: take(poll, poll.newest, Choice()))
+    shown["top"] = "\n".join(row.plain for row in panel(of, Choice(), 120, 60))
+    shown |= {name: (played.folder / name).read_text() for name in ("report.txt", "report.html")}
+    for face, words in shown.items():
+        assert not [wrong for wrong in ("GPU-hours", "sync wait", "post sync") if wrong in words], face
+    assert "data from 8 of 8 ranks, 8 died" in shown["report.html"]
+    assert "data from 8 of 8 ranks, 8 died" in shown["top"]

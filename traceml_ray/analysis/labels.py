@@ -61,7 +61,8 @@ LABELS: dict[Label, Meaning] = {
         "Read the exposed time per stage; it names no rank."),
     "telemetry_limited": Meaning("abstention", "none",
         "too little data for a verdict; the reason is given",
-        "Look at the Health page: which ranks report, and what was dropped.", at_once=True),
+        "Look at which ranks report and what was dropped: Health in the web app and in `top`, the ledger of "
+        "a report.", at_once=True),
     "hang": Meaning("failure", "ranks",
         "no rank has closed a step for 20 s: which rank is least far or does not answer, and where it is "
         "(its stack, and what the others wait in)",

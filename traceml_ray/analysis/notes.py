@@ -55,9 +55,16 @@ def too_brief(hold_s: float) -> str:
 
 
 def too_early(found: Verdict, hold_s: float) -> str:
-    """Return why a run that begins with a late rank, or slower than a baseline, has no verdict yet."""
-    what = "The first steps are slow" if found.meaning.names == "all" else "A rank is late in the first steps"
-    return f"{what}; whether that lasts is known after {duration(hold_s)}."
+    """Return why a run without a verdict so far names nobody although something is late, or slower."""
+    stages = _stages(found)
+    if found.meaning.names == "all":
+        what = f"{stages or 'The whole step'} is slower than the baseline"
+    elif found.ranks:
+        who, verb = ranks(found.ranks), "is" if len(found.ranks) == 1 else "are"
+        what = f"{who[:1].upper()}{who[1:]} {verb} late" + (f" in {stages}" if stages else "")
+    else:
+        what = "Ranks are late in turn"
+    return f"{what}. That is not named yet: it has to last {duration(hold_s)}."
 
 
 def so_far(lasted_s: float, cost_s: float) -> str:

@@ -260,7 +260,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
 
 def baseline_is(baseline: Baseline) -> str:
     """Return what the baseline is: "the baseline (steps 60-309)", "the baseline (session good)"."""
-    where = baseline.source or f"steps {baseline.from_step}-{baseline.to_step}"
+    where = baseline.source or f"steps {baseline.from_step:,}–{baseline.to_step:,}"
     return f"the baseline ({where})"
 
 

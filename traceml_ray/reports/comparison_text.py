@@ -32,7 +32,7 @@ def render_value(of: float | None, unit: str) -> str:
 
 def label(of: Change) -> str:
     """Return what a number of a comparison is: of a stage, its exposed time."""
-    return text.words(f"exposed {of.what}" if of.what in STAGES else of.what)
+    return f"exposed {of.what}" if of.what in STAGES else text.words(of.what)
 
 
 def change(of: Change) -> str:

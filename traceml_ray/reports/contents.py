@@ -8,7 +8,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
-from traceml_ray.reports.headlines import brief, lost, named
+from traceml_ray.reports.headlines import brief, lost, named, restarted, wasted
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.present import present
 
@@ -36,21 +36,24 @@ def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
 
 def verdict_facts(summary: dict[str, Any]) -> Facts:
     """Return the verdict, what it costs, why, what else was anomalous then, and what to do."""
-    verdict = summary["verdict"]
+    verdict, first = summary["verdict"], summary["conclusion"]
+    is_first = first["subject"] == "steps"
+    # What is more severe than the verdict on the steps comes before it; its why is in a part of its own.
+    before = () if is_first else (("Verdict", first["headline"]), ("Next", first["next"]))
     return Facts(
-        ("Verdict", named(verdict)),
+        *before,
+        ("Verdict" if is_first else "Steps are", named(verdict)),
         ("", ", ".join(about_verdict(summary))),
         ("Why", verdict["why"]),
         ("", verdict["note"]),
         *evidence(verdict["machine"] or ()),
-        ("Next", verdict["next"]),
+        ("Next", verdict["next"] if is_first or meaning(verdict).kind == "finding" else ""),
     )
 
 
 def about_verdict(summary: Mapping[str, Any]) -> list[str]:
     """Return how sure a verdict is, and what its cause and all causes cost."""
-    verdict, unit = summary["verdict"], unit_of(summary)
-    about = []
+    verdict, about = summary["verdict"], list[str]()
     if verdict["confidence"]:
         about.append(f"confidence {verdict['confidence']}")
     transient = verdict["pattern"] == "transient"
@@ -58,15 +61,15 @@ def about_verdict(summary: Mapping[str, Any]) -> list[str]:
         about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
     if verdict["cost_pct"]:
         about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
-        about.append(f"{text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
+        about.append(wasted(verdict["gpu_hours_per_hour"], has_gpus(summary)))
     if verdict["lost_s"]:
         about.append(lost(verdict))
     return about
 
 
-def unit_of(summary: Mapping[str, Any]) -> str:
-    """Return what hours are counted of: GPU, or rank where there is none."""
-    return "GPU" if any(node["gpus"] for node in summary["system"]["nodes"]) else "rank"
+def has_gpus(summary: Mapping[str, Any]) -> bool:
+    """Return whether the ranks of the run have GPUs: else hours are those of ranks."""
+    return any(node["gpus"] for node in summary["system"]["nodes"])
 
 
 def evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -89,8 +92,9 @@ def _of_a_part(summary: Mapping[str, Any]) -> str:
 def steps_facts(summary: dict[str, Any]) -> Facts:
     """Return the time of a step, how far ranks and nodes are apart, and what these numbers are of."""
     steps = summary["steps"]
+    before = ("Restarts", restarted(earlier_of(summary)))
     if steps["median_ms"] is None:
-        return Facts(*_baseline(summary))
+        return Facts(before, *_baseline(summary))
     times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
     several = steps["exchanges"] > 1.05  # else a single step was cut in two
     of = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
@@ -107,6 +111,7 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
     after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
     return Facts(
         ("Steps", f"{text.count(steps['count'], 'step')}{of}, {times} ({after})"),
+        before,
         ("Skew", skew),
         ("" if skew else "Skew", node),
         ("GPU idle", _idle(steps)),
@@ -115,6 +120,11 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
         ("Sampled", _sampled(steps)),
         *_baseline(summary),
     )
+
+
+def earlier_of(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the starts of the run before the one that the summary is of."""
+    return next((run["earlier"] for run in summary["runs"] if run["id"] == summary["run"]), ())
 
 
 def _idle(steps: dict[str, Any]) -> str:
@@ -154,7 +164,7 @@ def _covers(steps: dict[str, Any]) -> str:
         return ""
     all_counted = covers["counted_pct"] == 100
     what = "medians, shares, the verdict and its history" if all_counted else "all numbers"
-    line = f"not the whole run: {what} are of steps {covers['from_step']}–{covers['to_step']}, "
+    line = f"not the whole run: {what} are of steps {covers['from_step']:,}–{covers['to_step']:,}, "
     line += f"{text.percent(covers['rows_pct'])} of the rows that were stored"
     if all_counted:
         mean = text.ms(steps["mean_ms"])
@@ -168,7 +178,7 @@ def _baseline(summary: dict[str, Any]) -> list[tuple[str, str]]:
     drifted = any(meaning(one).names == "all" for one in [summary["verdict"], *summary["verdicts"]])
     if baseline is None or not (baseline["source"] or drifted):
         return []
-    where = baseline["source"] or f"steps {baseline['from_step']}–{baseline['to_step']} of this run"
+    where = baseline["source"] or f"steps {baseline['from_step']:,}–{baseline['to_step']:,} of this run"
     return [("Baseline", f"{where}: {text.ms(baseline['step_ms'])} a step")]
 
 
@@ -181,7 +191,7 @@ def stages_table(stages: Sequence[dict[str, Any]]) -> Table:
         "": lambda stage: "█" * round(20 * stage["exposed_share"]),
         ">median ms": lambda stage: _figure(stage["median_ms"]),
         ">largest ms": lambda stage: _figure(stage["max_ms"]),
-        "of": _of_rank,
+        "on": _of_rank,
     }
     return Table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
 
@@ -193,7 +203,7 @@ def spans_table(spans: Sequence[dict[str, Any]], step_ms: float | None) -> Table
         "in": lambda span: span["stage"],
         ">median ms": lambda span: _figure(span["median_ms"]),
         ">largest ms": lambda span: _figure(span["max_ms"]),
-        "of": _of_rank,
+        "on": _of_rank,
         ">of its stage": lambda span: text.share(span["share"]),
     }
     large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
@@ -300,7 +310,7 @@ def suspects_table(summary: dict[str, Any]) -> Table:
         "node": lambda suspect: suspect["node"],
         "stage": lambda suspect: suspect["stage"],
         ">late by ms": lambda suspect: _figure(suspect["excess_ms"]),
-        ">of step": lambda suspect: text.share(suspect["share"]),
+        ">of each step": lambda suspect: text.share(suspect["share"]),
         ">fixing saves ms": lambda suspect: _figure(suspect["gain_ms"]),
     }
     return Table("Suspects", columns, [] if healthy else summary["suspects"])
@@ -320,7 +330,7 @@ def history_table(summary: dict[str, Any]) -> Table:
         "who": lambda one: text.ranks(one["ranks"]),
         ">lasted": _lasted,
         ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
-        ">of it": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
+        ">of each step": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
     }
     title = "Episodes, the costliest first"
     return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))

@@ -333,9 +333,18 @@ def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
 
 
 def _where(death: Death, node: str | None) -> tuple[str, str]:
-    at = "" if death.last_step is None else f" after step {death.last_step}"
-    in_stage = f", in `{death.stage}`" if at and death.stage else ""
-    return f"rank {death.rank}" + (f" ({node})" if node else ""), at + in_stage
+    place = place_words(death.last_step, death.stage)
+    return f"rank {death.rank}" + (f" ({node})" if node else ""), f" {place}" if place else ""
+
+
+def place_words(last_step: int | None, stage: str | None) -> str:
+    """
+    Return how far a rank had come, as last reported: "after step 1,091, in `data`"; "" before its first step.
+    The step in which it ended may be a later one, of which nothing was reported.
+    """
+    if last_step is None:
+        return ""
+    return f"after step {last_step:,}" + (f", in `{stage}`" if stage else "")
 
 
 def _advice(death: Death) -> str:

@@ -96,7 +96,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[B
     for stage in STAGES:
         change = since[stage] - before[stage]
         colour, label = ORANGE if change > 0 else BLUE, f"{text.number(change, sign=True)} ms"
-        bars.append(Bar(text.words(stage), min(at, at + change), abs(change), colour, label))
+        bars.append(Bar(stage, min(at, at + change), abs(change), colour, label))
         at += change
     return [*bars, Bar("since", 0.0, total[1], GREY, text.ms(total[1]))]
 

@@ -68,10 +68,16 @@ def files(folder: Path) -> list[str]:
     # Not through rich: a path is copied, so it is never wrapped.
     here = bundle_files(folder) or [DATABASE, *REPORTS]
     lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}{' · '.join(here)}"]
+    count, newest = bundles_in(folder)
+    if count > len(newest):
+        lines.append(f"{'':{LABEL}}{count} bundles of incidents, the newest are:")
+    return lines + [f"{'':{LABEL}}{name}" for name in newest]
+
+
+def bundles_in(folder: Path) -> tuple[int, list[str]]:
+    """Return how many bundles of incidents a session has, and the newest of them, relative to its folder."""
     bundles = names_of(folder)
-    if len(bundles) > _MAX_BUNDLES:
-        lines.append(f"{'':{LABEL}}{len(bundles)} bundles of incidents, the newest are:")
-    return lines + [f"{'':{LABEL}}{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
+    return len(bundles), [f"{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
 
 
 def _duration(session: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
@@ -39,11 +39,40 @@ def since(episode: Mapping[str, Any]) -> str:
     return f"since step {episode['from_step']:,}{at}{until}, for {text.duration(episode['seconds'])}"
 
 
-def cost(episode: Mapping[str, Any], unit: str) -> str:
-    """Return "61 s and 0.14 GPU-hours so far": what an episode has cost."""
+def cost(episode: Mapping[str, Any], gpus: bool) -> str:
+    """Return "61 s and 0.14 GPU-hours so far": what an episode has cost; see `hours_of` for `gpus`."""
     hours = episode["gpu_hours"]
-    wasted = f" and {text.number(hours)} {unit}-hours" if hours >= _LEAST_HOURS else ""
-    return f"{text.duration(episode['cost_s'])}{wasted}{' so far' if episode['goes_on'] else ''}"
+    also = f" and {text.number(hours)} {hours_of(gpus)}" if hours >= _LEAST_HOURS else ""
+    return f"{text.duration(episode['cost_s'])}{also}{' so far' if episode['goes_on'] else ''}"
+
+
+def wasted(hours_per_hour: float | None, gpus: bool) -> str:
+    """Return "1.2 GPU-hours wasted per hour"."""
+    return f"{text.number(hours_per_hour)} {hours_of(gpus)} wasted per hour"
+
+
+def hours_of(gpus: bool) -> str:
+    """Return what wasted time is counted in: that of GPUs, or of ranks in a job that has none."""
+    return "GPU-hours" if gpus else "rank-hours"
+
+
+def coverage(known: int, world: int, died: int) -> str:
+    """Return of how many ranks of a run that is over there is data, and how many died."""
+    return f"data from {known:,} of {text.count(world, 'rank')}" + (f", {died:,} died" if died else "")
+
+
+def restarted(earlier: Sequence[Mapping[str, Any]]) -> str:
+    """Return which steps were made before a run was started again; "" where it was not."""
+    if not earlier:
+        return ""
+    often = "once" if len(earlier) == 1 else f"{len(earlier):,} times"
+    steps = text.listed([f"{one['steps']:,}" for one in earlier])
+    took = text.duration(sum(one["seconds"] for one in earlier))
+    noun = "step" if len(earlier) == 1 and earlier[0]["steps"] == 1 else "steps"
+    return (
+        f"Restarted {often}, after {steps} {noun} ({took}). Steps are counted from 0 again, and all numbers "
+        "are of those since. Of the steps before, those after the last checkpoint were lost and made again."
+    )
 
 
 def brief(found: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def entries(out: str, most: int | None = _MOST) -> list[Entry]:
 def found_in(entry: Entry) -> str:
     """Return what was found in a session in a few words: "straggler: rank 5 in data"."""
     where = [] if entry.rank is None else [f"rank {entry.rank}"]
-    where += [f"in {text.words(entry.stage)}"] if entry.stage else []
+    where += [f"in {entry.stage}"] if entry.stage else []
     return text.words(entry.label or text.NA) + (": " if where else "") + " ".join(where)
 
 

@@ -39,7 +39,7 @@ def by_operation(summary: Mapping[str, Any]) -> list[str]:
     if not found:
         return []
     newest = max(found, key=lambda one: (one["stage"] == verdict["stage"], one["time"]))
-    return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']} on"]
+    return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']:,} on"]
 
 
 def profile_facts(summary: dict[str, Any]) -> Facts:

@@ -154,13 +154,12 @@ def deaths_of(facts: RunFacts) -> list[DeathInfo]:
 
 
 def _death(death: Death, first: bool) -> DeathInfo:
-    process, when = death.process, death.when
-    step = process.open_step if process and process.open_step is not None else death.last_step
+    when = death.when
     return {
         "rank": death.rank,
         "t_ns": when.t_ns,
         "exact": when.early_ns + when.late_ns <= _EXACT_NS,
-        "step": step,
+        "step": death.last_step,
         "stage": death.stage,
         "how": death.how,
         "message": death.message[:_MAX_MESSAGE],

@@ -24,4 +24,9 @@ def tone_of(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return how bad a verdict is, as colour and sign."""
     label = verdict["label"] if verdict else ""
     tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
-    return tone, {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
+    return tone, sign_of(tone)
+
+
+def sign_of(tone: str) -> str:
+    """Return the sign of a tone."""
+    return {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]

@@ -12,6 +12,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.reports.contents import ledger_facts, runs_table
+from traceml_ray.reports.headlines import restarted
 from traceml_ray.reports.layout import Columns, facts, laid_out, page, table
 from traceml_ray.results import NodeInfo
 from traceml_ray.session import Live, start_text
@@ -37,6 +38,8 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
     if verdict is not None:
         parts.append(facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
     parts.append(laid_out(runs_table(runs, status["run"])))
+    earlier = next((run["earlier"] for run in runs if run["id"] == status["run"]), ())
+    parts.append(facts(("Restarts", restarted(earlier))))
     parts.append(_ranks(ranks, labels, now) or ["No rank has reported."])
     lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))

@@ -30,6 +30,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import throughput
 from traceml_ray.reports import whole as reports_whole
+from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.layer_report import layers_answer, layers_block
@@ -128,6 +129,7 @@ def _summary(
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
+    layers = layers_answer(session)
     summary = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -136,6 +138,7 @@ def _summary(
         **_step_blocks(facts, whole),
         "throughput": throughput,
         "spans": _spans(spans, whole),
+        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), memory, layers)),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
@@ -148,7 +151,7 @@ def _summary(
         "output": beside_failure(facts, verdict, found),
         "memory": memory_block(facts, memory),
         "sharding": sharding_of(session),
-        "layers": layers_block(layers_answer(session)),
+        "layers": layers_block(layers),
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),

@@ -203,7 +203,7 @@ def _folders(place: Path) -> list[Path]:
     """Return the folders of bundles; their names begin with their time."""
     try:
         found = [path for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return []
     return sorted(path for path in found if path.name[:1].isdigit())
 

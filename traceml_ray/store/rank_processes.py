@@ -309,6 +309,27 @@ def trained(processes: Iterable[RankProcess]) -> tuple[list[RankProcess], tuple[
     return own, (attempts[at], attempts[:at].count(attempts[at])) if own else (-1, 0)
 
 
+def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
+    """
+    Return what came of each generation with rows before the one that is shown (see `trained`), the oldest
+    first: its `attempt`, the `steps` that all its ranks closed, and `seconds` from its first rank to its end.
+    """
+    processes = list(processes)
+    own, _ = trained(processes)
+    found = []
+    for generation in generations(processes):
+        if own and generation[0].id == own[0].id:
+            break
+        last = [process.last_step for process in standing(generation).values()]
+        known = [step for step in last if step is not None]
+        if known:
+            began = min(process.first_seen_ns for process in generation)
+            ended = max(process.last_seen_ns for process in generation)
+            seconds = (ended - began) / 1e9
+            found.append({"attempt": attempt_of(generation[0]), "steps": min(known) + 1, "seconds": seconds})
+    return found
+
+
 def shown(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
     """
     Return one rank process for each rank, all of one generation (see `trained`): steps of before and after a

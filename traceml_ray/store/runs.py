@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-from traceml_ray.store.rank_processes import RankProcess, attempt_of, generations, shown, world_size
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    attempt_of,
+    earlier_starts,
+    generations,
+    shown,
+    world_size,
+)
 
 MAX_RUNS = 256
 """Runs whose facts are kept."""
@@ -90,8 +97,8 @@ def list_runs(
 ) -> list[dict[str, Any]]:
     """
     Return every run of a session, oldest first: `id`, `name`, `launcher`, `status`, `started_at` and
-    `ended_at` (ns), `world_size`, `nnodes`, `attempts`, `label` of its verdict (`labels`: the last live
-    ones), `ledger` in rows.
+    `ended_at` (ns), `world_size`, `nnodes`, `attempts`, `earlier` (see `earlier_starts`), `label` of its
+    verdict (`labels`: the last live ones), `ledger` in rows.
     """
     runs, every = by_run(processes), meta.get("runs", {})
     found = []
@@ -113,6 +120,7 @@ def list_runs(
             "world_size": world_size(shown(own), facts.get("world_size")) or None,
             "nnodes": facts.get("nnodes"),
             "attempts": len({attempt_of(process) for process in own}),
+            "earlier": earlier_starts(own),
             "label": reported.get("label") or labels.get(run),
             "ledger": count(own),
         }

@@ -153,9 +153,11 @@ def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
     if title:
         about.append(f"{title} ", HEAD)
     if beside.cell_len:
-        beside = Text(" ") + beside + Text(" ")
+        beside = Text(" ") + beside
     room = width - len(right) - len(left)
     about.truncate(max(0, room + len(left)), overflow="ellipsis")
+    if beside.cell_len and beside.cell_len < width - len(right) - about.cell_len:
+        beside.append(" ")
     beside = fit(beside, min(beside.cell_len, width - len(right) - about.cell_len))
     about.append("─" * (width - len(right) - about.cell_len - beside.cell_len), QUIET)
     return fit(about.append_text(beside).append(right, QUIET), width)

@@ -60,8 +60,9 @@ def _keys(choice: Choice, width: int) -> Text:
     for at, name in enumerate(PANES, 1):
         shown = name == choice.pane and choice.rank is None
         found.append(f"[{at} {name}] " if shown else f"{at} {name} ", "bold" if shown else QUIET)
-    more = "? help q quit"
-    return found.append(more if found.cell_len + len(more) + 2 <= width else "? help", QUIET)
+    room = width - 1 - found.cell_len
+    more = next((more for more in ("? help q quit", "? help") if len(more) < room), "?")
+    return found.append(more, QUIET)
 
 
 def line(of: Snapshot, clock: str) -> str:
@@ -73,7 +74,8 @@ def line(of: Snapshot, clock: str) -> str:
         f"median {text.ms(times.get('median_ms'))}" if times.get("steps") else "",
         f"skew {text.percent(times.get('skew_pct'))}" if times.get("steps") else "",
         *(f"{name.lower()} {value}" for name, value in sections.rates(of).items()),
-        sections.headline(of, of.verdict) if of.verdict else of.state_text,
+        f"{of.sign} {of.first.headline}" if of.first and of.first.subject != "steps" else "",
+        sections.headline(of.verdict) if of.verdict else of.state_text,
         of.verdict["cost"] if of.verdict else "",
         of.coverage,
         of.state_text if of.state == "stale" else "",

@@ -1,4 +1,4 @@
-"""The panes that fill the window: nodes, ranks, one rank, memory, events, layers, and the keys."""
+"""The panes that fill the window: nodes, ranks, one rank, memory, events, layers, health, and the keys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, 
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.sharding import sharding_facts
 from traceml_ray.stages import STAGES
+from traceml_ray.views import health
 from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.ranks import NAMED, SERVES, SILENT
 from traceml_ray.views.severity import SIGNS
+from traceml_ray.views.state import OVER
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, cut, flow, table, wrap
 from .sections import bar, event_cells, legend, of_steps, output
@@ -86,10 +88,10 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         **({"role": lambda row: row["role"] or ""} if any(row["role"] for row in of.rows) else {}),
         "state": _state,
         ">step": lambda row: text.plain(row["last_step"]),
-        "in": lambda row: text.words(row["open_stage"] or text.NA),
+        "in": lambda row: row["open_stage"] or text.NA,
         ">busy": lambda row: Text(text.number(row["busy_ms"], aligned=True), HEAD),
         ">÷ med": lambda row: text.times(row["over"]),
-        **{f">{text.words(name)}": stage(name) for name in STAGES},
+        **{f">{name}": stage(name) for name in STAGES},
     }
     rows = [*of.rows]
     if choice.sort == "time":
@@ -122,7 +124,7 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         "node": row["node"] or text.NA,
         "local rank": text.plain(row["local_rank"]),
         "last step": text.plain(row["last_step"]),
-        "now in": text.words(row["open_stage"] or text.NA),
+        "now in": row["open_stage"] or text.NA,
         "busy": text.ms(row["busy_ms"]),
         "÷ median rank": text.times(row["over"]),
     }
@@ -153,7 +155,7 @@ def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         "node": lambda row: row.node,
         "on": lambda row: "host" if row.device is None else f"GPU {row.device}",
         ">used": lambda row: text.size(row.used_bytes),
-        ">of": lambda row: text.size(row.total_bytes),
+        ">in all": lambda row: text.size(row.total_bytes),
         ">allocated +": lambda row: text.size(row.allocated_growth_bytes),
         ">reserved +": lambda row: text.size(row.reserved_growth_bytes),
         ">RSS +": lambda row: text.size(row.rss_growth_bytes),
@@ -164,7 +166,7 @@ def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     rows = [*found.ranks]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
-    listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">of"))
+    listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">in all"))
     return [Section("MEMORY", lambda most: said[:most], len(said), min(3, len(said))), *shards, listed]
 
 
@@ -208,6 +210,45 @@ def layers_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     title = f"EACH LAYER (ms a step, without those inside{order})"
     listed = _listed(title, places, columns, choice, width, drop)
     return [Section("LAYERS", lambda most: cut(said, most), len(said), min(3, len(said))), listed]
+
+
+def health_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return how the monitor itself is doing: its rows, relays, cost and errors."""
+    if of.health is None:
+        return [Section("HEALTH OF THE MONITOR", lambda _: [Text("No answer yet.")], 1)]
+    cost = flow(
+        [Text(f"{name} ").append(said, HEAD) for name, said in health.facts(of.health).items()], width
+    )
+    rows = _ledger_rows(of.health["ledger"], of.state in OVER, width)
+    relays: _Columns = {
+        "node": lambda relay: relay["label"],
+        "state": lambda relay: "alive" if relay["alive"] else Text("◆ lost", TONES["critical"]),
+        ">last message": lambda relay: text.age(relay["age_s"]),
+        ">ranks": lambda relay: f"{len(relay['ranks']):,}",
+    }
+    known = sorted(of.health["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+    errors = sorted(of.health["errors"].items(), key=lambda each: -each[1])
+    counts: _Columns = {">times": lambda error: f"{error[1]:,}", "where": lambda error: error[0]}
+    return [
+        Section("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
+        Section("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
+        _listed("ERRORS, SWALLOWED AND COUNTED", errors, counts, choice, width, ()),
+        _listed("RELAYS", known, relays, choice, width, (">last message",)),
+    ]
+
+
+def _ledger_rows(ledger: Mapping[str, Any] | None, over: bool, width: int) -> list[Text]:
+    """Return what became of the rows of all ranks, then of each rank that lost any."""
+    if ledger is None:
+        return [Text("Not known while the aggregator does not answer.")]
+    counts = ("produced", "stored", "in_flight")
+    head = ["rank", *map(text.words, counts), "dropped", "where"]
+    body: list[list[Cell]] = [[Text(name, QUIET) for name in head]]
+    for rank, rows in [("all", ledger), *health.losing(ledger, over)]:
+        dropped = sum(rows["dropped"].values())
+        numbers = [*(rows[name] for name in counts), dropped]
+        body.append([rank, *(f"{number:,}" for number in numbers), health.places(rows["dropped"])])
+    return table(body, width, range(5))
 
 
 def _layer_columns(found: Layers) -> tuple[_Columns, list[str]]:
@@ -276,6 +317,7 @@ DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
     "events": events_pane,
     "output": output_pane,
     "layers": layers_pane,
+    "health": health_pane,
     "help": help_pane,
 }
 """By pane; the overview is in `panel`."""

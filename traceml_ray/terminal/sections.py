@@ -10,7 +10,9 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.severity import tone_of
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.severity import SIGNS
@@ -111,13 +113,16 @@ def verdict(of: Snapshot, width: int, most: int) -> Section:
     """Return the verdict, why, what to do, what it costs and since when; and how fresh and complete it is."""
     late = "bold yellow" if of.state == "stale" else ""
     note = Text().append(of.badge, late).append(f" · {of.coverage}")
-    known = of.verdict
+    known, first = of.verdict, of.first
+    more = first is not None and first.subject != "steps"  # something is more severe than the verdict
     parts = [] if known is None else [
-        ("Verdict", headline(of, known), TONES[of.tone] or HEAD),
+        *(_first(of, first) if first is not None and more else ()),
+        ("Steps" if more else "Verdict", headline(known), TONES[tone_of(known)[0]] or HEAD),
         ("Why", known["why"], ""),
         ("Next", known["next"] if known["label"] != "healthy" else "", ""),
         ("Cost", known["cost"], ""),
         ("", known["began"], ""),
+        ("Restarts", of.facts["restarted"], ""),
     ]  # fmt: skip
     if of.state != "live" or known is None:
         at = 0 if known is None else 3 if of.state in RUN_OVER else 1
@@ -128,10 +133,18 @@ def verdict(of: Snapshot, width: int, most: int) -> Section:
     return Section("VERDICT", lambda size: _labelled(shown, size), min(want, most), min(want, least), note)
 
 
-def headline(of: Snapshot, known: Mapping[str, Any]) -> str:
-    """Return the verdict in one line, with its cost."""
+def _first(of: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
+    """Return what is more severe than the verdict on the steps."""
+    shown = f"{of.sign} {first.headline}"
+    return [("Verdict", shown, TONES[of.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
+
+
+def headline(known: Mapping[str, Any]) -> str:
+    """Return the verdict on the steps in one line, with its cost."""
     cost = known["cost_pct"] if known["label"] != "healthy" else None
-    return f"{of.sign} {known['headline']}" + (f", {text.percent(cost)} of each step" if cost else "")
+    return f"{tone_of(known)[1]} {known['headline']}" + (
+        f", {text.percent(cost)} of each step" if cost else ""
+    )
 
 
 def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Text]:
@@ -275,7 +288,7 @@ def legend(stages: Mapping[str, float]) -> list[Text]:
     return [
         Text()
         .append(f"{_STAGES[name][0]} ", _STAGES[name][1])
-        .append(f"{text.words(name)} {text.ms(ms)} ")
+        .append(f"{name} {text.ms(ms)} ")
         .append(text.share(ms / total), HEAD)
         for name, ms in sorted(stages.items(), key=lambda each: -each[1])
         if total and ms >= _LEAST_SHARE * total

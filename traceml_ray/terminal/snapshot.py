@@ -9,13 +9,17 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
-from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.reports.conclusion import Conclusion
+from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
+from traceml_ray.reports.severity import sign_of
 from traceml_ray.results import LastOutput
 from traceml_ray.step_shapes import StepTimes, Throughput
 from traceml_ray.store import query
 from traceml_ray.summary_shape import ShardingInfo
+from traceml_ray.views.conclusion import concluded
 from traceml_ray.views.events import events_of
+from traceml_ray.views.health import health
 from traceml_ray.views.incident import incident
 from traceml_ray.views.nodes import nodes
 from traceml_ray.views.ranks import rank_rows
@@ -33,7 +37,7 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-PANES = ("overview", "nodes", "ranks", "memory", "events", "output", "layers")
+PANES = ("overview", "nodes", "ranks", "memory", "events", "output", "layers", "health")
 """In the order of their keys: 1, 2, …"""
 _EVENTS = 200
 SORTS = ("rank", "time")
@@ -68,6 +72,8 @@ class Snapshot:
     sign: str = ""
     verdict: Mapping[str, Any] | None = None
     """With its `headline`, `why` without notes, `began`, `cost` and `sure` in words."""
+    first: Conclusion | None = None
+    """What to read first: the verdict, or what is more severe."""
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """The first and the last step that `times`, `nodes` and `rows` are of; None: the newest, or all."""
@@ -86,6 +92,8 @@ class Snapshot:
     """Only where memory is a pane of its own."""
     layers: Layers | None = None
     """Only where it is shown; None: not known yet."""
+    health: Mapping[str, Any] | None = None
+    """See `views.health`; only where it is shown."""
     events: Sequence[Mapping[str, Any]] = ()
     output: LastOutput | None = None
     """What a rank printed last: the chosen one, else the one that is named; only where it is shown."""
@@ -103,7 +111,8 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     }
     if run is None:
         return Snapshot(**known)
-    tone, sign = tone_of(run.verdict)
+    first = concluded(poll, run, state)
+    tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
     steps = _shown(run, state)
     times = run.times if steps is None else poll.ask(query.Times(run.id, True, *steps))
     if steps is not None and not (times and times["steps"]):  # not known one by one
@@ -121,6 +130,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         tone=tone,
         sign=sign,
         verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, known),
+        first=first,
         times=times,
         steps=steps,
         throughput=run.throughput,
@@ -131,6 +141,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         memory=memory,
         sharding=sharding,
         layers=layers,
+        health=health(poll, run, "top") if choice.pane == "health" and choice.rank is None else None,
         events=events_of(poll, run)[:_EVENTS],
         output=output,
     )
@@ -162,18 +173,18 @@ def _verdict(
         "headline": named(verdict),
         "why": why_text(verdict, began),
         "began": text.with_clocks(began_text(poll, run, verdict, began)),
-        "cost": _cost(verdict, began, "GPU" if known["facts"]["gpus"] else "rank", known["state"] == "live"),
+        "cost": _cost(verdict, began, known["facts"]["gpus"], known["state"] == "live"),
     }
 
 
-def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, unit: str, live: bool) -> str:
+def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, gpus: bool, live: bool) -> str:
     """Return what the named cause costs, how sure that is, and what all causes have cost."""
     hours = verdict.get("gpu_hours_per_hour")
     shown = verdict["cost_pct"] and verdict["label"] != "healthy"
     every = verdict.get("lost_s") and not (began and began["alone"])
     found = [
-        cost(began, unit) if shown and began else "",
-        f"≈ {text.number(hours)} {unit}-hours wasted per hour" if shown and hours else "",
+        cost(began, gpus) if shown and began else "",
+        f"≈ {wasted(hours, gpus)}" if shown and hours else "",
         f"all causes: {lost(verdict)}{' so far' * live}" if every else "",
         f"confidence {verdict['confidence']}" if shown and verdict["confidence"] else "",
     ]

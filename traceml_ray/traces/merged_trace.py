@@ -256,7 +256,7 @@ class _Merge:
         for step in steps:
             yield slice_of("steps", f"step {step.step:,}", step.begin_ns, step.end_ns, step.step)
         for each in intervals(steps):
-            name = text.words(each.stage) or f"row {each.step:,}"
+            name = each.stage or f"row {each.step:,}"
             yield slice_of("rows, by stage", name, each.begin_ns, each.end_ns, each.step)
 
     def _arrows(self, collective: Collective) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.headlines import since
+from traceml_ray.reports.headlines import coverage, restarted, since
 from traceml_ray.reports.severity import tone_of as tone_of
 from traceml_ray.reports.summary import moment
 from traceml_ray.session import start_text
@@ -119,15 +119,23 @@ def _idle_text(cache: SessionPoll, run: RunState) -> str:
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
-    """Return how many ranks report, and how old that is."""
+    """Return how many ranks report, have finished or died, and how old that is."""
     if state in ("starting", "unwatched"):
         return ""
     if run is None or not run.world:
         return "no rank yet"
     newest = max((process.last_seen_ns for process in run.ranks.values()), default=None)
-    running, age = state in RUNNING, age_s(cache.clock(), newest)
-    heard = f"{len(_heard(run) if running else run.ranks):,} of {text.count(run.world, 'rank')}"
-    return heard + (f", {text.age(age)} old" if running and age is not None else "")
+    died = len(cache.deaths(run))
+    if state not in RUNNING:
+        return coverage(len(run.ranks), run.world, died)
+    finished, age = sum(process.final for process in run.ranks.values()), age_s(cache.clock(), newest)
+    parts = [
+        f"{len(run.reporting()):,} of {text.count(run.world, 'rank')} reporting",
+        f", {finished:,} finished" if finished else "",
+        f", {died:,} died" if died else "",
+        f" · data {text.age(age)} old" if age is not None else "",
+    ]
+    return "".join(parts)
 
 
 def _heard(run: RunState) -> frozenset[int]:
@@ -149,6 +157,7 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
         "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
         "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
         "run": run.id if run else None,
+        "restarted": restarted(entry.get("earlier") or ()),
     }
 
 

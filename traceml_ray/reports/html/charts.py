@@ -36,7 +36,7 @@ def exposed(columns: Mapping[str, Any], onset: int | None) -> Markup:
         areas.append(tag("path", d=_path(edge) + "z", fill=drawing.STAGES[stage]))
         below = above
     label = "Exposed time of each stage by step, stacked, in ms"
-    legend = {text.words(stage): colour for stage, colour in drawing.STAGES.items()}
+    legend = dict(drawing.STAGES)
     legend |= _key_of(columns, onset)
     return join(_legend(legend, cut), _plot(join(areas, _onset(columns, onset)), label, end, columns))
 
@@ -76,9 +76,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Markup
         svg = tag("svg", drawn, viewBox=f"0 0 {WIDTH} 16", preserveAspectRatio="none", aria_hidden="true")
         cells = tag("th", bar.name, scope="row"), tag("td", svg, cls="bar"), tag("td", bar.label, cls="num")
         rows.append(tag("tr", cells))
-    stages = [
-        {"stage": text.words(s), ">before": text.ms(before[s]), ">since": text.ms(since[s])} for s in STAGES
-    ]
+    stages = [{"stage": s, ">before": text.ms(before[s]), ">since": text.ms(since[s])} for s in STAGES]
     title = "Exposed time of a step by stage, before the onset and since"
     drawn = tag("table", tag("caption", title, cls="unseen"), tag("tbody", rows), cls="waterfall")
     return join(drawn, _numbers(grid(title, stages)))

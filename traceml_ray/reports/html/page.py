@@ -10,10 +10,9 @@ from pathlib import Path
 
 from traceml_ray import __version__, text
 from traceml_ray.reports.charted import Charted
-from traceml_ray.reports.headlines import named
 from traceml_ray.reports.html import sections
 from traceml_ray.reports.html.elements import Markup, tag
-from traceml_ray.reports.severity import tone_of
+from traceml_ray.reports.severity import sign_of
 
 MAX_BYTES = 2_000_000
 _SPARE = 2_000
@@ -57,8 +56,8 @@ def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
 
 
 def _head(found: Charted) -> Markup:
-    _, sign = tone_of(found.summary["verdict"])
-    title = f"{sign} {named(found.summary['verdict'])} · {found.summary['session']['id']}"
+    first = found.summary["conclusion"]
+    title = f"{sign_of(first['tone'])} {first['headline']} · {found.summary['session']['id']}"
     style = _style()
     own = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{own}'; form-action 'none'"

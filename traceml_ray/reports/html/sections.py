@@ -10,8 +10,10 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.reports import contents
 from traceml_ray.reports.charted import Charted
-from traceml_ray.reports.heading import about_session, run_of
+from traceml_ray.reports.deaths import place_words
+from traceml_ray.reports.heading import about_session, bundles_in, run_of
 from traceml_ray.reports.headlines import cost, named, since
+from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
 from traceml_ray.reports.html.heatmap import heatmap
@@ -20,7 +22,7 @@ from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
 from traceml_ray.reports.profiles import by_operation
-from traceml_ray.reports.severity import SIGNS, tone_of
+from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.reports.summary import moment
 from traceml_ray.reports.tiles import tiles
@@ -49,19 +51,22 @@ def heading(summary: Mapping[str, Any]) -> Markup:
 def verdict(found: Charted) -> Markup:
     """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
     summary = found.summary
-    one = summary["verdict"]
-    tone, sign = tone_of(one)
-    headline = named(one)
+    one, first = summary["verdict"], summary["conclusion"]
+    is_first = first["subject"] == "steps"
+    tone, sign, headline = first["tone"], sign_of(first["tone"]), first["headline"]
+    ends = is_first or contents.meaning(one).kind == "finding"  # whether it says what to do
+    before = [tag("p", sentence(first["why"])), tag("p", tag("b", "Next "), sentence(first["next"]))]
     episode = _episode(summary)
     began = since(episode) if episode else ""
     operation = by_operation(summary)
     sentences = [
         tag("h2", headline[:1].upper() + headline[1:]),
+        *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
         tag("p", sentence(one["why"])),
         tag("p", sentence(one["note"])) if one["note"] else None,
         *(tag("p", said) for _, said in contents.evidence(one["machine"] or ())),
         tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
-        tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] else None,
+        tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
         tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
@@ -85,7 +90,7 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
     if one["cost_pct"] and one["label"] != "healthy":
         shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), " of each step"))
     if episode:
-        shown.append(tag("p", f"cost {cost(episode, contents.unit_of(summary))}"))
+        shown.append(tag("p", f"cost {cost(episode, contents.has_gpus(summary))}"))
     told = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
     rest = [said for said in contents.about_verdict(summary) if not (shown and said.startswith(told))]
     return [*shown, *(tag("p", said) for said in rest)]
@@ -97,7 +102,8 @@ def coverage(found: Charted) -> str:
     world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
     newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
     when = summary["session"]["ended_at"] or newest
-    of = f"{world - len(silent):,} of {text.count(world, 'rank')}" if world else "no rank has reported"
+    known = world - len(silent) if world else 0
+    of = covered(known, world, len(found.deaths)) if known else "no rank has reported"
     return of + (f", as of {text.date(when)} UTC" if when else "")
 
 
@@ -171,12 +177,11 @@ def deaths(found: Charted) -> Markup:
 def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Markup:
     node = (summary["ranks"].get(str(death["rank"])) or {}).get("node")
     when = f"{'at' if death['exact'] else 'about'} {text.date(moment(death['t_ns']))} UTC"
-    step = "" if death["step"] is None else f"in step {death['step']:,}"
-    stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
-    said = ", ".join(filter(None, (f"{death['how']} {when}", step, stage)))
+    place = place_words(death["step"], death["stage"])
+    said = ", ".join(filter(None, (f"{death['how']} {when}", place)))
     name = f"rank {death['rank']}{f' ({node})' if node else ''}: "
     words = death["traceback"] or (death["message"] if "\n" in death["message"] else "")
-    return join(tag("p", tag("b", name), said), _lines(words.splitlines()))
+    return join(tag("p", tag("b", name), sentence(said)), _lines(words.splitlines()))
 
 
 def outputs(found: Charted) -> Markup:
@@ -225,7 +230,7 @@ def memory(found: Charted) -> Markup:
         "kind": lambda one: text.words(one["kind"]),
         ">rank": lambda one: str(one["rank"]),
         "node": lambda one: one["node"],
-        "of": lambda one: "host" if one["device"] is None else f"device {one['device']}",
+        "on": lambda one: "host" if one["device"] is None else f"device {one['device']}",
         "why": lambda one: one["why"],
     }
     first = Facts(*memory_facts(summary["memory"], failed).pairs[:1])
@@ -257,7 +262,7 @@ def surroundings(found: Charted, folder: Path) -> Markup:
     summary = found.summary
     session = summary["session"]
     rows = [
-        {"name": name, "value": value, "of": text.ranks(same["ranks"])}
+        {"name": name, "value": value, "ranks": text.ranks(same["ranks"])}
         for same in found.environment[:_MAX_ALIKE]
         for name, value in same["values"].items()
     ]
@@ -282,9 +287,11 @@ def _monitor(summary: Mapping[str, Any]) -> Iterable[Markup]:
 
 
 def _more(folder: Path) -> list[Markup]:
-    """Return how the web app and the other files are opened."""
-    here = shlex.quote(str(folder))
+    """Return which bundles there are, and how the web app and the other files are opened."""
+    here, (count, newest) = shlex.quote(str(folder)), bundles_in(folder)
+    kept = "The bundle of its incident" if count == 1 else f"The newest of its {count:,} bundles of incidents"
     return [
+        *([tag("p", f"{kept}, in {folder}:"), tag("pre", "\n".join(newest), tabindex=0)] if newest else []),
         tag("p", "Each step, rank and node in the web app, on the machine that has the session:"),
         tag("pre", f"traceml-ray dashboard {here}", tabindex=0),
         tag("p", "This page anew, or all of it as data:"),

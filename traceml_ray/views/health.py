@@ -1,0 +1,80 @@
+"""How the monitor itself is doing: what was produced, stored and dropped, what it costs, what went wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.reports.summary import overhead_of
+from traceml_ray.store import query
+from traceml_ray.store.rank_processes import RankProcess
+
+from .run_state import RunState
+from .session_poll import SessionPoll
+from .values import age_s, number
+
+
+def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, Any]:
+    """Return ledger, cost and errors of the monitor (and of `viewer`), and the state of its relays."""
+    processes = list(run.ranks.values()) if run else []
+    nodes = run.nodes if run else []
+    poll = np.array(cache.poll_ms or [np.nan])
+    sent, seconds = _sent(processes)
+    starts = Counter(
+        event["node_id"] for event in (run.events if run else ()) if event["kind"] == "relay_start"
+    )
+    return {
+        "ledger": cache.ask(query.Ledger(run.id if run else None)),
+        "bytes_per_s": sent / seconds if seconds else None,
+        "overhead": overhead_of(processes),
+        "errors": _errors(cache, run, viewer),
+        "restarts": sum(max(0, n - 1) for n in starts.values()),
+        "relays": [{**node, "age_s": age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
+        "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
+    }
+
+
+def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, int]:
+    """Return the swallowed errors by source and place."""
+    sources: list[tuple[str, Mapping[str, int]]] = [("aggregator", cache.status.get("errors") or {})]
+    sources.append((viewer, cache.errors))
+    sources += [(f"relay of {node['label']}", node["errors"]) for node in (run.nodes if run else ())]
+    sources += [(f"rank {one.rank}", one.errors) for one in (run.ranks.values() if run else ())]
+    return {f"{source}, {place}": n for source, errors in sources for place, n in errors.items()}
+
+
+def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
+    """Return how many bytes the agents have sent, and over how many seconds."""
+    known = [process for process in processes if process.sent_bytes is not None]
+    seconds = max(((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in known), default=0.0)
+    return sum(process.sent_bytes or 0 for process in known), seconds
+
+
+def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the ranks that lost rows; of a run that is over, also those whose last rows are not known."""
+    return [
+        (rank, rows)
+        for rank, rows in ledger["per_rank"].items()
+        if sum(rows["dropped"].values()) or (over and rows["unreported"] is None)
+    ]
+
+
+def facts(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the monitor costs, by name."""
+    cost, polls = found["overhead"], found["poll_ms"]
+    return {
+        "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),
+        "agent": text.unit(cost["agent_cpu_pct"], "% of a core"),
+        "sent by the ranks": text.size(found["bytes_per_s"], "/s"),
+        "relays started anew": f"{found['restarts']:,}",
+        "one poll of this view": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
+    }
+
+
+def places(dropped: Mapping[str, int]) -> str:
+    """Return where rows were dropped: "agent 12, relay 3"."""
+    return ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items() if rows)
