@@ -16,6 +16,7 @@ import psutil
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
 from traceml_ray.session import MonitorState
+from traceml_ray.typed import ready
 
 from .cluster import PrivateRay, wait_for_idle_core
 from .guard import guarded, say
@@ -152,7 +153,7 @@ class BringUp:
             if self.ray is not None and self.ray.exited():
                 helper.kill()
         try:
-            return msgspec.json.decode(answer, type=HelperReply)
+            return msgspec.json.decode(answer, type=ready(HelperReply))
         except msgspec.MsgspecError:
             ended = self.ray.last_line() if self.ray is not None and self.ray.exited() else ""
             return HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")

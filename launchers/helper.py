@@ -22,6 +22,7 @@ import msgspec
 from traceml_ray.attachment import Attachment
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.connection import attach
+from traceml_ray.typed import ready
 
 from .cluster import die_with
 from .lean_ray import until_joined
@@ -59,7 +60,7 @@ class HelperReply(msgspec.Struct, frozen=True):
 def main() -> None:
     """Serve the request on stdin; reply on stdout."""
     stdout, sys.stdout = sys.stdout, sys.stderr  # the reply is the only thing there, whatever Ray prints
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=HelperRequest)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(HelperRequest))
     die_with(request.parent)
     threading.Timer(
         request.deadline_s, _answer, (stdout, HelperReply(False, "Ray did not answer in time"))

@@ -32,6 +32,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.masking import masked
 from traceml_ray.ray.config import ActorConfig, configure, current_config
 from traceml_ray.settings import Settings, given, known_keywords
+from traceml_ray.typed import ready
 
 from .train_run import RunReporter
 
@@ -166,7 +167,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         ours = [callback._id for callback in given if isinstance(callback, TraceMLTrainCallback)]
         self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
         if self._watching:
-            self._run = RunReporter(msgspec.json.decode(self._config, type=ActorConfig), run_id)
+            self._run = RunReporter(msgspec.json.decode(self._config, type=ready(ActorConfig)), run_id)
             self._run.report({"name": train_run_context.run_config.name, "launcher": "ray_train"})
 
     @_hook()
@@ -264,7 +265,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
         context = get_train_context()
         place = context.distributed_context
-        config = msgspec.json.decode(self._config, type=ActorConfig)
+        config = msgspec.json.decode(self._config, type=ready(ActorConfig))
         identity = RankIdentity(
             global_rank=place.world_rank,
             local_rank=place.local_rank,

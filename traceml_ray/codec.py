@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
+from traceml_ray.typed import ready
+
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_ITEMS = 1024
@@ -55,7 +57,7 @@ class _Header(Part, frozen=True):
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
 _M = TypeVar("_M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
-_header = msgspec.msgpack.Decoder(_Header)
+_header = msgspec.msgpack.Decoder(ready(_Header))
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
@@ -100,7 +102,7 @@ def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -
         raise WireError("too_large", f"{len(data)} bytes, limit {max_bytes}")
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(ready(kind))
     try:
         message: _M = decoder.decode(data)
     except UNREADABLE as error:

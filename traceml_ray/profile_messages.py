@@ -9,6 +9,7 @@ import msgspec
 
 from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value
 from traceml_ray.rank_filter import rank_filter
+from traceml_ray.typed import ready
 
 MAX_PROFILE_STEPS = 50
 OPTIONS = ("memory", "stacks", "shapes")
@@ -41,7 +42,7 @@ class ProfileRequest(Part, frozen=True):
     def of(cls, values: Mapping[str, object]) -> ProfileRequest:
         """Return the request that has these fields. Raises ValueError, which says what is wrong with them."""
         try:
-            return msgspec.convert([*msgspec.structs.astuple(cls(**values))], cls, strict=False)  # type: ignore[arg-type]
+            return msgspec.convert([*msgspec.structs.astuple(cls(**values))], ready(cls), strict=False)  # type: ignore[arg-type]
         except (msgspec.ValidationError, TypeError) as error:
             raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
 

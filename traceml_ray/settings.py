@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.typed import ready
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -235,7 +236,7 @@ def _check(name: str, where: str, value: object, expected: Any) -> object:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     try:
-        result = msgspec.convert(value, expected, strict=False)
+        result = msgspec.convert(value, ready(expected), strict=False)
         str(result).encode()  # it is handed to other processes as JSON
     except (msgspec.ValidationError, UnicodeError):
         result = None

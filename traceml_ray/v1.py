@@ -36,6 +36,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
 )
 from traceml_ray.text import one_line
+from traceml_ray.typed import ready
 from traceml_ray.wire import WireError
 
 SOURCE = "v1"
@@ -190,7 +191,7 @@ class Senders:
 
 def _as(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=ready(kind))
     except wire.UNREADABLE as error:
         raise WireError("malformed", str(error)) from None
 

@@ -16,6 +16,7 @@ from traceml_ray.reports.heat_rows import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
+from traceml_ray.typed import ready
 from traceml_ray.views.events import events_of
 from traceml_ray.views.nodes import nodes
 from traceml_ray.views.run_state import RunState
@@ -100,7 +101,7 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     Return in words what one cell of the heatmap stands for: means over its steps, of the worst of its row.
     The key of `route` is a `_Cell`, its query that of the overview.
     """
-    asked = msgspec.json.decode(route.key, type=_Cell)
+    asked = msgspec.json.decode(route.key, type=ready(_Cell))
     rank, several = asked.ranks[0], len(asked.ranks) > 1
     if several and (columns := cache.ask(_columns(cache, run, route))):
         rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)

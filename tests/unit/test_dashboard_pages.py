@@ -435,8 +435,8 @@ def test_chart_is_a_table_where_the_url_asks_for_it(
         one.id: one.content for one in page._traverse() if str(getattr(one, "id", "")).endswith("-table")
     }
     drawn = next(one.figure for one in page._traverse() if getattr(one, "id", "") == chart)
-    assert all(len(content or "div") == 3 for id, content in found.items() if id != f"{chart}-table")
-    _, _, _, (_, _, (_, _, (_, _, names), (_, _, newest, *_))) = found[f"{chart}-table"]
+    assert all(len(content or "list") == 4 for id, content in found.items() if id != f"{chart}-table")
+    _, _, _, _, (_, _, (_, _, (_, _, names), (_, _, newest, *_))) = found[f"{chart}-table"]
     assert [cell[2] for cell in names[2:]] == head
     assert [cell[2] for cell in newest[3:]] == [
         text.number(trace["y"][-1]) for trace in drawn["data"] if trace["name"] in head

@@ -26,6 +26,7 @@ from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
 from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.profile_messages import LATE, CaptureState
+from traceml_ray.typed import ready
 
 PIECE_BYTES = 24 * 1024
 SETTLE_S = 0.05
@@ -79,7 +80,7 @@ class Captures:
         if command.name == "trace":
             self._send_again(command)
             return
-        wanted = msgspec.convert(command.args, wire.ProfileCommand)
+        wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
         self._heard = self._clock()
         now = self._now
         if now is not None and now.wanted.id == wanted.id and now.wanted.number >= wanted.number:

@@ -27,6 +27,7 @@ from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.layer_messages import LayersCommand, LayerWindow
+from traceml_ray.typed import ready
 
 MAX_SHARE = 0.012
 """Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""
@@ -152,7 +153,7 @@ class LayerSampler:
 
     def obey(self, command: wire.Command) -> None:
         """Measure as many steps as a command asks for; it is repeated, and each is done once."""
-        wanted = msgspec.convert(command.args, LayersCommand)
+        wanted = msgspec.convert(command.args, ready(LayersCommand))
         if wanted.id not in self._asked:
             self._asked.add(wanted.id)
             self._wanted = wanted

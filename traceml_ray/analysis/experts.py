@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.typed import ready
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ def loads(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> list[ExpertLoad]:
 
 def sentence(load: ExpertLoad | Mapping[str, object]) -> str:
     """Return "router: expert 5 of 8 has 2.4 times the mean; 1 has no token"."""
-    known = load if isinstance(load, ExpertLoad) else msgspec.convert(load, ExpertLoad)
+    known = load if isinstance(load, ExpertLoad) else msgspec.convert(load, ready(ExpertLoad))
     idle = f"; {known.idle:,} had no token" if known.idle else ""
     return (
         f"{known.router}: expert {known.most} of {known.experts} has {text.number(known.times_mean)} times "

@@ -17,6 +17,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
 from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
+from traceml_ray.typed import ready
 
 COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"
@@ -242,7 +243,7 @@ def hangs(verdicts: Iterable[dict[str, Any]]) -> list[Verdict]:
     found: dict[int, Verdict] = {}
     for verdict in verdicts:
         if verdict.get("began_ns") is not None:
-            found[verdict["began_ns"]] = msgspec.convert(verdict, Verdict)
+            found[verdict["began_ns"]] = msgspec.convert(verdict, ready(Verdict))
     return list(found.values())
 
 

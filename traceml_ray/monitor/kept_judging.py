@@ -22,6 +22,7 @@ from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.runs import MAX_RUNS
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.typed import ready
 
 KEY = "judging"
 """Key of the episodes in the session's `meta`."""
@@ -53,7 +54,7 @@ class KeptJudging:
     def baseline(self, run: str) -> Baseline | None:
         """Return the one kept for `run`, else the one given. Reads a file the first time."""
         kept = self._kept_of(run, "baselines")
-        return self._given if kept is None else msgspec.convert(kept, Baseline)
+        return self._given if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> dict[int, int]:
         """

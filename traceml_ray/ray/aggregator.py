@@ -30,6 +30,7 @@ from traceml_ray.ray.discovery import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership
+from traceml_ray.typed import ready
 
 if TYPE_CHECKING:
     from traceml_ray.session import SessionFolder
@@ -61,7 +62,7 @@ class Aggregator:
         from traceml_ray.session import Live, prepare, write_live
 
         gc.set_threshold(GC_ALLOCATIONS, 10, 10)
-        made = msgspec.json.decode(config, type=ActorConfig)
+        made = msgspec.json.decode(config, type=ready(ActorConfig))
         context = ray.get_runtime_context()
         self._config = made
         self._node_id = context.get_node_id()

@@ -18,6 +18,7 @@ from traceml_ray.monitor.finish import HAND_OVER_S
 from traceml_ray.ray.actor_calls import ActorCalls
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
+from traceml_ray.typed import ready
 
 
 class NodeRelay:
@@ -28,7 +29,7 @@ class NodeRelay:
         from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
         from traceml_ray.monitor.relay import RelayCore
 
-        made = msgspec.json.decode(config, type=ActorConfig)
+        made = msgspec.json.decode(config, type=ready(ActorConfig))
         node_id = ray.get_runtime_context().get_node_id()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         folder = relay_folder(made.session, node_id)

@@ -13,6 +13,7 @@ from traceml_ray.files import read_file
 from traceml_ray.recordings import stormlog, stormlog_timeline
 from traceml_ray.recordings.recording import MAX_FILE_BYTES, FileContents, NoSamplesError, RefusedFileError
 from traceml_ray.recordings.stormlog import Event, Legacy
+from traceml_ray.typed import ready
 
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
 _NOTHING = "there are no samples of memory in it"
@@ -98,7 +99,7 @@ def _contents(decode: Decode, notes: Sequence[str] = ()) -> FileContents:
 def _json(data: bytes, path: Path) -> FileContents:
     if data.lstrip()[:1] != b"{":
         return _list(data)
-    document = msgspec.json.decode(data, type=_Document)
+    document = msgspec.json.decode(data, type=ready(_Document))
     for held in (document.events, document.telemetry_events):
         if bytes(held)[:1] == b"[":
             return _list(bytes(held))
@@ -111,13 +112,13 @@ def _json(data: bytes, path: Path) -> FileContents:
 
 def _list(data: bytes) -> FileContents:
     def decode(kind: type) -> list[Any]:
-        found: list[Any] = msgspec.json.decode(data, type=list[kind])  # type: ignore[valid-type]
+        found: list[Any] = msgspec.json.decode(data, type=ready(list[kind]))  # type: ignore[valid-type]
         return found
 
     try:
         decode(_Kind)
     except msgspec.ValidationError:  # no list of objects
-        msgspec.json.decode(data, type=msgspec.Raw)
+        msgspec.json.decode(data, type=ready(msgspec.Raw))
         raise NoSamplesError(_NOTHING) from None
     return _contents(decode)
 
@@ -131,7 +132,7 @@ def _jsonl(data: bytes) -> FileContents:
         except msgspec.DecodeError:
             lines.pop()
             notes.append(_CUT)
-    return _contents(lambda kind: _each(lines, msgspec.json.Decoder(kind).decode), notes)
+    return _contents(lambda kind: _each(lines, msgspec.json.Decoder(ready(kind)).decode), notes)
 
 
 def _csv(data: bytes) -> FileContents:
@@ -147,7 +148,7 @@ def _csv(data: bytes) -> FileContents:
     unknown = {name: None for name in _COUNTERS if name in header}
     read = [(at, name, name in _TEXT) for at, name in enumerate(header) if name in _READ]
     records = [unknown | _cells(row, read) for row in rows]
-    return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, kind)), notes)
+    return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, ready(kind))), notes)
 
 
 def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:

@@ -23,6 +23,7 @@ from traceml_ray.recordings.recording import (
     column,
 )
 from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
+from traceml_ray.typed import ready
 
 _MOST_BESIDE = 1 << 20
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -85,7 +86,7 @@ def read(data: bytes, path: Path) -> FileContents:
         RefusedFileError: its lists do not fit together.
         msgspec.MsgspecError: it is no timeline.
     """
-    timeline = msgspec.json.decode(data, type=_Timeline)
+    timeline = msgspec.json.decode(data, type=ready(_Timeline))
     lists = {name: values for name, values in msgspec.structs.asdict(timeline).items() if _is_list(values)}
     lengths = {name: len(values) for name, values in lists.items()}
     if not timeline.timestamps:
@@ -135,6 +136,6 @@ def _same(one: Floats, other: Floats) -> bool:
 def _beside(path: Path, name: str, kind: type[_T]) -> _T:
     """Return what is known from a file beside the timeline; what is not there or makes no sense is not."""
     try:
-        return msgspec.json.decode(read_file(path.with_name(name), _MOST_BESIDE), type=kind)
+        return msgspec.json.decode(read_file(path.with_name(name), _MOST_BESIDE), type=ready(kind))
     except (OSError, msgspec.MsgspecError, RecursionError):
         return kind()

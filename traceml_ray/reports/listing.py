@@ -14,6 +14,7 @@ from traceml_ray.reports.run_facts import moment
 from traceml_ray.session import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.typed import ready
 
 UNFINISHED = "never finished"
 _MOST = 500
@@ -125,7 +126,7 @@ def _from_file(path: Path, _changed_ns: int) -> Entry:
             steps = [rank.last_step + 1 for rank in ranks.values() if rank.last_step is not None]
             seen = max((rank.last_seen_ns for rank in ranks.values()), default=None)
             return msgspec.structs.replace(
-                msgspec.convert(found[-1], Entry) if found else Entry(),
+                msgspec.convert(found[-1], ready(Entry)) if found else Entry(),
                 last_at=moment(meta.get("ended_at") or seen or meta.get("started_at")),
                 status=meta.get("status", "running"),
                 launcher=meta.get("launcher"),

@@ -16,6 +16,7 @@ from traceml_ray.reports.analyze import judged
 from traceml_ray.reports.layout import Facts
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.typed import ready
 
 _FINDINGS = 100
 """Of a summary; of a text,"""
@@ -52,7 +53,9 @@ def memory_facts(block: Mapping[str, Any], failed: bool) -> Facts:
     Return what a report says about the memory of a summary; none where nothing stands out. Of a run that
     has `failed`, also what is only information.
     """
-    found = msgspec.convert({name: value for name, value in block.items() if name != "per_rank"}, Memory)
+    found = msgspec.convert(
+        {name: value for name, value in block.items() if name != "per_rank"}, ready(Memory)
+    )
     if not any(failed or each.severity != "info" for each in found.findings):
         return Facts()
     first, others = first_words(found), [each.why for each in found.findings]

@@ -12,6 +12,7 @@ from traceml_ray import wire
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible, update
+from traceml_ray.typed import ready
 
 WINDOWS = 16
 """Of a rank process that are kept."""
@@ -55,7 +56,7 @@ def _window(values: list[Any]) -> wire.LayerWindow:
         unpacked = zlib.decompressobj().decompress(values[_AT], _MAX_BYTES)
     except zlib.error as error:
         raise ValueError(f"a window of layers that cannot be read: {error}") from None
-    values[_AT] = msgspec.msgpack.decode(unpacked, type=list[wire.LayerSum])
+    values[_AT] = msgspec.msgpack.decode(unpacked, type=ready(list[wire.LayerSum]))
     values[_FIELDS.index("accelerated")] = bool(values[_FIELDS.index("accelerated")])
     values[_FIELDS.index("waits")] = bool(values[_FIELDS.index("waits")])
-    return msgspec.convert(values, wire.LayerWindow)
+    return msgspec.convert(values, ready(wire.LayerWindow))

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from traceml_ray.typed import ready
+
 _DTYPES = ("<i8", "<f8", "<f4", "<u4", "|u1", "|b1")
 _LISTS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
@@ -88,7 +90,7 @@ class Packer:
             return _to_array(room, *rest)
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
-            return msgspec.convert(rest[0], which)
+            return msgspec.convert(rest[0], ready(which))
         if issubclass(which, tuple):
             return which(*(self._whole(each, room) for each in rest[0]))
         whole = object.__new__(which)

@@ -38,6 +38,7 @@ from traceml_ray.store.file_questions import ReadProfile as ReadProfile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.request import A as A
 from traceml_ray.store.request import Request as Request
+from traceml_ray.typed import ready
 
 _ARRAY = 1
 """The extension of msgpack that an array is."""
@@ -292,7 +293,7 @@ def ask(
     raw = [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests]
     reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
     try:
-        answered = msgspec.msgpack.decode(reply, type=Answered)
+        answered = msgspec.msgpack.decode(reply, type=ready(Answered))
     except UNREADABLE as error:
         raise QueryError(f"the answer cannot be read: {error}") from None
     if answered.error:
@@ -316,7 +317,7 @@ def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
 def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
     """Return the requests in a message, and whether who asks is `watching`. Raises `QueryError`."""
     try:
-        asked = msgspec.msgpack.decode(data, type=Asked)
+        asked = msgspec.msgpack.decode(data, type=ready(Asked))
     except UNREADABLE as error:
         raise QueryError(f"this is no question ({error})") from None
     return [_decode_request(raw, asked.version) for raw in asked.requests], asked.watching
@@ -327,7 +328,7 @@ def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
         request: Request[Any] = _REQUEST.decode(raw)
     except UNREADABLE as error:
         try:
-            what = msgspec.msgpack.decode(raw, type=dict[str, Any]).get("what")
+            what = msgspec.msgpack.decode(raw, type=ready(dict[str, Any])).get("what")
         except UNREADABLE:
             what = None
         raise QueryError(
@@ -354,14 +355,14 @@ def _kinds(of: type[Any]) -> list[type[Any]]:
 
 REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
 """Every question, by name."""
-_REQUEST = msgspec.msgpack.Decoder(Union[tuple(REQUESTS.values())])  # noqa: UP007
+_REQUEST = msgspec.msgpack.Decoder(ready(Union[tuple(REQUESTS.values())]))  # noqa: UP007
 
 
 @cache
 def _decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
     """Return what decodes the answer to requests of a kind."""
     (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
-    return msgspec.msgpack.Decoder(answer, ext_hook=_decode)
+    return msgspec.msgpack.Decoder(ready(answer), ext_hook=_decode)
 
 
 def _encode(value: Any) -> Any:
@@ -377,7 +378,7 @@ def _decode(code: int, data: memoryview) -> Any:
     if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
     end = 2 + int.from_bytes(data[:2], "little")
-    kind, shape = msgspec.msgpack.decode(data[2:end], type=tuple[str, list[int]])
+    kind, shape = msgspec.msgpack.decode(data[2:end], type=ready(tuple[str, list[int]]))
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of array {kind[:20]!r}")
     return np.frombuffer(data[end:], kind).reshape(shape)

@@ -15,6 +15,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.roles import role_of
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.typed import ready
 
 _IDENTITY = RankIdentity.__struct_fields__
 NUMBERED = "ray"
@@ -228,7 +229,7 @@ def from_row(values: dict[str, Any]) -> RankProcess:
         values[name] = {} if values.get(name, "{}") == "{}" else json.loads(values[name])
     for name in ("final", "lost"):
         values[name] = bool(values[name])
-    who = None if identity[0] is None else msgspec.convert(identity, RankIdentity)
+    who = None if identity[0] is None else msgspec.convert(identity, ready(RankIdentity))
     return RankProcess(**values, identity=who)
 
 

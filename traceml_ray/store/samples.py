@@ -21,6 +21,7 @@ from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
+from traceml_ray.typed import ready
 
 _SAMPLE = wire.NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)
@@ -297,7 +298,7 @@ def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]
     return found
 
 
-_gpus = msgspec.json.Decoder(list[wire.GpuSample])
+_gpus = msgspec.json.Decoder(ready(list[wire.GpuSample]))
 
 
 def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:

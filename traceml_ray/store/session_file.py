@@ -34,6 +34,7 @@ from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.step_reader import StepReader
 from traceml_ray.store.work_reader import WorkReader
+from traceml_ray.typed import ready
 
 
 class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReader):
@@ -191,7 +192,7 @@ class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReade
         """Return how FSDP2 has divided the model, by the id of each rank process that uses it."""
         rows = self._all("SELECT process, body FROM sharding")
         with legible(self.path):
-            return {process: msgspec.json.decode(body, type=wire.Sharding) for process, body in rows}
+            return {process: msgspec.json.decode(body, type=ready(wire.Sharding)) for process, body in rows}
 
     def run_events(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
@@ -214,7 +215,7 @@ class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReade
     def baseline(self) -> Baseline | None:
         """Return what the run was judged by while it ran."""
         kept = self.meta().get("baselines", {}).get(self.run_id())
-        return None if kept is None else msgspec.convert(kept, Baseline)
+        return None if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def kept(self) -> bytes | None:
         """Return what folded rows of the run come to, see `kept`; None where there are none."""

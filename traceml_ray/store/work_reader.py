@@ -9,6 +9,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
+from traceml_ray.typed import ready
 
 _COLUMNS = ", ".join(wire.StepWork.__struct_fields__)
 
@@ -23,6 +24,6 @@ class WorkReader(Reader):
         with legible(self.path):
             for row in self._iterate(query, since):
                 since, process, *values = row
-                work = msgspec.structs.asdict(msgspec.convert(values, wire.StepWork))
+                work = msgspec.structs.asdict(msgspec.convert(values, ready(wire.StepWork)))
                 rows.append((int(process), work))
         return rows, since

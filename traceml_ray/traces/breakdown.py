@@ -16,6 +16,7 @@ from traceml_ray.traces.nesting import nest
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.spent import RecordingError, Spent, spent_in
 from traceml_ray.traces.trace import read_trace
+from traceml_ray.typed import ready
 
 MAX_BYTES = 64 << 20
 """Of an encoded one."""
@@ -68,7 +69,7 @@ class Breakdown(msgspec.Struct, frozen=True):
         return compare(rank, own, others, stage) if own is not None and others else None
 
 
-_DECODER = msgspec.msgpack.Decoder(Breakdown)
+_DECODER = msgspec.msgpack.Decoder(ready(Breakdown))
 
 
 def encode(found: Breakdown) -> bytes:

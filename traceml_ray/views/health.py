@@ -44,7 +44,7 @@ def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, 
     sources.append((viewer, cache.errors))
     sources += [(f"relay of {node['label']}", node["errors"]) for node in (run.nodes if run else ())]
     sources += [(f"rank {one.rank}", one.errors) for one in (run.ranks.values() if run else ())]
-    return {f"{source}, {place}": n for source, errors in sources for place, n in errors.items()}
+    return {f"{source}, {place}": n for source, errors in sources for place, n in dict(errors).items()}
 
 
 def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
