@@ -267,16 +267,17 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
             why = of_steps
         else:
             steps = [html.B("Steps "), *marked(f"{verdict['headline']}. {of_steps}")]
+    to_do = html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next")
+    of_layer = html.P(_layer(header["by_layer"], route), id="verdict-layer")
+    details = [html.P(_operation(header["by_operation"], route), id="verdict-operation"), of_layer]
     return [
         html.Div(
             html.Strong(dated(headline[:1].upper() + headline[1:]), id="verdict-headline"),
             **aria(live="polite", atomic="true"),
         ),
         html.P(marked(why), id="verdict-why"),
-        html.P(steps, id="verdict-steps"),
-        html.P(_operation(header["by_operation"], route), id="verdict-operation"),
-        html.P(_layer(header["by_layer"], route), id="verdict-layer"),
-        html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next"),
+        # What to do is said before another verdict begins.
+        *([to_do, html.P(steps, id="verdict-steps"), *details] if steps else [*details, to_do]),
         html.P(marked(began), id="verdict-since"),
         html.P(header["session"]["restarted"] or None, id="verdict-restarts"),
     ]
@@ -336,7 +337,7 @@ def _cost(header: Mapping[str, Any]) -> list[Any]:
         ]
         if incident:
             lines.append(html.Div(cost(incident, gpus)))
-        if hours := verdict["gpu_hours_per_hour"]:
+        if hours := verdict["rank_hours_per_hour"]:
             lines.append(html.Div(f"≈ {wasted(hours, gpus)}"))
     if verdict["lost_text"] and not (incident and incident["alone"]):
         lines.append(html.Div(f"all causes: {verdict['lost_text']}" if incident else verdict["lost_text"]))

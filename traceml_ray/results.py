@@ -254,7 +254,7 @@ class VerdictInfo(TypedDict):
     """What all that has been named in the run so far made it wait for."""
     elapsed_s: float | None
     """How long the run has been judged."""
-    gpu_hours_per_hour: float | None
+    rank_hours_per_hour: float | None
     chronic: bool | None
     pattern: Pattern | None
     """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
@@ -300,7 +300,7 @@ class Episode(TypedDict):
     seconds: float
     cost_s: float
     """By how much it made the job longer."""
-    gpu_hours: float
+    rank_hours: float
     """That, on all ranks that exchange gradients with the late ones."""
     cost_pct: float | None
     cost_range_pct: list[float] | None

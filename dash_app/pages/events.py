@@ -99,7 +99,7 @@ def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
         ">lasted": lambda one: text.duration(one["seconds"]),
         ">cost": lambda one: text.duration(one["cost_s"]),
         ">of each step": lambda one: text.percent(one["cost_pct"]),
-        f">{hours_of(view['session']['gpus'])}": lambda one: text.number(one["gpu_hours"]),
+        f">{hours_of(view['session']['gpus'])}": lambda one: text.number(one["rank_hours"]),
     }
     rows = table(columns, view["episodes"][:_SHOWN], empty="No cause was named.", label="Episodes")
     return html.Div([rows, html.P(view["brief"], className="hint")], id="episodes")

@@ -37,7 +37,6 @@ from selenium.webdriver.common.keys import Keys
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import STAGES
-from traceml_ray.text import words
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -136,6 +135,62 @@ def test_page_has_title_verdict_and_data_and_no_fault(browser, served, path):
         as_started(browser)
 
 
+UNDRAWN = """
+return [...document.querySelectorAll("main .graph")].filter((box) => !box.querySelector(".main-svg")).length;
+"""
+ON_PAPER = """
+window.dispatchEvent(new Event("beforeprint"));
+const plots = [...document.querySelectorAll("main .main-svg")];
+const wide = plots.map((plot) => plot.getBoundingClientRect().right);
+window.dispatchEvent(new Event("afterprint"));
+const one = document.querySelector("#timeline .js-plotly-plot");
+return [Math.max(...wide), one.clientWidth - one.querySelector(".main-svg").getBoundingClientRect().width];
+"""
+PICTURE = """
+const done = arguments[0], { click } = HTMLAnchorElement.prototype;
+HTMLAnchorElement.prototype.click = function () {
+  HTMLAnchorElement.prototype.click = click;
+  const image = new Image();
+  image.onload = () => done([this.download, image.naturalWidth, image.naturalHeight]);
+  image.src = this.href;
+};
+document.querySelector("[data-png=timeline]").click();
+"""
+NARROW = """
+const bar = document.querySelector("#nav").getBoundingClientRect();
+const tabs = [...document.querySelectorAll("#nav a")].map((tab) => tab.getBoundingClientRect());
+const cell = document.querySelector("#event-list tbody tr td:last-child"), row = cell.parentElement;
+return [tabs.every(({ right, bottom }) => right <= innerWidth && bottom <= bar.bottom + 1),
+  cell.getBoundingClientRect().width / row.getBoundingClientRect().width];
+"""
+
+
+def test_page_is_whole_on_paper_on_a_phone_and_as_pictures(browser, served):
+    browser.get(served.url + "/node/host-1")
+    drawn_all = lambda: browser.execute_script(UNDRAWN) == 0  # noqa: E731
+    until(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "main .graph"))
+    until(browser, drawn_all)  # without scrolling to them
+    browser.get(served.url + "/")
+    drawn(browser)
+    until(browser, drawn_all)
+    sheet = 190 / 25.4 * 96  # mm of A4 without margins, px
+    right, left_over = browser.execute_script(ON_PAPER)
+    assert right <= sheet + 1 and abs(left_over) < 2
+    name, width, height = browser.execute_async_script(PICTURE)
+    assert name == "played-timeline.png" and width > 400 and height > 300
+    try:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        gone = "return getComputedStyle(document.querySelector(arguments[0])).display"
+        assert [browser.execute_script(gone, one) for one in ("#nav", "#theme", "[data-png]")] == ["none"] * 3
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        screen(browser, 390)
+        until(browser, lambda: browser.execute_script(WIDTH) <= 0)
+        within, share = browser.execute_script(NARROW)
+        assert within and share > 0.9
+    finally:
+        as_started(browser)
+
+
 def test_first_visit_and_reload_are_light(browser, served):
     browser.execute_cdp_cmd("Network.clearBrowserCache", {})
     for most in (1_000_000, 50_000):
@@ -153,7 +208,7 @@ def test_rank_page_draws_the_rows_of_gpu_and_host_under_each_other(browser, tmp_
             screen(browser, width, height)
             browser.get(served.url + "/rank/3")
             stages = until(browser, lambda: browser.execute_script(bars))
-            assert [name for name, *_ in stages] == [words(stage) for stage in STAGES]
+            assert [name for name, *_ in stages] == [*STAGES]
             assert all(host.startswith("host, ") and gpu.startswith("GPU, ") for _, host, gpu in stages)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:

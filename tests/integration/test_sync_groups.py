@@ -344,7 +344,7 @@ def test_late_rank_is_named_in_its_group(
     late = CASES[name][1]
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
     size = groups[late][1]
-    assert verdict.gpu_hours_per_hour == pytest.approx(size * (verdict.cost_pct or 0) / 100)
+    assert verdict.rank_hours_per_hour == pytest.approx(size * (verdict.cost_pct or 0) / 100)
     members = f"In the group of ranks {late // 2 * 2} and {late // 2 * 2 + 1}: "
     assert verdict.why.startswith(members) == (size == 2)
 

@@ -74,7 +74,7 @@ class TestRule:
             "group_wide", ("data",), None, (),
         )  # fmt: skip
         assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
-        assert verdict.gpu_hours_per_hour == pytest.approx(3 * 4 / 15)
+        assert verdict.rank_hours_per_hour == pytest.approx(3 * 4 / 15)
         assert (verdict.from_step, verdict.to_step, verdict.confidence) == (100, 149, "high")
         snapshot("verdict", verdict.why, verdict.next)
         assert msgspec.json.decode(msgspec.json.encode(verdict), type=type(verdict)) == verdict

@@ -146,7 +146,7 @@ def test_episode_has_begin_end_rank_stage_and_its_whole_cost():
         cost_s = (last + 1 - first) * share / (1 - share) * step / 1e3
         assert abs(episode.from_step - first) <= 2 and abs(episode.to_step - last) <= 2
         assert episode.cost_s == pytest.approx(cost_s, rel=0.03)
-        assert episode.gpu_hours == pytest.approx(2 * episode.cost_s / 3600)
+        assert episode.rank_hours == pytest.approx(2 * episode.cost_s / 3600)
         assert episode.cost_pct == pytest.approx(100 * share, abs=3)
         assert episode.cost_range_pct[0] <= episode.cost_pct <= episode.cost_range_pct[1] + 1
         assert not episode.goes_on
@@ -305,7 +305,7 @@ def test_sampled_steps_count_for_those_between_them():
     (episode,), (full,) = sampled.episodes.episodes, all_steps.episodes.episodes
     assert episode.cost_s == pytest.approx(full.cost_s, rel=0.1)
     assert episode.seconds == pytest.approx(full.seconds, rel=0.1)
-    assert episode.gpu_hours == pytest.approx(full.gpu_hours, rel=0.1)
+    assert episode.rank_hours == pytest.approx(full.rank_hours, rel=0.1)
     assert episode.cost_range_pct == pytest.approx(full.cost_range_pct, rel=0.3)
     assert sampled.whole().elapsed_s == pytest.approx(all_steps.whole().elapsed_s, rel=0.1)
 

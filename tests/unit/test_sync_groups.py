@@ -58,7 +58,7 @@ def test_straggler_is_named_in_its_group_and_costs_its_group(snapshot: Snapshot)
     verdict, evidence = assess(grouped([*BALANCED, *LATE]), DEFAULTS)
     alone = judge(window(of_ms(LATE, 50)))
     assert named(verdict) == ("straggler", "data", (3,))
-    assert verdict.gpu_hours_per_hour == alone.gpu_hours_per_hour == pytest.approx(2 * 4 / 15)
+    assert verdict.rank_hours_per_hour == alone.rank_hours_per_hour == pytest.approx(2 * 4 / 15)
     assert (verdict.mean_step_ms, verdict.coverage, verdict.confidence) == (15, 1.0, "high")
     snapshot("verdict", verdict.why)
     assert {suspect.rank for suspect in verdict.suspects} == {3}
@@ -80,7 +80,7 @@ def test_costlier_of_two_late_ranks_is_named() -> None:
     many: list[Group | None] = [(0, 2)] * 2 + [(2, 6)] * 6
     verdict = judge(grouped([*LATE, *[LATE[0]] * 5, LATE[1]], many))
     assert named(verdict) == ("straggler", "data", (7,))
-    assert verdict.gpu_hours_per_hour == pytest.approx(6 * 4 / 15)
+    assert verdict.rank_hours_per_hour == pytest.approx(6 * 4 / 15)
 
 
 def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
@@ -147,8 +147,8 @@ def test_verdict_of_two_groups_is_that_of_the_costlier_one(
         alone.append(judge(window(of_ms(rows, 50))))
     groups: list[Group | None] = [(0, size)] * size + [(size, size)] * size
     verdict = judge(grouped(np.concatenate(parts).tolist(), groups))
-    costs = [each.gpu_hours_per_hour or 0.0 for each in alone]
-    assert (verdict.gpu_hours_per_hour or 0.0) == max(costs)
+    costs = [each.rank_hours_per_hour or 0.0 for each in alone]
+    assert (verdict.rank_hours_per_hour or 0.0) == max(costs)
     worst = int(np.argmax(costs))
     expected = named(alone[worst])
     assert named(verdict) == (*expected[:2], tuple(rank + worst * size for rank in expected[2]))

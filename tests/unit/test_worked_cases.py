@@ -94,7 +94,7 @@ def test_worked_cases_have_their_cost(case, excess, gain):
     verdict = judge(window(of_ms(ROWS[case], 50)))
     assert verdict.excess_pct == pytest.approx(excess, abs=0.05)
     assert verdict.cost_pct == verdict.gain_pct == pytest.approx(gain, abs=0.05)
-    assert verdict.gpu_hours_per_hour == pytest.approx(verdict.cost_pct / 100 * len(ROWS[case]))
+    assert verdict.rank_hours_per_hour == pytest.approx(verdict.cost_pct / 100 * len(ROWS[case]))
 
 
 def test_w7_gains_from_fixing_both_ranks_only():

@@ -282,7 +282,7 @@ class Episodes:
             from_step=named.began,
             cost_pct=episode.cost_pct,
             cost_range_pct=episode.cost_range_pct,
-            gpu_hours_per_hour=share * named.ranks,
+            rank_hours_per_hour=share * named.ranks,
             note="; ".join(filter(None, each)),
         )
 

@@ -192,7 +192,7 @@ class RunJudge:
             gain_pct=100 * cost,
             cost_pct=100 * cost,
             cost_range_pct=None,
-            gpu_hours_per_hour=cost * (self._window.expected if self._window else 0),
+            rank_hours_per_hour=cost * (self._window.expected if self._window else 0),
             from_step=min(period.from_step or 0 for period in periods),
             to_step=max(period.to_step or 0 for period in periods),
             why=notes.over_the_run(worst, share, cost),
@@ -265,7 +265,7 @@ class RunJudge:
         self.periods.append(msgspec.structs.replace(verdict, from_step=begins))
 
 
-_COSTS = ("cost_pct", "cost_range_pct", "gpu_hours_per_hour", "lost_s", "elapsed_s")
+_COSTS = ("cost_pct", "cost_range_pct", "rank_hours_per_hour", "lost_s", "elapsed_s")
 
 
 def _same(one: Verdict | Episode, other: Verdict | Episode) -> bool:

@@ -24,7 +24,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """
     A named finding from its first late step to its last, and its cost.
 
-    `cost_s` is by how much it made the job longer, `gpu_hours` that on all ranks that exchange gradients
+    `cost_s` is by how much it made the job longer, `rank_hours` that on all ranks that exchange gradients
     with the late ones, `cost_pct` its share of the episode, `cost_range_pct` the range of that share over
     the windows (p10, p90).
     """
@@ -40,7 +40,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     to_step: int
     seconds: float
     cost_s: float
-    gpu_hours: float
+    rank_hours: float
     cost_pct: float | None
     cost_range_pct: tuple[float, float] | None
     goes_on: bool
@@ -209,7 +209,7 @@ class Track:
             to_step=self.last,
             seconds=seconds,
             cost_s=self.cost_ns / 1e9,
-            gpu_hours=self.cost_ns * self.ranks / 3.6e12,
+            rank_hours=self.cost_ns * self.ranks / 3.6e12,
             cost_pct=min(100.0, 100 * self.cost_ns / 1e9 / seconds),
             cost_range_pct=self.cost_range(),
             goes_on=goes_on,

@@ -80,7 +80,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Time that the run has waited for all that was named so far, s,"""
     elapsed_s: float | None = None
     """and how long it has been judged, s."""
-    gpu_hours_per_hour: float | None = None
+    rank_hours_per_hour: float | None = None
     """`cost_pct` over all ranks that exchange gradients with the late ones."""
     chronic: bool | None = None
     pattern: Pattern | None = None
@@ -181,8 +181,8 @@ def _of_groups(
 
 def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
     """Return the order in which the verdict of one of several groups is chosen, the largest first."""
-    if verdict.gpu_hours_per_hour is not None:
-        return 2, times * verdict.gpu_hours_per_hour
+    if verdict.rank_hours_per_hour is not None:
+        return 2, times * verdict.rank_hours_per_hour
     return int(verdict.label != "healthy"), 0.0
 
 
@@ -258,7 +258,7 @@ def _named(
         excess_pct=None if finding.excess is None else 100 * finding.excess,
         gain_pct=100 * evidence.gain(first),
         cost_pct=100 * cost,
-        gpu_hours_per_hour=cost * window.expected,
+        rank_hours_per_hour=cost * window.expected,
         pattern=finding.pattern,
         why=why,
         next=advice,
@@ -280,7 +280,7 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
         excess_pct=pct,
         gain_pct=pct,
         cost_pct=pct,
-        gpu_hours_per_hour=drift.share * evidence.window.expected,
+        rank_hours_per_hour=drift.share * evidence.window.expected,
         why=why,
         next=advice,
         **{**facts, "from_step": drift.from_step},

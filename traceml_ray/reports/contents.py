@@ -61,7 +61,7 @@ def about_verdict(summary: Mapping[str, Any]) -> list[str]:
         about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
     if verdict["cost_pct"]:
         about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
-        about.append(wasted(verdict["gpu_hours_per_hour"], has_gpus(summary)))
+        about.append(wasted(verdict["rank_hours_per_hour"], has_gpus(summary)))
     if verdict["lost_s"]:
         about.append(lost(verdict))
     return about

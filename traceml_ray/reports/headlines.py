@@ -41,7 +41,7 @@ def since(episode: Mapping[str, Any]) -> str:
 
 def cost(episode: Mapping[str, Any], gpus: bool) -> str:
     """Return "61 s and 0.14 GPU-hours so far": what an episode has cost; see `hours_of` for `gpus`."""
-    hours = episode["gpu_hours"]
+    hours = episode["rank_hours"]
     also = f" and {text.number(hours)} {hours_of(gpus)}" if hours >= _LEAST_HOURS else ""
     return f"{text.duration(episode['cost_s'])}{also}{' so far' if episode['goes_on'] else ''}"
 

@@ -179,7 +179,7 @@ def _verdict(
 
 def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, gpus: bool, live: bool) -> str:
     """Return what the named cause costs, how sure that is, and what all causes have cost."""
-    hours = verdict.get("gpu_hours_per_hour")
+    hours = verdict.get("rank_hours_per_hour")
     shown = verdict["cost_pct"] and verdict["label"] != "healthy"
     every = verdict.get("lost_s") and not (began and began["alone"])
     found = [

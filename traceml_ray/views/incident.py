@@ -23,6 +23,8 @@ _AROUND_STEPS = 2
 _SETTLED_STEPS = 1000
 """So much later, no more is reported about a step."""
 _CHANGES = 3
+_MESSAGE = 100
+"""Characters of what is said of each."""
 
 
 def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -38,12 +40,18 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for event in at_once:
         if event["kind"] not in _NO_CHANGES:
-            found.setdefault((event["kind"], event["message"].partition("\n")[0][:100]), []).append(event)
+            found.setdefault((event["kind"], _short(event["message"])), []).append(event)
     changes = _checkpoint(cache, run, episode["from_step"])
     changes += [_change(run, *what, events) for what, events in found.items()]
     alone = len(verdict["episodes"]) == 1
     goes_on = episode["goes_on"] and state_of(cache, run) not in RUN_OVER
     return {**episode, "goes_on": goes_on, "changes": changes[:_CHANGES], "alone": alone}
+
+
+def _short(message: str) -> str:
+    """Return the first words of a message."""
+    line = message.partition("\n")[0]
+    return line if len(line) <= _MESSAGE else f"{line[:_MESSAGE].rsplit(' ', 1)[0].rstrip(' ;,.')} …"
 
 
 def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
