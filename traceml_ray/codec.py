@@ -87,7 +87,7 @@ def checked_size(message: type[Message], field: str, value: Any) -> int:
 
 @functools.cache
 def _field_decoder(message: type[Message], field: str) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(get_type_hints(message, include_extras=True)[field])
+    return msgspec.msgpack.Decoder(ready(get_type_hints(message, include_extras=True)[field]))
 
 
 def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:
