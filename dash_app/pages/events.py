@@ -146,4 +146,6 @@ def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) 
     for group, of in groupby(events, key=itemgetter("group")):
         found += [html.H3(group or "Before")] if found or group else []
         found.append(table(shown, of, heads=heads, label=group or "Events"))
-    return html.Div(found) if found else table(shown, (), empty="No event of this kind yet.", label="")
+    if not found:
+        return table(shown, (), empty="No event of this kind yet.", label="")
+    return html.Div(found, className="events")
