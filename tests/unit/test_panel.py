@@ -330,7 +330,7 @@ def test_pane_of_health_has_the_rows_and_errors_that_next_sends_there_for(tmp_pa
     played = Played(tmp_path / "demo", late=None)
     poll = SessionPoll(played.source, clock=played.clock)
     for second in range(5):
-        played.play(5, lost=(2,) if second == 4 else (), errors={"sampler": 3})
+        played.play(5, lost=(2,) if second == 2 else (), errors={"sampler": 3})
     poll.poll()
     shown = text(seen(poll, Choice("health")), 100, 40, Choice("health"))
     rows = [row.strip("│ ").split() for row in shown.splitlines()]

@@ -171,7 +171,7 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
     text = " ".join(render(summary, job.folder).split())
     assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
     assert "; the 4,000 steps and their mean, 10 ms, are of the whole run" in text
-    assert f"of steps {covers['from_step']}" in text
+    assert f"of steps {covers['from_step']:,}" in text
 
 
 def job_of(folder: Path, limit: int, closed: bool = False) -> Job:

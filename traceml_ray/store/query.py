@@ -355,7 +355,8 @@ def _kinds(of: type[Any]) -> list[type[Any]]:
 
 REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
 """Every question, by name."""
-_REQUEST = msgspec.msgpack.Decoder(ready(Union[tuple(REQUESTS.values())]))  # noqa: UP007
+_ANY_REQUEST: Any = Union[tuple(REQUESTS.values())]  # noqa: UP007
+_REQUEST: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ready(_ANY_REQUEST))
 
 
 @cache
