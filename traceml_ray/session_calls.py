@@ -16,6 +16,7 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.results import Status
 from traceml_ray.session import DATABASE, SessionFolder
 from traceml_ray.store import query
+from traceml_ray.typed import ready
 
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
@@ -46,14 +47,14 @@ class SessionCalls:
         import ray
 
         self.name, self.aggregator = name, aggregator
-        about = msgspec.json.decode(self._once("about", wait_s=wait_s), type=About)
+        about = msgspec.json.decode(self._once("about", wait_s=wait_s), type=ready(About))
         if about.version != __version__:
             raise StartError(
                 f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
                 "choose another name, or stop that one first"
             )
         self.folder, self.node_id = Path(about.folder), about.node_id
-        self.config = msgspec.json.decode(about.config, type=ActorConfig)
+        self.config = msgspec.json.decode(about.config, type=ready(ActorConfig))
         self.has_ended = False
         """It was found to have ended."""
         self.is_here = about.node_id == ray.get_runtime_context().get_node_id()

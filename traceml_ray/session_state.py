@@ -19,6 +19,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.files import read_file, write_file
+from traceml_ray.typed import ready
 
 DATABASE = "session.sqlite"
 LIVE = "live.json"
@@ -93,7 +94,7 @@ def starting_sessions(out: Path) -> list[Path]:
 def read_json(path: Path, kind: type[_T]) -> _T:
     """Return what a JSON file of a session folder holds. Raises OSError, ValueError for other contents."""
     try:
-        return msgspec.json.decode(read_file(path, _MAX_JSON_BYTES), type=kind)
+        return msgspec.json.decode(read_file(path, _MAX_JSON_BYTES), type=ready(kind))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 

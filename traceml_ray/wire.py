@@ -46,7 +46,6 @@ from traceml_ray.samples import Sharding as Sharding
 from traceml_ray.samples import StepWork as StepWork
 from traceml_ray.samples import UnevenShard as UnevenShard
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
-from traceml_ray.typed import ready
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""

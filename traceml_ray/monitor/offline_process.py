@@ -26,6 +26,7 @@ from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, KILL_S, REPORT_S
 from traceml_ray.session import DATABASE
 from traceml_ray.settings import Settings
+from traceml_ray.typed import ready
 
 _READY = b"ready"
 _LOOK_S = 0.02
@@ -99,7 +100,7 @@ class OfflineEnd:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_S)
         try:
-            return msgspec.json.decode(line, type=Reply)
+            return msgspec.json.decode(line, type=ready(Reply))
         except msgspec.DecodeError:
             code = self._process.returncode
             return Reply(f"the process that was to do it ended with exit code {code}")
@@ -138,7 +139,7 @@ def _progress(pid: int) -> tuple[Any, ...] | None:
 
 def main() -> None:
     """Serve one request."""
-    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=ready(Request))
     file = Path(request.folder) / DATABASE
     with contextlib.suppress(OSError), file.open("rb") as database:  # all else would wait behind it, too
         database.read(1)
@@ -151,7 +152,7 @@ def main() -> None:
     try:
         aside = finish_offline(
             Path(request.folder), request.settings, request.finish, spool, request.info,
-            msgspec.json.decode(order, type=str),
+            msgspec.json.decode(order, type=ready(str)),
         )  # fmt: skip
     except Exception as error:
         _answer(msgspec.json.encode(Reply(error_text(error))))

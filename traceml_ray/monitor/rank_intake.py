@@ -19,6 +19,7 @@ from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
 from traceml_ray.spool import SUFFIX
+from traceml_ray.typed import ready
 
 MAX_PROCESSES = 4096
 """Processes of this node that report at the same time; the messages of one more are refused."""
@@ -33,7 +34,7 @@ class _BatchHeader(Part, frozen=True):
     seq: Count
 
 
-_header_decoder = msgspec.msgpack.Decoder(_BatchHeader)
+_header_decoder = msgspec.msgpack.Decoder(ready(_BatchHeader))
 
 
 @dataclass(slots=True)
