@@ -108,6 +108,8 @@ class Outbox:
 
     def refused(self, reasons: Mapping[int, str]) -> list[tuple[Batch, str]]:
         """Remove the batches that the relay refuses, by number; return them with the reason."""
+        if not reasons:
+            return []
         removed = [(batch, reasons[batch.seq]) for batch in self._batches if batch.seq in reasons]
         for batch, _ in removed:
             self._batches.remove(batch)
