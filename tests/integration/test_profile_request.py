@@ -172,6 +172,7 @@ def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_nam
 
 def test_session_that_is_not_live_says_so(tmp_path: Path) -> None:
     folder = prepare(tmp_path, "s")
+    folder.release()
     with pytest.raises(ControlError, match="is not live"):
         profile(folder.path, wire.ProfileRequest())
     assert not profiles_of(folder.path)
