@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -248,8 +249,9 @@ def test_profiles_are_asked_for_under_the_token(played: Played) -> None:
     other = client.post("/profiles", data={"ranks": "0"}, headers=TOKEN)
     assert other.status_code == 202 and other.json["request"] != asked[0]
     played.play(5)
-    now = profiles.under_way(played.folder)
-    assert now is not None and now.requests == asked and now.shapes and not now.stacks
+    while (now := profiles.under_way(played.folder)) is None:
+        time.sleep(0.01)  # a thread of its own writes it
+    assert now.requests == asked and now.shapes and not now.stacks
     assert [rank.rank for rank in now.ranks] == [1, 5]
 
 

@@ -270,7 +270,7 @@ def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, 
     assert metrics.health(pages) == {"status": "ok", "state": "idle"}
     assert b'traceml_state{state="idle"} 1' in metrics.exposition(pages, "")[0]
     idle = look(pages, "header")
-    assert (idle["coverage_text"], idle["verdict"]["label"]) == ("8 of 8 ranks", "straggler")
+    assert (idle["coverage_text"], idle["verdict"]["label"]) == ("data from 8 of 8 ranks", "straggler")
     assert not idle["incident"]["goes_on"]
     assert pages.newest is not None and pages.newest.times is not None and pages.newest.times["of_all"]
     assert run_message(played.aggregator, "second", info={"name": "fit 2"}).ok
