@@ -635,6 +635,28 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     }
 
 
+def test_rows_of_a_refused_batch_are_dropped_in_the_ledger_and_the_rank_says_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 1)
+    bench.relay.take(rank_batch("a", 0))
+    agent = RankAgent(Settings(session="s", interval=60.0), SocketChannel(str(bench.path)))
+    for rows in (5, 0, 20):
+        for _ in range(rows):
+            agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [10] * N_STAGES)
+        agent.tick()
+        bench.tick(4)
+        if not rows:  # two batches were refused: one of another process makes room
+            bench.relay.take(rank_batch("a", 1, final=True))
+    agent.tick()
+    bench.tick(4)
+    with SessionFile(bench.path.parent / "session" / "session.sqlite") as file:
+        process = next(one for one in file.processes() if one.process_id == agent.process_id)
+    assert (process.produced, process.stored, process.dropped_agent) == (25, 20, 5)
+    assert process.errors["batch refused: too_many_processes"] == 2
+    assert check_ledger(bench.path.parent / "session")["in_flight"] == 0
+
+
 def test_batch_that_cannot_be_read_is_refused_by_its_number(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     bad = rank_batch("a", 1, strategy=5)
