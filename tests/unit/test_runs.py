@@ -14,6 +14,7 @@ from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger,
 from snapshot import Snapshot
 
 from traceml_ray import wire
+from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.files import write_reports
@@ -21,6 +22,7 @@ from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.session import SessionFolder
+from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session_file import SessionFile
 
@@ -310,6 +312,11 @@ def test_restart_is_an_event_with_its_cost(tmp_path: Path, clock: Clock, snapsho
     assert event["message"] in render(_summary(tmp_path, "a"), tmp_path)
     with SessionFile(tmp_path / "session.sqlite", run="a") as session:
         assert len(session.ranks()) == 3
+    asked = object.__new__(Session)
+    asked._ask = lambda request: query.ask_one(aggregator.query, request)  # type: ignore[method-assign]
+    assert [rank["attempt"] for rank in asked.ranks("a")] == [1] * 3
+    every = asked.ranks("a", every_attempt=True)
+    assert [rank["attempt"] for rank in every] == [0] * 4 + [1] * 3
 
 
 def test_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path, clock: Clock) -> None:
