@@ -345,13 +345,23 @@ def test_end_of_watching_turns_the_profiler_off(rank: Rank) -> None:
     assert not torch.autograd._profiler_enabled() and rank.captures.status is None
 
 
-def test_profiler_that_fails_ends_the_capture_alone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler.profile, "_start_trace", lambda _: 1 / 0)
+@pytest.mark.parametrize("is_on", [False, True])
+def test_profiler_that_fails_ends_the_capture_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, is_on: bool
+) -> None:
+    start = profiler.profile._start_trace
+
+    def fails(ours: Any) -> None:
+        if is_on:
+            start(ours)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(profiler.profile, "_start_trace", fails)
     rank.train(1)
     rank.ask(first_step=2)
     rank.train(4)
     assert rank.status.state == "refused" and "ZeroDivisionError" in rank.status.reason
-    assert sum(rank.patches.errors.values()) == 1
+    assert sum(rank.patches.errors.values()) == 1 and not torch.autograd._profiler_enabled()
 
 
 def test_pieces_that_were_lost_are_sent_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

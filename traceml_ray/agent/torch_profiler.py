@@ -90,6 +90,8 @@ class TorchProfiler:
         except BaseException:
             self._undo()
             self._thread = 0
+            if torch.autograd._profiler_enabled():
+                profiler._disable_profiler()
             profiler._run_on_profiler_stop()
             self._is_off.set()
             raise
