@@ -52,8 +52,12 @@ class SlowedSteps:
             self._ranges[why] = self._ranges[why][0], step
 
     def __contains__(self, step: int) -> bool:
-        # `tuple` copies the values at once, while other threads may add some.
-        return any(first <= step <= last for first, last in tuple(self._ranges.values()))
+        if not self._ranges:
+            return False
+        for first, last in tuple(self._ranges.values()):  # copied at once: other threads may add some
+            if first <= step <= last:
+                return True
+        return False
 
 
 class Rows:
