@@ -54,10 +54,8 @@ class SlowedSteps:
     def __contains__(self, step: int) -> bool:
         if not self._ranges:
             return False
-        for first, last in tuple(self._ranges.values()):  # copied at once: other threads may add some
-            if first <= step <= last:
-                return True
-        return False
+        # `tuple` copies the values at once, while other threads may add some.
+        return any(first <= step <= last for first, last in tuple(self._ranges.values()))
 
 
 class Rows:
