@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from traceml_ray.floors import too_old
-from traceml_ray.masking import HIDDEN, SECRET_NAME, masked
+from traceml_ray.masking import masked, masked_command
 from traceml_ray.printing import say
 from traceml_ray.settings import Settings
 
@@ -126,18 +126,8 @@ def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as a line, cut, without what is given to an argument that is named like a secret."""
-    shown, hide = [], False
-    for word in words:
-        name, sign, _ = word.partition("=")
-        secret = SECRET_NAME.search(name) is not None
-        if secret and sign:
-            word = f"{name}={HIDDEN}"
-        elif hide and not word.startswith("-"):
-            word = HIDDEN
-        hide = secret and not sign and word.startswith("-")
-        shown.append(masked(word))
-    return shlex.join(shown)[:_COMMAND_CHARS]
+    """Return a command as a line, cut, without what looks like a secret."""
+    return masked(shlex.join(masked_command(words)))[:_COMMAND_CHARS]
 
 
 def _dashboard_port(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from traceml_ray.masking import masked
+from traceml_ray.masking import Masker, masked
 from traceml_ray.samples import Output
 
 LINE_CHARS = 400
@@ -33,6 +33,7 @@ class LastLines:
         self._skipped = 0
         self._shown = ""
         """What was unfinished when it was taken before."""
+        self._masker = Masker()
 
     def feed(self, text: str) -> None:
         """Take what was written next."""
@@ -41,7 +42,7 @@ class LastLines:
             self._inside = not newline
             self.skip(len(newline))
         *ended, last = (self._open + text).split("\n")
-        ended = self._ended + ended
+        ended = [*self._ended, *self._masker.hide_keys(ended)]
         self._skipped += max(0, len(ended) - self._most)
         self._ended = ended[-self._most :]
         kept = last.rstrip("\r").rpartition("\r")[2]
@@ -58,7 +59,10 @@ class LastLines:
     @property
     def waiting(self) -> bool:
         """Whether something has not been taken yet."""
-        return bool(self._ended) or _shown(self._open) != self._shown
+        return bool(self._ended) or self._unfinished() != self._shown
+
+    def _unfinished(self) -> str:
+        return _shown(self._masker.unfinished(self._open))
 
     def take(self, t_ns: int) -> Output | None:
         """Return what is new, read at `t_ns`; None where nothing is."""
@@ -70,7 +74,7 @@ class LastLines:
                 self._skipped += len(self._ended) - at
                 break
             lines += [text] * bool(text)
-        unfinished = _shown(self._open)
+        unfinished = self._unfinished()
         skipped, self._ended, self._skipped = self._skipped, [], 0
         if not lines and unfinished == self._shown:
             self._skipped = skipped

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
 from traceml_ray.last_lines import LINE_CHARS, MOST_BYTES, LastLines
-from traceml_ray.masking import masked
+from traceml_ray.launchers.arguments import command_text
+from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.store.output import Line, joined
 from traceml_ray.store.session_file import SessionFile
@@ -56,10 +58,110 @@ from traceml_ray.store.writer import SessionWriter
         ("f(api_key=abc,lr=1)", "f(api_key=***,lr=1)"),
         ("using API key: 0123abcd", "using API key: ***"),
         ("GET https://x/y?sv=1&sig=ab%3D&n=2", "GET https://x/y?sv=1&sig=***&n=2"),
+        ("pad_token=</s>", None),
+        ("max_token: 3", None),
+        ("bos_token: <s>, eos_token='</s>', unk_token=\"<unk>\"", None),
+        ("monkey: 3", None),
+        ("turkey=4 keyboard: us", None),
+        ("secretary: Ann, passed: 12, bypass=yes compass: north", None),
+        ("num_tokens=512 tokens_per_second: 8192 max_new_tokens=64", None),
+        ("image_token_id=32000 image_token='<image>' image_tokens: 5", None),
+        ("key: value", None),
+        ("{'key': 'value', 'keys': 3}", None),
+        ("sort_key=loss group_key: rank", None),
+        ("time_per_token=0.25 ms", None),
+        ("'mask_token': '[MASK]', 'sep_token': '[SEP]', 'cls_token': '[CLS]'", None),
+        ("--pad-token </s> --max-token 3 --sort-key loss", None),
+        ("-p 8080 --port 80", None),
+        ("docker run -p 80:80 -u 1000:1000 img", None),
+        ("mkdir -p /a/b", None),
+        ("asian_languages_dataset_v2 loaded", None),
+        ("hf_trainer_callback_handler on", None),
+        ("npm_config_registry_url set", None),
+        ("sk-learn-contrib-package", None),
+        ("PWD=/home/me", None),
+        ("cache_key=step_12", None),
+        ("author: Ann, authority=x", None),
+        ("use_auth_token=True", None),
+        ("--use-auth-token train.py", None),
+        ("tokenizer: gpt2 token_type_ids", None),
+        ("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", None),
+        ("auth: enabled", None),
+        ("Bearer authentication is used", None),
+        ("next_token: hello", None),
+        ("('loss', '0.25')", None),
+        ("['token', 'loss']", None),
+        ("pass: 3 of 4", None),
+        ("passes=3", None),
+        ("unexpected key(s): encoder.layer_0_attention", None),
+        ("cookiecutter: 3", None),
+        ("--auth hunter2 x", "--auth *** x"),
+        ("('api_key', 's3cr3t')", "('api_key', ***)"),
+        ("Cookie: a=b; session=xyz", "Cookie: ***"),
+        ("Set-Cookie: sid=31d4; Path=/", "Set-Cookie: ***"),
+        ("Proxy-Authorization: Basic dXNlcjpw", "Proxy-Authorization: ***"),
+        ("--password=hunter2", "--password=***"),
+        ("mysql -u root -phunter2 db", "mysql -u root -p*** db"),
+        ("curl -u me:hunter2 https://x", "curl -u me:*** https://x"),
+        ("curl --user 'me:hunter2' u", "curl --user 'me:***' u"),
+        ("sshpass -p hunter2 ssh x", "sshpass -p *** ssh x"),
+        ("docker login -u me -p hunter2 reg", "docker login -u me -p *** reg"),
+        ("redis-cli -h x -a hunter2 ping", "redis-cli -h x -a *** ping"),
+        ("['train.py', '--api-key', 'abc']", "['train.py', '--api-key', ***]"),
+        ("aws_secret_access_key = wJalrXUt/K7", "aws_secret_access_key = ***"),
+        ("using AKIAIOSFODNN7EXAMPLE now", "using *** now"),
+        ("jwt eyJhbGciOiJIUzI1.eyJzdWIiOiIx.abc-1 x", "jwt *** x"),
+        ("sk-proj-abcd1234efgh5678 x", "*** x"),
+        ("xoxb-123-456-abcdefgh", "***"),
+        ("ghp_abcdefghijklmnop1234", "***"),
+        ("github_pat_11ABCDEFG0_abcdefghijk", "***"),
+        ("https://hooks.slack.com/services/T0/B0/xyz", "https://hooks.slack.com/services/***"),
+        ("apiKey: 'abc'", "apiKey: ***"),
+        ("OPENAI_KEY=abc", "OPENAI_KEY=***"),
+        ("db_pass=abc", "db_pass=***"),
+        ("access_token=abc", "access_token=***"),
+        ("X-Api-Key: abc", "X-Api-Key: ***"),
+        ("Uid=me;Pwd=hunter2;x=1", "Uid=me;Pwd=***;x=1"),
+        ("auth=hunter2", "auth=***"),
+        ("key=4f3a9b2c1d5e6f7081920304 x", "key=*** x"),
+        ('-H "Cookie: a=b; c=d" url', '-H "Cookie: ***" url'),
+        ("{'Cookie': 'a=b; c=d', 'x': 1}", "{'Cookie': ***, 'x': 1}"),
+        ("client_secret: abc, x", "client_secret: ***, x"),
+        ("bot_token=abc", "bot_token=***"),
+        ('Authorization: Digest username="me", response="abc"', "Authorization: ***"),
     ],
 )
 def test_secrets_in_lines_are_hidden(line: str, shown: str | None) -> None:
     assert masked(line) == (shown or line)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--auth hush --lr 3e-4 -p hush", "--auth '***' --lr 3e-4 -p '***'"),
+        ("-p 8080 -p 80:80 -p ./conf -p /a/b", None),
+        ("--pad-token '</s>' --max-token 3 --sort-key loss --use-auth-token data", None),
+        ("curl -u me:hush https://me:hush@x/", "curl -u me:*** 'https://***@x/'"),
+        ("mysql -phush -P 3306", "mysql -p*** -P 3306"),
+        (
+            "run db.password=hush auth.api_key=hush opt.key=loss",
+            "run 'db.password=***' 'auth.api_key=***' opt.key=loss",
+        ),
+    ],
+)
+def test_secrets_in_a_command_are_hidden(words: str, shown: str | None) -> None:
+    assert command_text(shlex.split(words)) == (shown or words)
+
+
+def test_private_key_in_a_message_is_hidden() -> None:
+    begins, ends = "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----"
+    message = ["cannot use", begins, "Proc-Type: 4,ENCRYPTED", "", "b3BlbnNzaC1rZXk", "AA==", ends, "of me"]
+    hidden = ["cannot use", begins, "***", "", "***", "***", "***", "of me"]
+    assert masked_text("\n".join(message)).split("\n") == hidden
+    assert masked(rf'"{begins}\nMIIEabc\n{ends}", x') == f'"{begins}***{ends}", x'
+    body = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
+    assert masked(body) == "***", "its first line is lost"
+    assert masked(body.lower()) == body.lower()
 
 
 def lines(*pieces: str, most: int = 5) -> wire.Output | None:
@@ -78,6 +180,21 @@ def lines(*pieces: str, most: int = 5) -> wire.Output | None:
         (["windows\r", "\nends\r\n"], ["windows", "ends"], ""),
         (["\x1b[31mred\x1b[0m\tx\x07\n"], ["red x"], ""),
         (["TOK", "EN=abc\n"], ["TOKEN=***"], ""),
+        (
+            [
+                "-----BEGIN RSA PRIVATE KEY-----\nMIIE",
+                "abc\nAA==\n-----END RSA ",
+                "PRIVATE KEY-----\nafter\n",
+            ],
+            ["-----BEGIN RSA PRIVATE KEY-----", "***", "***", "***", "after"],
+            "",
+        ),
+        (["-----BEGIN PRIVATE KEY-----\nMIIEabc"], ["-----BEGIN PRIVATE KEY-----"], "***"),
+        (
+            ["no -----BEGIN PRIVATE KEY-----\nin this file\n"],
+            ["no -----BEGIN PRIVATE KEY-----", "in this file"],
+            "",
+        ),
         (["half \ud800 of a character\n"], ["half  of a character"], ""),
         (["x" * 5000 + "\n"], ["x" * (LINE_CHARS - 1) + "…"], ""),
     ],
