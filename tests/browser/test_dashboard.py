@@ -228,7 +228,7 @@ def test_trouble_is_said_where_a_person_looks(browser, tmp_path):
         served.play(16)
         served.played.dies(5, -9)
         served.pages.poll()
-        killed = "Killed by SIGKILL at ", ", last seen in step 80, in forward"
+        killed = "Killed by SIGKILL at ", ", after step 79, in forward"
         looks_right(browser, served.url + "/", "Rank lost", "ending", "Rank 5 has ended")
         looks_right(browser, served.url + "/rank/5", *killed, "It ended first")
         looks_right(browser, served.url + "/node/node-1", *killed)
