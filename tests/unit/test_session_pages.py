@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -254,6 +255,19 @@ def test_board_states_follow_the_session(played: Played, snapshot: Snapshot) -> 
     played.end()
     assert pages.poll() and look(pages, "header")["state"] == "finished"
     assert not pages.errors
+
+
+def test_stored_session_that_cannot_be_read_says_why(played: Played) -> None:
+    followed(played, 25)
+    played.end()
+    played.aggregator.close()
+    with sqlite3.connect(played.folder / "session.sqlite") as connection:
+        connection.execute('UPDATE verdict SET body = \'{"label": "healthy"}\'')
+    pages = SessionPages(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    said = look(pages, "header")["state_text"]
+    assert said.startswith("This session has ended: finished. Not all of it can be read: the answer to")
+    assert "the session file is damaged" in said
 
 
 def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, snapshot: Snapshot) -> None:

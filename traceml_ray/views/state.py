@@ -77,6 +77,8 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     if state in OVER:
         status = cache.status.get("status", "running")
         ended = "was never finished" if status == "running" else f"has ended: {status}"
+        if cache.trouble:
+            return f"This session {ended}. Not all of it can be read: {cache.trouble}."
         reading = "" if run is None or run.whole else " It is still being read."
         return f"This session {ended}; nothing changes any more.{reading}"
     world = run.world if run else 0
