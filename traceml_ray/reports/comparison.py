@@ -124,7 +124,7 @@ def compare(
 
     Args:
         a: name, folder or session.sqlite of the session to compare with.
-        b: the same of the other; None: the newest.
+        b: the same of the other; None: the one that runs, else the newest.
         run_a: id or name of one run of `a` (default: the newest).
         run_b: the same of `b`.
         out: folder of sessions (default: as in the settings).
