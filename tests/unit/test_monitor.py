@@ -142,7 +142,7 @@ def test_nothing_in_the_end_changes_how_the_job_ends(
 
 
 def test_failures_that_cannot_be_told_are_still_those_of_torchrun(
-    started: Monitor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: Monitor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failed = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 3, "")})
 
@@ -157,7 +157,7 @@ def test_failures_that_cannot_be_told_are_still_those_of_torchrun(
     with pytest.raises(ChildFailedError) as raised:
         torchrun._train(torchrun._parse([__file__]), started)
     assert raised.value is failed
-    assert "the failures of ranks are not in the session: SystemExit: 7" in capsys.readouterr().err
+    assert "the failures of ranks are not in the session: SystemExit: 7" in capfd.readouterr().err
 
 
 def test_command_has_its_exit_code_whatever_happens_to_our_end(
