@@ -79,7 +79,7 @@ PARALLEL = -m pytest --dist loadfile --no-loadscope-reorder -m "not long and not
 CHOSEN = $(filter tests/%,$(PYTEST_ARGS))
 define run_tests
 one=0; $(1) $(PARALLEL) -n 4 $(or $(2),$(if $(CHOSEN),,$(STARTS))) $(PYTEST_ARGS) || one=$$?; \
-three=5; $(if $(2)$(CHOSEN),,$(IDLE) $(1) $(PARALLEL) -n 2 $(QUIET) $(PYTEST_ARGS) >build/quiet.log 2>&1 & quiet=$$!;) \
+three=5; $(if $(2)$(CHOSEN),,$(IDLE) $(1) $(PARALLEL) -n 2 --timeout 1200 $(QUIET) $(PYTEST_ARGS) >build/quiet.log 2>&1 & quiet=$$!;) \
 two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(CHOSEN),,$(ALONE))) $(PYTEST_ARGS) || two=$$?; \
 $(if $(2)$(CHOSEN),,three=0; wait $$quiet || three=$$?; cat build/quiet.log;) \
 [[ $$one$$two$$three =~ ^[05]+$$ && $$one$$two$$three != 555 ]]
