@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descent import DESCENT
 from ray_cluster import until
 from sessions import NoSamples, Straight, aggregation, ask
 
@@ -25,14 +26,14 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 from traceml_ray.stages import ROW_BYTES
 
-TRAIN = """
+TRAIN = f"""
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-
+{DESCENT}
 def train(steps=20, **options):
     torch.manual_seed(0)
     net = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = Descent(net.parameters())
     loader = DataLoader(TensorDataset(torch.ones(steps * 2, 8)), batch_size=2, **options)
     for (batch,) in loader:
         net(batch).mean().backward()
@@ -125,7 +126,8 @@ def run(
 
 
 def test_agent_watches_an_unchanged_script_to_its_end(tmp_path: Path, relay: Node) -> None:
-    done = run(tmp_path, TRAIN + "train()", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    script = TRAIN.replace("Descent(net.parameters())", "torch.optim.SGD(net.parameters(), lr=0.1)")
+    done = run(tmp_path, script + "train()", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "")
     batches = relay.batches()
     assert relay.processes() == 1 and batches[-1].final

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from descent import DESCENT
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
@@ -30,10 +31,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 from traceml_ray.store.session_file import SessionFile
 
-SCRIPT = """
-import json, os, signal, sys, time
-import torch
-
+_SCRIPT = """
 def handled():
     return [line for line in open("/proc/self/status") if line.startswith("SigCgt")]
 
@@ -44,7 +42,7 @@ def attached():
 before = sys.excepthook, handled(), sys.getswitchinterval()
 torch.manual_seed(0)
 net = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+optimizer = Descent(net.parameters())
 end = time.monotonic() + 60
 steps = 0
 went = None
@@ -76,6 +74,7 @@ if sys.argv[1] == "term":
     os.kill(os.getpid(), signal.SIGTERM)
 raise SystemExit(3)
 """
+SCRIPT = f"import json, os, signal, sys, time, torch\n{DESCENT}{_SCRIPT}"
 ENDS = {"exit": 3, "raise": 1, "fork": 7, "int": -signal.SIGINT, "term": -signal.SIGTERM}
 SHORT = ("exit",)
 EXIT_S = 15

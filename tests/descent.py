@@ -1,0 +1,24 @@
+"""An optimizer for the scripts of tests that start many processes."""
+
+DESCENT = """
+class Descent(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def add_param_group(self, group):
+        self.param_groups.append({**group, "params": list(group["params"])})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= 0.01 * parameter.grad
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+"""
+"""
+Gradient descent without torch's compiler, which each of torch's own optimizers imports, as DDP does. That
+import is half of the CPU time of a small process.
+"""
