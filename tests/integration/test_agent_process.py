@@ -10,6 +10,7 @@ import sys
 import textwrap
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +148,28 @@ def test_last_lines_of_a_killed_rank_are_there(tmp_path: Path, relay: Node) -> N
         TRAIN
         + """
 import os, signal, sys, time
+os.write(2, b"first words of C\\n")
 print("never flushed", end="\\n50%\\r60%")
 train()
-time.sleep(1)  # some reports of the agent
+while not os.path.exists("heard"):
+    time.sleep(0.01)
 os.write(2, b"\\x1b[31mlast words of C\\x1b[0m, TOKEN=abc\\n")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     )
-    with (tmp_path / "stderr").open("w") as own:
+    known = {("stdout", "never flushed"), ("stdout", "60%"), ("stderr", "first words of C")}
+    last = "stderr", "last words of C, TOKEN=***"
+
+    def hear() -> None:
+        until(lambda: {*relay.printed(0)} == known, "its first words")
+        (tmp_path / "heard").touch()
+
+    with (tmp_path / "stderr").open("w") as own, ThreadPoolExecutor(1) as beside:
+        heard = beside.submit(hear)
         done = run(tmp_path, script, stderr=own, PYTHONUNBUFFERED="", RANK="0", WORLD_SIZE="1")
+        heard.result()
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
-    known = [("stdout", "never flushed"), ("stdout", "60%"), ("stderr", "last words of C, TOKEN=***")]
-    until(lambda: relay.printed(0) == known, "its last words")
+    until(lambda: {*relay.printed(0)} == known | {last}, "its last words")
 
 
 def test_child_processes_start_as_without_the_agent(tmp_path: Path, relay: Node) -> None:
