@@ -40,7 +40,7 @@ import os, socket, sys, time
 from pathlib import Path
 rank = os.environ["RANK"]
 def talk(data):
-    end = time.monotonic() + 40
+    end = time.monotonic() + 150
     while time.monotonic() < end:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             try:
@@ -275,7 +275,7 @@ def test_concurrent_launches_stay_apart_and_a_signal_ends_everything(bench: Benc
     second = bench.start("--session", "two", *args)
     for process in (first, second):
         assert process.stdout is not None
-        until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")  # noqa: B023
+        until(lambda: "rank 0 is up" in process.stdout.readline(), "relay", 160)  # noqa: B023
     again = bench.run("--session", "one", str(bench.script))
     assert again.returncode == 2
     assert f"'one' is already running (pid {first.pid})" in again.stderr
@@ -344,7 +344,7 @@ def test_private_ray_has_low_priority_no_agents_and_ends_with_the_launcher(bench
     waits = (str(bench.script), "--batch", batch(), "--wait")
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
-    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
+    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay", 160)
     relay = until(lambda: next((p for p in bench.ours() if is_actor(p, "NodeRelay")), None), "its process")
     session = os.getsid(relay.pid)
     until(lambda: {os.getpriority(os.PRIO_PROCESS, p.pid) for p in members(session)} == {3}, "it yields")
@@ -365,7 +365,7 @@ def test_killed_ray_leaves_training_running_and_the_session_is_finished(
 ) -> None:
     process = bench.start("--session", "orphan", str(bench.script), "--batch", batch(), "--wait")
     assert process.stdout is not None
-    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
+    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay", 160)
     until((bench.out / "orphan" / "session.sqlite-wal").exists, "the session file")
     ranks = [p for p in bench.ours() if str(bench.script) in words(p) and p.pid != process.pid]
     for killed in bench.ours():

@@ -41,6 +41,7 @@ def _wait_for_torch() -> None:
 
         path = f"{__file__.rpartition(f'{os.sep}site{os.sep}')[0]}{os.sep}imports.py"
         module = ModuleType("traceml_ray_imports")
+        module.__file__ = path
         SourceFileLoader(module.__name__, path).exec_module(module)
         when_imported = module.when_imported
     when_imported("torch", _torch_is_there)
