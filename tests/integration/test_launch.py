@@ -340,7 +340,9 @@ def test_node_without_the_first_node_trains_and_names_its_spool_folder(bench: Be
     until(lambda: not bench.ours(), "all processes end")
 
 
+@pytest.mark.alone
 def test_private_ray_has_low_priority_no_agents_and_ends_with_the_launcher(bench: Bench) -> None:
+    """Alone: it waits for an idle core."""
     waits = (str(bench.script), "--batch", batch(), "--wait")
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
