@@ -56,7 +56,7 @@ _WAITRESS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """
-    Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C, and end the process.
+    Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C; the process ends by it.
 
     Raises SessionError or SourceError where there is nothing to show, SettingError, and OSError where
     the address cannot be had.
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         _thread("end", _give_up, code)
         source.close()
-    _leave(code)
+    return _leave(code)
 
 
 def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -135,7 +135,7 @@ def _give_up(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int) -> int:
     """
     End the process while its threads still serve: they would be ended wherever they are once Python takes
     itself apart, and inside of C++ that ends the process with an abort.

@@ -78,6 +78,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, _refusing(getattr(os, name)))
     for module in (dashboard, top):
         monkeypatch.setattr(module, "_give_up", lambda _code: None)  # it ends this process
+    monkeypatch.setattr(dashboard, "_leave", lambda code: code)
     monkeypatch.setattr(os, "nice", lambda _by: None)
 
 
