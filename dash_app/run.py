@@ -28,7 +28,7 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.dashboard import LINGERS
-from traceml_ray.printing import show
+from traceml_ray.printing import leave, show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.views.source import open_source
@@ -56,7 +56,7 @@ _WAITRESS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """
-    Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C; the process ends by it.
+    Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C, and end this process.
 
     Raises SessionError or SourceError where there is nothing to show, SettingError, and OSError where
     the address cannot be had.
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         _thread("end", _give_up, code)
         source.close()
-    return _leave(code)
+    return leave(code)
 
 
 def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -132,17 +132,6 @@ def _end(_number: int, _frame: object) -> NoReturn:
 
 def _give_up(code: int) -> NoReturn:
     time.sleep(_END_S)
-    os._exit(code)
-
-
-def _leave(code: int) -> int:
-    """
-    End the process while its threads still serve: they would be ended wherever they are once Python takes
-    itself apart, and inside of C++ that ends the process with an abort.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
     os._exit(code)
 
 

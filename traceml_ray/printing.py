@@ -10,8 +10,9 @@ that is JSON that is the same character.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from traceml_ray.text import one_line, visible
 
@@ -26,3 +27,16 @@ def say(message: object) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         if sys.stderr is not None:
             print(f"traceml-ray: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """
+    End this process now, with what was printed written out.
+
+    As Python ends in its usual way it ends threads wherever they are. One that is in C++ code then, as a
+    call of Ray, aborts the process: exit code -6 in place of `code`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(code)

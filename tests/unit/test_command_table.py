@@ -77,8 +77,8 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stat", "lstat", "open", "scandir", "listdir"):
         monkeypatch.setattr(os, name, _refusing(getattr(os, name)))
     for module in (dashboard, top):
-        monkeypatch.setattr(module, "_give_up", lambda _code: None)  # it ends this process
-    monkeypatch.setattr(dashboard, "_leave", lambda code: code)
+        monkeypatch.setattr(module, "_give_up", lambda _code: None)  # it ends this process, as `leave` does
+        monkeypatch.setattr(module, "leave", lambda code: code)
     monkeypatch.setattr(os, "nice", lambda _by: None)
 
 

@@ -14,9 +14,9 @@ from traceml_ray.wire import WireError
 
 ROOT = Path(__file__).parents[2]
 BROAD = {"Exception", "BaseException"}
-TELLS = {"note", "swallow", "failed", "_failed", "fail", "_traceml_failed", "_lost", "set_exception"}
+TELLS = {"note", "swallow", "failed", "_failed", "fail", "_fail", "_traceml_failed", "_lost", "set_exception"}
 """Calls that count an exception, or hand it on to who asked."""
-SAYS = {"_print", "warn", "warning", "write", "_inert"}
+SAYS = {"say", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
     "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",
@@ -30,7 +30,10 @@ OTHERWISE = {
     "agent/driver_memory.py _read": "the same",
     "agent/batch_size.py mark": "the size is not known then, and `missing` has the reason",
     "agent/ending.py _traceback": "the value is null then; the error itself is in the event",
+    "launchers/guard.py run": "raised again by the thread that waits",
     "launchers/helper.py _attempt": "it is the answer",
+    "monitor/offline_process.py main": "it is the answer",
+    "ray/connection.py _refusal": "`ray.init`, which comes next, raises it",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }
 
@@ -87,7 +90,9 @@ FIXED = {
     "errors.py swallow": "place and the name of a class",
     "monitor/rank_intake.py receive": "one of two",
     "ray/aggregator.py _ask_relays": "the name of a method of ours",
-    "monitor/aggregator.py commit": "one of each table",
+    "monitor/aggregator.py _count_lost": "one of each table",
+    "monitor/background.py _run": "the name of its work, fixed by its caller",
+    "monitor/bundling.py write_due": "one of a few reasons",
     "launchers/train_callback.py _failed": "the name of a hook of ours",
 }
 """Places that are no literal, but one of a few all the same."""

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from traceml_ray.printing import say, show
+from traceml_ray.printing import leave, say, show
 from traceml_ray.session import NoSessionError, await_session
 from traceml_ray.settings import Settings
 from traceml_ray.views.session_poll import SessionPoll
@@ -45,7 +45,7 @@ _END_S = 1.0
 def run(arguments: Namespace) -> int:
     """
     Show the session that `traceml-ray top` was given until it is ended, or line by line where stdout is no
-    terminal; return the exit code.
+    terminal. This process ends with it; only where nothing was shown yet the exit code is returned.
 
     Raises SessionError, SourceError or QueryError where there is nothing to show, and SettingError.
     """
@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
         source.close()
         if "ray" in sys.modules:
             threading.Thread(target=_give_up, args=(code,), name="traceml-end", daemon=True).start()
-    return code
+    return leave(code)
 
 
 def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
