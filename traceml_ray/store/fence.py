@@ -1,11 +1,11 @@
 """
 Keeps a session file for one writer, the one that claimed it last.
 
-`transactions` in `meta` counts the transactions of all writers. A writer notes the number before it reads
-what is in the file, and adds one in each transaction of its own (its claim is the first). A transaction that
-meets another number writes nothing: somebody else has written since, and what this writer knows of the file
-is out of date. The same holds where another file is at the path. So a writer that was stopped, and goes on
-after another has taken the session over, writes nothing any more.
+`transactions` in `meta` counts the transactions of all writers. A writer notes the number, its epoch, before
+it reads what is in the file, and adds one in each transaction of its own (its claim is the first). A
+transaction that meets another number writes nothing: somebody else has written since, and what this writer
+knows of the file is out of date. The same holds where another file is at the path. So a writer that was
+stopped, and goes on after another has taken the session over, writes nothing any more.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fence:
             with contextlib.suppress(sqlite3.OperationalError):
                 claim(connection)
         try:
-            self._known = self._counted = _transactions(connection)
+            self._epoch = self._counted = _transactions(connection)
         except sqlite3.Error as error:
             raise SessionFileError(f"{path}: cannot read the session file: {error}") from error
         self._file = identity(path)
@@ -62,9 +62,9 @@ class Fence:
         found = identity(self._path)
         if found is None:
             raise FileNotFoundError(f"{self._path}: the session file is gone")
-        if self.broken or found != self._file or _transactions(self._connection) != self._known:
+        if self.broken or found != self._file or _transactions(self._connection) != self._epoch:
             raise self._fenced()
-        self._counted = self._known
+        self._counted = self._epoch
 
     def count(self) -> None:
         """Check, and count the transaction; called in it before it writes. Raises as `check`."""
@@ -75,7 +75,7 @@ class Fence:
         """Raise `Fenced` when what was just committed went into a file that is no longer the session's."""
         if identity(self._path) != self._file:
             raise self._fenced()
-        self._known = self._counted
+        self._epoch = self._counted
 
     def _fenced(self) -> Fenced:
         self.broken = True
