@@ -327,9 +327,10 @@ def _range(cost_pct: Sequence[float] | None) -> str:
 
 
 def _cost(header: Mapping[str, Any]) -> list[Any]:
-    """Return what the named cause costs, and how sure that is."""
+    """Return what the named cause costs, and how sure that is; with its name where it is not the headline."""
     verdict, lines = header["verdict"], list[Any]()
     incident, gpus = header["incident"], bool(header["session"]["gpus"])
+    is_headline = header["first"] is None or header["first"].subject == "steps"
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         lines += [
             html.Span(text.percent(verdict["cost_pct"]), className="value"),
@@ -345,4 +346,7 @@ def _cost(header: Mapping[str, Any]) -> list[Any]:
     sure += (
         ["comes and goes"] if verdict["pattern"] == "transient" else ["chronic"] if verdict["chronic"] else []
     )
+    if not is_headline:
+        lines = [html.Div(f"{verdict['headline']}:"), *lines] if lines else []
+        sure = sure if lines else []
     return [*lines, html.Div(", ".join(sure))] if lines or sure else []

@@ -14,6 +14,7 @@ from traceml_ray.analysis.layer_times import LayerFinding, Layers
 from traceml_ray.analysis.memory.shapes import Finding, Memory
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.dash_app.shell import _cost
 from traceml_ray.launchers.monitor import _report
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.session import SessionFolder
@@ -103,3 +104,19 @@ def test_pages_and_terminal_begin_with_the_same(leaking: Path) -> None:
     assert any(f"Verdict  ◆ {headline}" in one for one in lines)
     assert any("Steps    ✓ healthy" in one for one in lines)
     assert f"◆ {headline}  ✓ healthy" in line(of, "12:00:00")
+
+
+def test_cost_is_of_whom_it_names() -> None:
+    """The cost of a straggler is not read as that of the memory creep in the headline."""
+    late = {**verdict(LATE), "headline": "straggler: rank 5 in data", "lost_text": "", "cost_pct": 33.0}
+    late |= {"rank_hours_per_hour": 0.0, "confidence": "high", "pattern": "", "chronic": False}
+    healthy = {**late, "label": "healthy", "cost_pct": None}
+
+    def shown(steps: dict[str, Any], memory: Memory | None) -> list[Any]:
+        header = {"verdict": steps, "first": conclude(steps, memory, None), "incident": None}
+        return [element.children for element in _cost({**header, "session": {"gpus": 0}})]
+
+    of_cost = ["33 %", "of each step", "confidence high"]
+    assert shown(late, None) == of_cost
+    assert shown(late, of_memory("critical")) == ["straggler: rank 5 in data:", *of_cost]
+    assert shown(healthy, of_memory("critical")) == []
