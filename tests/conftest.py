@@ -14,8 +14,9 @@ hypothesis.settings.register_profile("shared-machine", deadline=None, derandomiz
 hypothesis.settings.register_profile("search", deadline=None, max_examples=int(_FUZZ or 1))
 hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
 
-# A shell starts what it runs in the background with SIGINT ignored, and so would be whatever a test starts.
+# A shell ignores both in what it runs in the background, and so would whatever a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 _FOREIGN = ("TRACEML_", "TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_", "RAY_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
