@@ -188,5 +188,7 @@ def began_text(
             return f"Ended {'at' if first['exact'] else 'about'} {moment(first['t_ns'])}."
         return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
     began = since(incident)
-    changes = f" When it began: {'; '.join(incident['changes'])}." if incident["changes"] else ""
+    changes = "; ".join(incident["changes"])
+    if changes:  # the last one may be cut short: …
+        changes = f" When it began: {changes}{'' if changes.endswith('…') else '.'}"
     return f"{began[:1].upper()}{began[1:]}.{changes}"
