@@ -39,6 +39,10 @@ def attached():
     from traceml_ray.agent import bootstrap
     return bootstrap.current().channel.generation > 0
 
+def failed():
+    from traceml_ray.agent import bootstrap
+    return bool(dict(bootstrap.current().channel.errors))
+
 before = sys.excepthook, handled(), sys.getswitchinterval()
 torch.manual_seed(0)
 net = torch.nn.Linear(64, 64)
@@ -209,10 +213,10 @@ def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: s
     assert stored == result["steps"]
 
 
-def run_alone(node: Node, seconds: int) -> None:
-    """Run a rank that does not get attached, for so long."""
+def run_alone(node: Node) -> None:
+    """Run a rank that does not get attached, until it knows that."""
     base = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.replace("time.monotonic() + 60", f"time.monotonic() + {seconds}")
+    script = SCRIPT.replace("time.monotonic() < end and", "time.monotonic() < end and not failed() and")
     rank = subprocess.Popen(
         [sys.executable, "-c", script, "exit"],
         env={**base, **rank_environment(node.settings, base)},
@@ -228,7 +232,7 @@ def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: N
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:  # somebody is there
         listener.bind(node.settings.socket)
         listener.listen()
-        run_alone(node, 2)
+        run_alone(node)
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
 
 
@@ -236,5 +240,5 @@ def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: N
 def test_rank_does_not_attach_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
     node.open_session()
     node.signal(process, signal.SIGSTOP)  # the kernel still takes connections for it
-    run_alone(node, 5)
+    run_alone(node)
     assert node.spooled()[-1].errors == {"channel.attach: ConnectionError": 1}
