@@ -192,8 +192,9 @@ def test_page_is_whole_on_paper_on_a_phone_and_as_pictures(browser, served):
 
 
 def test_first_visit_and_reload_are_light(browser, served):
+    served.play(4)  # the page has what it shows, also where this test is the first
     browser.execute_cdp_cmd("Network.clearBrowserCache", {})
-    for most in (1_000_000, 150_000):  # the second: answers of a few ticks, and none of the scripts again
+    for most in (1_000_000, 50_000):
         browser.get(served.url + "/")
         drawn(browser)
         assert 1_000 < transferred(browser) < most
