@@ -37,7 +37,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.verdict import assess
 from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.session import DATABASE
+from traceml_ray.session_state import DATABASE
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.schema import SessionFileError

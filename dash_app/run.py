@@ -28,7 +28,7 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.dashboard import LINGERS
-from traceml_ray.printing import leave, show
+from traceml_ray.printing import leave, leave_in_time, show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.views.source import open_source
@@ -43,8 +43,6 @@ POLL_S = 1.0
 _LOOK_S = 0.2
 WATCHED_S = 30.0
 """A browser watches that has asked so recently."""
-_END_S = 1.0
-"""How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 _WAITRESS = {
     "threads": 8,
     "ident": None,
@@ -92,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, SystemExit):
         code = 0
     finally:
-        _thread("end", _give_up, code)
+        leave_in_time(code)
         source.close()
     return leave(code)
 
@@ -128,11 +126,6 @@ def _stay(arguments: argparse.Namespace, listening: socket.socket, out: str, tok
 
 def _end(_number: int, _frame: object) -> NoReturn:
     raise SystemExit(0)
-
-
-def _give_up(code: int) -> NoReturn:
-    time.sleep(_END_S)
-    os._exit(code)
 
 
 def _thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:

@@ -15,11 +15,12 @@ import psutil
 
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
-from traceml_ray.session import MonitorState
+from traceml_ray.printing import say
+from traceml_ray.session_state import MonitorState
 from traceml_ray.typed import ready
 
 from .cluster import PrivateRay, wait_for_idle_core
-from .guard import guarded, say
+from .guard import guarded
 from .helper import HelperReply, HelperRequest
 
 START_WAIT_S = 30.0

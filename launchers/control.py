@@ -13,7 +13,7 @@ from typing import Any
 
 from traceml_ray import progress, wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
-from traceml_ray.session import DATABASE, LIVE, Live, holder, live_state, read_json, start_text
+from traceml_ray.session_state import DATABASE, LIVE, Live, holder, live_state, read_json, start_text
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.text import listed
 

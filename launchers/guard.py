@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from traceml_ray.errors import error_text
-from traceml_ray.printing import say as say
+from traceml_ray.printing import say
 
 Kinds = tuple[type[BaseException], ...]
 

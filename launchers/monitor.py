@@ -30,23 +30,17 @@ from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
+from traceml_ray.printing import say
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.session import (
-    Live,
-    MonitorState,
-    SessionError,
-    SessionFolder,
-    SessionHeldError,
-    prepare,
-    write_live,
-)
+from traceml_ray.session import SessionError, SessionFolder, SessionHeldError, prepare
+from traceml_ray.session_state import Live, MonitorState, write_live
 from traceml_ray.settings import Settings
 
 from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .dashboard import DashboardProcess
-from .guard import at_the_end, guarded, in_time, say
+from .guard import at_the_end, guarded, in_time
 from .helper import HelperRequest
 from .live import LiveView, terminal
 from .nodes import Nodes

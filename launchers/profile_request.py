@@ -8,7 +8,7 @@ from pathlib import Path
 
 from traceml_ray import progress, wire
 from traceml_ray.launchers.control import ControlError, check_goes_on, request
-from traceml_ray.session import holder
+from traceml_ray.session_state import holder
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 
 LIMIT_S = 600.0

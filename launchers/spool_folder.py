@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from traceml_ray.agent.memory_history import SNAPSHOTS
+from traceml_ray.printing import say
 from traceml_ray.session import SessionFolder
 from traceml_ray.spool import SUFFIX
-
-from .guard import say
 
 
 def make_spool(runtime: Path, session: SessionFolder | None) -> Path:

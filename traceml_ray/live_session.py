@@ -29,10 +29,11 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.run_status import why_over
-from traceml_ray.session import DATABASE, PAGE, REPORTS
+from traceml_ray.session import PAGE, REPORTS
 from traceml_ray.session_calls import QUESTION_S, EndedError, SessionCalls
 from traceml_ray.session_calls import StartError as StartError
 from traceml_ray.session_end import stop_session
+from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query

@@ -21,17 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from traceml_ray import text
-from traceml_ray.session_state import DATABASE as DATABASE
-from traceml_ray.session_state import LIVE as LIVE
-from traceml_ray.session_state import LOCK, pid_in
-from traceml_ray.session_state import Live as Live
-from traceml_ray.session_state import MonitorState as MonitorState
-from traceml_ray.session_state import holder as holder
-from traceml_ray.session_state import live_state as live_state
-from traceml_ray.session_state import read_json as read_json
-from traceml_ray.session_state import start_text as start_text
-from traceml_ray.session_state import starting_sessions as starting_sessions
-from traceml_ray.session_state import write_live as write_live
+from traceml_ray.session_state import (
+    DATABASE,
+    LIVE,
+    LOCK,
+    holder,
+    live_state,
+    pid_in,
+    start_text,
+    starting_sessions,
+)
 from traceml_ray.settings import check_session_name
 
 PAGE = "report.html"

@@ -14,7 +14,8 @@ from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import find_aggregator, is_same_actor
 from traceml_ray.reports.answers import Answers
 from traceml_ray.results import Status
-from traceml_ray.session import DATABASE, SessionFolder
+from traceml_ray.session import SessionFolder
+from traceml_ray.session_state import DATABASE
 from traceml_ray.store import query
 from traceml_ray.typed import ready
 

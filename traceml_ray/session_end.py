@@ -16,8 +16,8 @@ from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.config import current_config, forget
 from traceml_ray.ray.discovery import answers, find_aggregator, find_relays, relay_folder, relay_nodes
-from traceml_ray.session import holder
 from traceml_ray.session_calls import EndedError, SessionCalls, StartError
+from traceml_ray.session_state import holder
 
 _POLL_S = 0.05
 

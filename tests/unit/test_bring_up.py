@@ -16,7 +16,7 @@ from traceml_ray.launchers import bring_up
 from traceml_ray.launchers.bring_up import BringUp
 from traceml_ray.launchers.helper import HelperRequest
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.session import MonitorState
+from traceml_ray.session_state import MonitorState
 from traceml_ray.settings import Settings
 
 REQUEST = HelperRequest(1, "127.0.0.1:1", ActorConfig("s", Settings()), 1.0)

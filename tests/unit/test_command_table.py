@@ -12,7 +12,8 @@ from played import Played
 
 from traceml_ray.cli import main
 from traceml_ray.dash_app import run as dashboard
-from traceml_ray.session import DATABASE, prepare
+from traceml_ray.session import prepare
+from traceml_ray.session_state import DATABASE
 from traceml_ray.terminal import top
 
 COMMANDS: dict[str, Sequence[str]] = {
@@ -77,7 +78,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stat", "lstat", "open", "scandir", "listdir"):
         monkeypatch.setattr(os, name, _refusing(getattr(os, name)))
     for module in (dashboard, top):
-        monkeypatch.setattr(module, "_give_up", lambda _code: None)  # it ends this process, as `leave` does
+        monkeypatch.setattr(module, "leave_in_time", lambda _code: None)  # it ends this process
         monkeypatch.setattr(module, "leave", lambda code: code)
     monkeypatch.setattr(os, "nice", lambda _by: None)
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from traceml_ray import printing, text, wire
 from traceml_ray.cli import main
-from traceml_ray.session import DATABASE
+from traceml_ray.session_state import DATABASE
 from traceml_ray.terminal import top
 from traceml_ray.terminal.screen import Screen
 
@@ -114,7 +114,7 @@ def test_no_command_prints_a_control_character_of_a_session(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(top, "_give_up", lambda _code: None)  # it ends this process, as `leave` does
+    monkeypatch.setattr(top, "leave_in_time", lambda _code: None)  # it ends this process, as `leave` does
     monkeypatch.setattr(top, "leave", lambda code: code)
     folder = Path(shutil.copytree(session, tmp_path / "sessions" / NAME))
     assert poison(folder, spares) > 40

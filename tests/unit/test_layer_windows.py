@@ -26,7 +26,7 @@ from traceml_ray.layer_call import ask_layers
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
 from traceml_ray.run_status import why_over
-from traceml_ray.session import LIVE, Live
+from traceml_ray.session_state import LIVE, Live
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.layer_windows import WINDOWS

@@ -16,7 +16,8 @@ from trace_format import check, processes
 from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.launchers import profile_command
-from traceml_ray.session import DATABASE, prepare
+from traceml_ray.session import prepare
+from traceml_ray.session_state import DATABASE
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 

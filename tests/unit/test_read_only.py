@@ -14,7 +14,7 @@ import pytest
 from sessions import Rank, Relay, aggregation
 
 from traceml_ray import cli, wire
-from traceml_ray.session import DATABASE
+from traceml_ray.session_state import DATABASE
 from traceml_ray.store import read_only
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile

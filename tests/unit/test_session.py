@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from traceml_ray.session import (
-    Live,
     NoSessionError,
     SessionError,
     SessionFolder,
     SessionStartingError,
     await_session,
     find,
-    holder,
-    live_state,
     prepare,
-    start_text,
-    write_live,
 )
+from traceml_ray.session_state import Live, holder, live_state, start_text, write_live
 from traceml_ray.settings import SettingError
 from traceml_ray.store.schema import connect
 

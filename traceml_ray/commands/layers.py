@@ -33,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured; return the exit code."""
-    from traceml_ray import session
+    from traceml_ray import session_state
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
     from traceml_ray.layer_call import measured
     from traceml_ray.reports.layer_report import render_layers
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
                     asked,
                     arguments.run,
                     LIMIT_S,
-                    goes_on=lambda: session.holder(folder) is not None,
+                    goes_on=lambda: session_state.holder(folder) is not None,
                 )
     except ValueError as error:
         say(error)

@@ -24,7 +24,7 @@ import psutil
 from traceml_ray import wire
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, KILL_S, REPORT_S
-from traceml_ray.session import DATABASE
+from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.typed import ready
 

@@ -59,7 +59,8 @@ class Aggregator:
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor.aggregator import AggregatorCore
-        from traceml_ray.session import Live, prepare, write_live
+        from traceml_ray.session import prepare
+        from traceml_ray.session_state import Live, write_live
 
         gc.set_threshold(GC_ALLOCATIONS, 10, 10)
         made = msgspec.json.decode(config, type=ready(ActorConfig))

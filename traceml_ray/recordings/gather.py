@@ -11,7 +11,7 @@ from traceml_ray import progress
 from traceml_ray.identity import rank_in_name
 from traceml_ray.recordings import sessions, stormlog_files
 from traceml_ray.recordings.recording import FileContents, NoSamplesError, RefusedFileError
-from traceml_ray.session import DATABASE
+from traceml_ray.session_state import DATABASE
 from traceml_ray.store.schema import SessionFileError
 
 _MOST_FILES = 100_000

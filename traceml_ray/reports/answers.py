@@ -25,7 +25,8 @@ from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.throughput import StoredWork
-from traceml_ray.session import SessionFolder, holder, read_json
+from traceml_ray.session import SessionFolder
+from traceml_ray.session_state import holder, read_json
 from traceml_ray.store import profiles, query
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories

@@ -12,7 +12,8 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.deaths import exit_words
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layout import LABEL, shortened
-from traceml_ray.session import DATABASE, REPORTS
+from traceml_ray.session import REPORTS
+from traceml_ray.session_state import DATABASE
 from traceml_ray.store.bundles import FOLDER as BUNDLES
 from traceml_ray.store.bundles import bundle_files, kept_why, names_of
 

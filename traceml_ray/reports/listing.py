@@ -11,7 +11,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.session import DATABASE, holder, read_json, starting_sessions
+from traceml_ray.session_state import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.typed import ready

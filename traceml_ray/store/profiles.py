@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import msgspec
 
 from traceml_ray import files, text
-from traceml_ray.session import read_json
+from traceml_ray.session_state import read_json
 from traceml_ray.stages import N_STAGES
 
 FOLDER = "profiles"

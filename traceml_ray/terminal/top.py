@@ -15,11 +15,10 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import NoReturn
 
 from rich.text import Text
 
-from traceml_ray.printing import leave, say, show
+from traceml_ray.printing import leave, leave_in_time, say, show
 from traceml_ray.session import NoSessionError, await_session
 from traceml_ray.settings import Settings
 from traceml_ray.views.session_poll import SessionPoll
@@ -38,8 +37,6 @@ _WAIT_S = 30.0
 """How long it waits for a session to begin."""
 _WIDTH = 100
 """Of the overview that is written once, where stdout is no terminal."""
-_END_S = 1.0
-"""How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 
 
 def run(arguments: Namespace) -> int:
@@ -68,7 +65,7 @@ def run(arguments: Namespace) -> int:
         feed.end()
         source.close()
         if "ray" in sys.modules:
-            threading.Thread(target=_give_up, args=(code,), name="traceml-end", daemon=True).start()
+            leave_in_time(code)
     return leave(code)
 
 
@@ -87,11 +84,6 @@ def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
 def is_slow() -> bool:
     """Return whether what is shown goes over ssh, maybe over a slow line."""
     return bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
-
-
-def _give_up(code: int) -> NoReturn:
-    time.sleep(_END_S)
-    os._exit(code)
 
 
 class Feed:
