@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +19,7 @@ hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
+_ENDS_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FOREIGN = ("TRACEML_", "TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_", "RAY_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +31,16 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
             monkeypatch.delenv(name)
     if "unit" not in request.path.parts:
         monkeypatch.setenv("TRACEML_NICE", "0")  # a test waits for its monitor while others may be busy
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """Restore the handlers of signals that end a job: a launcher that a test calls sets its own."""
+    before = {number: signal.getsignal(number) for number in _ENDS_A_JOB}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

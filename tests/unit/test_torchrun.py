@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,15 +361,6 @@ def test_all_threads_of_a_session_yield() -> None:
         process.kill()
 
 
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in torchrun._ENDS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("number", torchrun._ENDS)
 def test_signal_before_the_ranks_start_stops_the_session(
     monkeypatch: pytest.MonkeyPatch, number: int
@@ -385,7 +375,6 @@ def test_signal_before_the_ranks_start_stops_the_session(
     assert raised.value.sigval == number and codes == [-number]
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_sighup_that_is_ignored_stays_ignored() -> None:
     """As under nohup: torchrun itself would take it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
