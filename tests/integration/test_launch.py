@@ -378,7 +378,7 @@ def test_killed_ray_leaves_training_running_and_the_session_is_finished(
     assert all(rank.is_running() for rank in ranks)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=240)
-    assert process.returncode == 1
+    assert process.returncode == 1, err
     assert bench.summary("orphan")["session"]["status"] == "stopped"
     assert str(bench.out / "orphan") in err
     bench.assert_nothing_is_left()

@@ -384,3 +384,36 @@ def test_sighup_that_is_ignored_stays_ignored() -> None:
     torchrun._take_signals(args)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert args.signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
+
+
+_BEATS_ON = """
+import atexit, runpy, signal, sys, threading, time
+from torch import distributed
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+def ended_by_signal(_args):
+    atexit.register(print, "left")
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    beats = threading.Event()
+    def beat():
+        client = distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+        while True:
+            client.add("beat", 1)
+            beats.set()
+    for _ in range(4):
+        threading.Thread(target=beat, daemon=True).start()
+    assert beats.wait(60)
+    raise SignalException("a signal", signal.SIGTERM)
+
+torch_run.run = ended_by_signal
+sys.argv[1:] = ["--no-monitor", "--no-python", "true"]
+runpy.run_module("traceml_ray.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_thread_that_torch_leaves_running_does_not_change_the_exit_code() -> None:
+    """Python, as it ends, aborts where such a thread is in C++ code. Torch leaves its heartbeats."""
+    ended = subprocess.run([sys.executable, "-c", _BEATS_ON], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (1, "left\n"), ended.stderr
+    assert ended.stderr.endswith("SignalException: a signal\n")
