@@ -10,7 +10,7 @@ in the same group that blocks these signals and reports which of them are pendin
 from __future__ import annotations
 
 import contextlib
-import queue
+import os
 import select
 import signal
 import subprocess
@@ -22,6 +22,7 @@ _FORWARDED = frozenset(
     (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 )
 _END = 0
+_MOST = 256
 _SETTLE_S = 0.1
 """From a signal until the witness is asked: `timeout` sends one to the launcher, then one to the group."""
 _ANSWER_S = 2.0
@@ -37,23 +38,34 @@ while number := os.read(0, 1):
 
 
 class Forwarder:
-    """Takes this process's signals from now on until `close`. Call it on the main thread."""
+    """
+    Takes this process's signals from now on until `close`. Call it on the main thread.
+
+    Signals come through a pipe, to which Python writes at once. A handler could be too late: that of a signal
+    just before the main thread waits for the command is not called until the command has ended.
+    """
 
     def __init__(self) -> None:
         self._before = {number: signal.getsignal(number) for number in _FORWARDED}
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may put at any time
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread: threading.Thread | None = None
         self._witness: subprocess.Popen[bytes] | None = None
         for number, handler in self._before.items():
             if handler != signal.SIG_IGN:  # as under nohup: it is the command's, too
-                signal.signal(number, lambda number, _frame: self._came.put(number))
+                signal.signal(number, _do_nothing)
 
     def to(self, command: subprocess.Popen[bytes]) -> None:
         """Send `command` what came before it, and from now on what comes to this process alone."""
         self._witness = _witness()
+        thread = threading.Thread(target=self._forward, args=(command,), daemon=True)
         try:
-            threading.Thread(target=self._forward, args=(command,), daemon=True).start()
+            thread.start()
         except RuntimeError:  # there is no thread to be had
             self.close()
+        else:
+            self._thread = thread
 
     def command_is_over(self) -> None:
         """
@@ -62,32 +74,46 @@ class Forwarder:
         raises KeyboardInterrupt: a person does not want to wait.
         """
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-        self._came.put(_END)
+        self._put(_END)
         self._dismiss()
 
     def close(self) -> None:
         """Have signals do what they did before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._came.put(_END)
+        signal.set_wakeup_fd(self._fd_before)
+        self._put(_END)
         self._dismiss()
+        if self._thread is not None:
+            self._thread.join(_SETTLE_S + _ANSWER_S)
+        if self._thread is None or not self._thread.is_alive():
+            os.close(self._read)
+            os.close(self._write)
+
+    def _put(self, number: int) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of signals that nobody takes any more
+            os.write(self._write, bytes([number]))
 
     def _forward(self, command: subprocess.Popen[bytes]) -> None:
-        while _END not in (came := {self._came.get()} | self._settled()):
+        while _END not in (came := self._came() | self._settled()):
             of_group = {number for number in came if self._whole_group_has(number)}
             for number in came - of_group:
                 with contextlib.suppress(OSError):  # as to a command of another user
                     command.send_signal(number)
             if of_group:  # this process may have had one before, and be told of the group's only now
                 for number in self._settled() - of_group:
-                    self._came.put(number)
+                    self._put(number)
+
+    def _came(self) -> set[int]:
+        """Return the signals that have come; waits for one."""
+        return {number for number in os.read(self._read, _MOST) if number in _FORWARDED or number == _END}
 
     def _settled(self) -> set[int]:
         """Return what comes within a moment."""
         time.sleep(_SETTLE_S)
         came: set[int] = set()
-        while not self._came.empty():
-            came.add(self._came.get())
+        while select.select([self._read], [], [], 0)[0]:
+            came |= self._came()
         return came
 
     def _whole_group_has(self, number: int) -> bool:
@@ -107,6 +133,10 @@ class Forwarder:
         if witness is not None:
             witness.kill()
             witness.wait()
+
+
+def _do_nothing(_number: int, _frame: object) -> None:
+    """The handler of a signal that is forwarded: without one Python writes nothing to the pipe."""
 
 
 def _witness() -> subprocess.Popen[bytes] | None:

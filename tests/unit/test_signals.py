@@ -70,3 +70,28 @@ def test_second_signal_does_not_cut_the_end_of_the_launcher_short_but_ctrl_c_doe
     forwarder.close()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     assert command.heard.empty()
+
+
+def test_signal_that_python_does_not_handle_before_the_command_ends_is_forwarded() -> None:
+    """As one that comes just before the main thread waits: the kernel does not wake that thread for it."""
+    script = "trap 'exit 7' USR1; echo ready; read line"
+    command = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert command.stdout is not None and command.stdin is not None
+    assert command.stdout.readline() == b"ready\n"
+    forwarder = Forwarder()
+    forwarder.to(command)
+
+    def send() -> None:
+        threading.Event().wait(0.3)  # the main thread waits for the command by then
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    threading.Thread(target=send).start()
+    ending = threading.Timer(60, command.kill)
+    ending.start()
+    code = command.wait()
+    ending.cancel()
+    forwarder.command_is_over()
+    forwarder.close()
+    command.stdin.close()
+    command.stdout.close()
+    assert code == 7
