@@ -12,6 +12,10 @@ nothing here knows that it may be watched.
 The last line trains under the monitor and plants a fault for it to find: rank 2 gets every batch
 40 ms late. With two or more ranks on a machine of few cores, set OMP_NUM_THREADS=1.
 
+--lengths gives every window a length of its own, from an eighth of the context to all of it; a batch is
+padded to its longest. No rank is slower than another, but in each step some rank has most to do, and the
+others wait for it.
+
 --slow STAGE:RANK:MS[@STEP] puts a rank to sleep for MS milliseconds (from step STEP on) in
 
     data       the wait for a batch              optimizer  inside optimizer.step()
@@ -46,6 +50,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 VOCABULARY = 256  # one token per byte
 CORPUS_BYTES = 2_000_000
 VALIDATION_SHARE = 0.1
+LENGTHS, SHORTEST = 10_007, 8
+"""So many lengths are drawn, the shortest this part of the context."""
+IGNORED = -100  # by cross_entropy
 STAGES = ("data", "prepare", "forward", "backward", "optimizer", "log", "eval")
 
 
@@ -114,18 +121,38 @@ def read_corpus() -> Tensor:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Item i is the i-th stretch of `context` bytes, and the same stretch one byte later."""
+    """
+    Item i is the i-th stretch of `context` bytes, and the same stretch one byte later; with `lengths`, the
+    beginning of it.
+    """
 
-    def __init__(self, text: Tensor, context: int) -> None:
-        self.text, self.context = text, context
+    def __init__(self, text: Tensor, context: int, lengths: Tensor | None = None) -> None:
+        self.text, self.context, self.lengths = text, context, lengths
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.context
-        piece = self.text[start : start + self.context + 1].long()
+        length = self.context if self.lengths is None else int(self.lengths[index % len(self.lengths)])
+        piece = self.text[start : start + length + 1].long()
         return piece[:-1], piece[1:]
+
+
+def drawn_lengths(context: int, seed: int) -> Tensor:
+    """Return lengths of windows, evenly spread on a logarithmic scale: few are long, as texts are."""
+    spread = torch.rand(LENGTHS, generator=torch.Generator().manual_seed(seed))
+    shortest = max(1, context // SHORTEST)
+    return (shortest * (context / shortest) ** spread).round().long()
+
+
+def padded(windows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return a batch (tokens, targets) that is as long as its longest window; no loss is of the padding."""
+    tokens, targets = zip(*windows, strict=True)
+    return [
+        nn.utils.rnn.pad_sequence(list(tokens), batch_first=True),
+        nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED),
+    ]
 
 
 class EndlessBatches(Sampler[list[int]]):
@@ -252,13 +279,20 @@ def loaders(args: argparse.Namespace, me: Process, faults: Faults) -> tuple[Data
     """Return this rank's training batches, which do not end, and its share of the validation text."""
     text = read_corpus()
     split = int(len(text) * (1 - VALIDATION_SHARE))
-    train, val = Windows(text[:split], args.context), Windows(text[split:], args.context)
+    lengths = drawn_lengths(args.context, args.seed) if args.lengths else None
+    train, val = Windows(text[:split], args.context, lengths), Windows(text[split:], args.context)
     train_share: DistributedSampler[Any] = DistributedSampler(train, me.world_size, me.rank, seed=args.seed)
     val_share: DistributedSampler[Any] = DistributedSampler(val, me.world_size, me.rank, shuffle=False)
     pin = me.device.type == "cuda"
     batches = EndlessBatches(train_share, args.batch_size, faults)
     return (
-        DataLoader(train, batch_sampler=batches, num_workers=args.workers, pin_memory=pin),
+        DataLoader(
+            train,
+            batch_sampler=batches,
+            num_workers=args.workers,
+            pin_memory=pin,
+            collate_fn=padded if args.lengths else None,
+        ),
         # A few batches now and then are not worth a process.
         DataLoader(val, args.batch_size, sampler=val_share, pin_memory=pin),
     )
@@ -366,6 +400,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Process]:
     add("--batch-size", type=count, default=4, help="windows a rank and micro-batch")
     add("--accumulate", type=count, default=1, help="micro-batches a step")
     add("--context", type=count, default=64, help="bytes in a window")
+    add("--lengths", action="store_true", help="windows of different lengths")
     add("--layers", type=count, default=3)
     add("--heads", type=count, default=4)
     add("--width", type=count, default=96)

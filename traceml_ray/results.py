@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from traceml_ray.analysis.labels import Label, Pattern
+from traceml_ray.analysis.labels import Label, Pattern, ReasonKind
 
 
 class Dropped(TypedDict):
@@ -228,6 +228,35 @@ class RoleInfo(TypedDict):
     """Share (0..1) of their time in which they wait for ranks of other roles; None: not seen."""
 
 
+class ReasonInfo(TypedDict):
+    """
+    Why ranks are late in turn. Shares (0..1) are of the variance of their work beside the other ranks of the
+    same step.
+    """
+
+    what: ReasonKind
+    """
+    `tokens` or `samples` of the ranks' batches, `data` (loading and preparing), `between_steps`, `experts`,
+    `pauses` (few steps hold most of it), `other`, or `unknown`.
+    """
+    share: float | None
+    """The share that `what` explains, or that is in these stages."""
+    tokens: float | None
+    """The share that tokens explain,"""
+    samples: float | None
+    """and that samples explain; None: not known, or no more than chance explains."""
+    compute: float | None
+    """The share of the variance of `forward` and `backward` alone that tokens, else samples, explain."""
+    in_compute: float | None
+    """The share that is in `forward` and `backward`."""
+    sizes_known: bool
+    """The sizes of enough batches are known."""
+    steps: int
+    """How many steps this is of."""
+    unknown_ranks: list[int]
+    """Ranks whose sizes of batches are not known."""
+
+
 class VerdictInfo(TypedDict):
     """What is wrong, where, what it costs, and what to do. The README says what each label means."""
 
@@ -283,6 +312,8 @@ class VerdictInfo(TypedDict):
     stacks: list[StackInfo]
     machine: list[MachineInfo] | None
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
+    reason: ReasonInfo | None
+    """Where ranks are late in turn: why their work is uneven."""
 
 
 class Episode(TypedDict):

@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from traceml_ray.codec import FEW, Count, Int64, Part
 
+MAX_SIZES = 512
+"""Steps of one `StepSizes`."""
+
 
 class ProcessSample(Part, frozen=True):
     """A sample of a rank's process. `None` is "not known", never 0."""
@@ -80,6 +83,18 @@ class StepWork(Part, frozen=True):
     peak_tflops: float | None = None
     """Of one device, as told."""
     total_steps: Count | None = None
+
+
+class StepSizes(Part, frozen=True):
+    """How large the batches of a rank's steps `first_step` to `last_step` were, step by step."""
+
+    first_step: Count
+    last_step: Count
+    body: bytes
+    """
+    n × int64 samples, then n × int64 tokens (n: the steps, at most MAX_SIZES), little-endian, compressed by
+    zlib; -1 is "not known".
+    """
 
 
 class Output(Part, frozen=True):

@@ -36,6 +36,7 @@ from traceml_ray.profile_messages import Capture as Capture
 from traceml_ray.profile_messages import ProfileCommand as ProfileCommand
 from traceml_ray.profile_messages import ProfileRequest as ProfileRequest
 from traceml_ray.profile_messages import TracePiece as TracePiece
+from traceml_ray.samples import MAX_SIZES as MAX_SIZES
 from traceml_ray.samples import GpuProcess as GpuProcess
 from traceml_ray.samples import GpuSample as GpuSample
 from traceml_ray.samples import MemorySample as MemorySample
@@ -43,6 +44,7 @@ from traceml_ray.samples import NodeSample as NodeSample
 from traceml_ray.samples import Output as Output
 from traceml_ray.samples import ProcessSample as ProcessSample
 from traceml_ray.samples import Sharding as Sharding
+from traceml_ray.samples import StepSizes as StepSizes
 from traceml_ray.samples import StepWork as StepWork
 from traceml_ray.samples import UnevenShard as UnevenShard
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
@@ -206,6 +208,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     work: Annotated[list[StepWork], FEW] = []
     experts: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
     """By watched router: the tokens of each expert so far. One batch has some of the routers."""
+    sizes: Annotated[list[StepSizes], FEW] = []
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""

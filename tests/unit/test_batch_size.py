@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import traceml_ray
+from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.batch_size import BatchSizes, understood, written
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import BATCHES
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.size_log import ROOM, SizeLog, packed
 from traceml_ray.agent.work_report import WorkReport
 from traceml_ray.agent.work_sums import Counted
+from traceml_ray.analysis.step_sizes import amounts, unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 
@@ -131,6 +137,74 @@ def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -
     watched.step([torch.ones(3, 2)])  # of no loader
     watched.step([torch.ones(3, 2)])
     assert watched.recorder.take_work() == Counted(2, 2, 1, 0, 3, None)
+
+
+def test_sizes_of_each_step_are_kept_and_sent_once(watched: Watched) -> None:
+    now = 0.0
+    report = WorkReport(
+        watched.recorder, watched.patches.roots, Settings(), Errors(), dict[str, str](), lambda: now
+    )
+    batches = iter(loader(22, 4))
+    watched.step(next(batches))
+    watched.step(next(batches), next(batches))  # accumulated
+    watched.step([torch.ones(3, 2)])  # of no loader
+    watched.recorder.count(None, 10)
+    watched.step(next(batches))
+    assert report.collect(True)
+    (sizes,) = report.collect_sizes(True)
+    assert (sizes.first_step, sizes.last_step) == (0, 3)
+    assert unpacked(sizes).tolist() == [[4, -1], [8, -1], [-1, -1], [4, 10]]
+    for batch in batches:
+        watched.step(batch)
+    watched.step([torch.ones(3, 2)])
+    assert report.collect(True) and report.collect_sizes(False) == []  # not due yet
+    now = 60.0
+    assert [unpacked(sizes).tolist() for sizes in report.collect_sizes(False)] == [[[4, -1], [2, -1]]]
+    assert report.collect_sizes(True) == []
+
+
+def test_sizes_that_are_not_sent_for_long_have_a_bound_and_are_counted() -> None:
+    log = SizeLog()
+    for step in range(ROOM + 5):
+        log.add(step, step, None)
+    assert (len(log), log.lost) == (ROOM, 5)
+    pieces = packed(log.take())
+    assert [(piece.first_step, piece.last_step) for piece in pieces[:2]] == [(5, 516), (517, 1028)]
+    assert np.concatenate([unpacked(piece)[:, 0] for piece in pieces]).tolist() == [*range(5, ROOM + 5)]
+    assert len(log) == 0 and packed(log.take()) == []
+
+
+amount = st.one_of(st.none(), st.integers(0, 1 << 40))
+
+
+@given(st.dictionaries(st.integers(0, 3000), st.tuples(amount, amount), max_size=60), st.integers(1, 40))
+def test_sizes_of_steps_are_what_was_noted(noted: dict[int, Any], every: int) -> None:
+    log = SizeLog()
+    for step in sorted(noted):
+        log.add(step, *noted[step])
+    pieces = packed(log.take())
+    steps = np.arange(0, 3001, every)
+    found = amounts({7: pieces}, [3, 7], steps)
+    for at, name in enumerate(("samples", "tokens")):
+        wanted = [noted.get(step, (None, None))[at] for step in steps.tolist()]
+        np.testing.assert_equal(found[name][:, 1], [np.nan if one is None else one for one in wanted])
+        assert np.isnan(found[name][:, 0]).all()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        wire.StepSizes(0, 9, b"nonsense"),
+        wire.StepSizes(5, 4, b""),
+        wire.StepSizes(0, 1 << 40, zlib.compress(bytes(160))),
+        wire.StepSizes(0, 9, zlib.compress(bytes(159))),
+        wire.StepSizes(0, 9, zlib.compress(bytes(1 << 24))),
+        wire.StepSizes(0, 9, zlib.compress(bytes(160))[:-2]),
+    ],
+)
+def test_damaged_sizes_are_refused(piece: wire.StepSizes) -> None:
+    with pytest.raises(ValueError, match="sizes of batches"):
+        unpacked(piece)
 
 
 def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(

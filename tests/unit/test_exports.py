@@ -21,6 +21,7 @@ from played import Played
 from sessions import MS, Rank
 
 from traceml_ray import wire
+from traceml_ray.agent.size_log import packed
 from traceml_ray.cli import main
 from traceml_ray.exports import step_trace
 from traceml_ray.exports.tables import TABLES
@@ -55,7 +56,9 @@ class Apart(Played):
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
         said = wire.Output(2, self.clock(), ["one", "two"], skipped=3)
         layers = [window({"": (1, 2), "mlp": (3, 4)}, number=self.step // 5, waits=True)]
-        return super()._batch(rank, rows, output=[said], layers=layers, **fields)
+        sizes = packed([(self.step + at, 4, -1 if at else 64 * rank.identity.global_rank) for at in range(5)])
+        more = {"output": [said], "layers": layers, "sizes": sizes[: len(rows)]}
+        return super()._batch(rank, rows, **more, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,11 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
                 stored = [{key: value for key, value in row.items() if key != "id"} for row in stored]
             assert read[exported].to_pylist() == stored, exported
         assert read["layers"].to_pylist() == layers_of(file)
+        ranks = {row["id"]: row["global_rank"] for row in file.execute("SELECT * FROM rank_process")}
+    sizes = [(row.pop("process"), row) for row in read["batch_sizes"].to_pylist()]
+    for process, rank in ranks.items():
+        wanted = [{"step": at, "samples": 4, "tokens": None if at % 5 else 64 * rank} for at in range(20)]
+        assert [row for own, row in sizes if own == process] == wanted
     assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards"}
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold
         kinds = {"integer": "int64", "real": "double", "text": "string"}
@@ -134,7 +142,7 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
 
 def test_every_list_of_the_session_file_is_exported() -> None:
     """But for the sums of rows that were folded away, which mean nothing by themselves."""
-    assert {*LISTS} - {*FILES} == {"chunk", "rollup"}
+    assert {*LISTS} - {*FILES} == {"chunk", "rollup", "step_sizes"}  # the last one is decoded
     for table, exported in FILES.items():
         assert {*TABLES[exported].columns} >= {*LISTS.get(table, ())}
 

@@ -31,7 +31,7 @@ class Batch(msgspec.Struct, gc=False):
     windows: int = 0
     """Of layers."""
     work: int = 0
-    """Records of `wire.StepWork`."""
+    """Records of `wire.StepWork`, and of `wire.StepSizes`."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""

@@ -174,6 +174,7 @@ class RankAgent:
         self.guard("shards", lambda: self.shards.turn(self.unsent, spans, final))
         self.guard("memory", self._sample_memory)
         self.unsent.work += self.guard("work", lambda: self.work.collect(final)) or []
+        self.unsent.sizes += self.guard("sizes", lambda: self.work.collect_sizes(final)) or []
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
         self.unsent.layers += self.guard("layers", functools.partial(self.layers.turn, final)) or []
@@ -216,7 +217,7 @@ class RankAgent:
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
-        more_held = lines_of(batch.output), len(batch.work), len(batch.layers)
+        more_held = lines_of(batch.output), len(batch.layers), len(batch.work) + len(batch.sizes)
         piece = batch.pieces[0].offset if batch.pieces else None
         made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, *more_held)
         if data is None:
@@ -260,6 +261,7 @@ class RankAgent:
             "marks lost: no room": recorder.lost_marks,
             "spans lost: more than 256 names": recorder.sums.refused,
             "spans lost: too many open": recorder.steps.spans.lost,
+            "sizes of batches lost: no room": recorder.steps.work.sizes.lost,
             "router: indices of no expert": self.instrumentation.routers.outside,
         }
         return found | {place: count for place, count in lost.items() if count}

@@ -159,6 +159,15 @@ class Recorder(MarkLog):
         finally:
             self._lock.release()
 
+    def take_sizes(self) -> list[tuple[int, int, int]]:
+        """Return the sizes of batches of the steps since the last time, see `SizeLog`."""
+        if not self._lock.acquire(timeout=LOCK_S):
+            return []
+        try:
+            return self.steps.work.sizes.take()
+        finally:
+            self._lock.release()
+
     def new_iterator(self) -> None:
         """Note that an iterator was made: its id may be that of one that is gone."""
         self.iterator = 0

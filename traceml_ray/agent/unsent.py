@@ -19,12 +19,13 @@ class Unsent:
         self.sharding: wire.Sharding | None = None
         self.layers: list[wire.LayerWindow] = []
         self.work: list[wire.StepWork] = []
+        self.sizes: list[wire.StepSizes] = []
         self.experts: dict[str, list[int]] = {}
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
         waiting = self.events, self.spans, self.memory, self.pieces, self.output, self.layers, self.work
-        return any(waiting) or bool(self.experts)
+        return any(waiting) or bool(self.sizes) or bool(self.experts)
 
     def move_into(self, draft: BatchDraft) -> None:
         """Move what fits into the next batch."""
@@ -32,6 +33,7 @@ class Unsent:
         draft.fill("spans", self.spans)
         draft.fill("memory", self.memory)
         draft.fill("work", self.work)
+        draft.fill("sizes", self.sizes)
         draft.fill("output", self.output)
         draft.fill("layers", self.layers)
         draft.fill_map("experts", self.experts)

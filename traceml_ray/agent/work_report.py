@@ -9,14 +9,17 @@ from typing import Any
 from traceml_ray.agent.flops import FlopCount
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.size_log import packed
 from traceml_ray.agent.work_sums import Counted
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
-from traceml_ray.wire import StepWork
+from traceml_ray.wire import StepSizes, StepWork
 
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
 """Between two records: a share of the time since the first, within these bounds."""
 _SOON, _LATER = 0.25, 0.005
+SIZES_STEPS = 128
+"""The sizes of so many steps are sent at once, sooner than they are due by time."""
 
 
 class WorkReport:
@@ -52,7 +55,7 @@ class WorkReport:
         self._device: dict[str, str] = {}
         self._sent: dict[str, Any] = {}
         self._began: float | None = None
-        self._due = 0.0
+        self._due = self._sizes_due = 0.0
         if self._wanted:
             self.flops.arm()
 
@@ -75,6 +78,15 @@ class WorkReport:
         self._due, self._sent = now + min(_LONGEST_S, gap), facts
         step = self._recorder.steps.rows.step
         return [StepWork(*(counted or Counted(step, step, 0, 0, None, None)), **facts)]
+
+    def collect_sizes(self, final: bool) -> list[StepSizes]:
+        """Return the sizes of batches that are due: those of 10 s at most, or of `SIZES_STEPS` steps."""
+        now, log = self._clock(), self._recorder.steps.work.sizes
+        if not len(log) or not (final or now >= self._sizes_due or len(log) >= SIZES_STEPS):
+            return []
+        began = now if self._began is None else self._began
+        self._sizes_due = now + max(_FIRST_S, min(_SOON_S, _SOON * (now - began)))
+        return packed(self._recorder.take_sizes())
 
     def _facts(self) -> dict[str, Any]:
         """Return what is known besides."""

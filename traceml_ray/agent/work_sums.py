@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from traceml_ray.agent.batch_size import understood
 from traceml_ray.agent.data_waits import DataWaits
+from traceml_ray.agent.size_log import SizeLog
 
 
 class Counted(NamedTuple):
@@ -27,10 +28,11 @@ _NONE: Sizes = 0, 0, 0
 class WorkSums:
     """Of one process, under the lock of the log. A batch counts for the backward that it comes before."""
 
-    __slots__ = ("_data", "_now", "_step", "_sum", "_told", "_waiting")
+    __slots__ = ("_data", "_now", "_step", "_sum", "_told", "_waiting", "sizes")
 
     def __init__(self, data: DataWaits) -> None:
         self._data = data
+        self.sizes = SizeLog()
         self._step = 0
         self._now = _NONE
         self._told: tuple[int | None, int | None] = None, None
@@ -86,6 +88,7 @@ class WorkSums:
             told[0] if told[0] is not None else samples if batches else None,
             told[1] if told[1] is not None else tokens if batches else None,
         )
+        self.sizes.add(last, found.samples, found.tokens)
         before = self._sum
         self._sum = found if before is None else _joined(before, found)
 

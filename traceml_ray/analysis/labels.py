@@ -15,6 +15,10 @@ Pattern = Literal["lasting", "transient", "rotating"]
 How ranks are late, and so by what their late steps are measured (`Evidence.by_pattern`): in most steps; now
 and then; another rank from step to step.
 """
+ReasonKind = Literal[
+    "tokens", "samples", "data", "between_steps", "experts", "pauses", "other", "unknown",
+]  # fmt: skip
+"""Why ranks are uneven, see `uneven_work.Reason`."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 

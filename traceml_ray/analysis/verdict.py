@@ -18,6 +18,7 @@ from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.roles import RoleShare, beside_each_other, shares
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.uneven_work import Reason
 from traceml_ray.analysis.window import Float, Window
 from traceml_ray.stages import BACKWARD, STAGES
 
@@ -115,6 +116,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Anomalies at that time on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
     roles: tuple[RoleShare, ...] = ()
     """Where ranks do different work: what each role waits for the others."""
+    reason: Reason | None = None
+    """Where ranks are late in turn: why their work is uneven."""
 
     @property
     def meaning(self) -> Meaning:

@@ -1,8 +1,8 @@
 """
 The tables of a session as columns of plain values, a batch at a time: what is written as parquet and CSV.
 
-They are those of `store.schema`, with three differences: `steps` has the rows of all ranks one by one,
-`layers` each layer of each window, and `ranks` is the table of rank processes.
+They are those of `store.schema`, with four differences: `steps` has the rows of all ranks one by one,
+`layers` each layer of each window, `batch_sizes` each step, and `ranks` is the table of rank processes.
 Text that is JSON in the file stays JSON. What is not known is None.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.analysis.step_sizes import NAMES, unpacked
 from traceml_ray.identity import RankIdentity
 from traceml_ray.rank_filter import RankFilter
 from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
@@ -133,6 +134,23 @@ def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
     return Table(columns, batches)
 
 
+def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
+    """Yield how large the batches of each step of each process were."""
+    rows = session.table("step_sizes", ["process", *wire.StepSizes.__struct_fields__])
+    while some := list(itertools.islice(rows, _FETCHED)):
+        pieces = [(process, wire.StepSizes(*values)) for process, *values in some]
+        sizes = [unpacked(piece) for _, piece in pieces]
+        both = np.concatenate(sizes).T
+        yield {
+            "process": np.repeat([process for process, _ in pieces], [len(own) for own in sizes]),
+            "step": np.concatenate([np.arange(one.first_step, one.last_step + 1) for _, one in pieces]),
+            **{
+                name: [None if size < 0 else size for size in column.tolist()]
+                for name, column in zip(NAMES, both, strict=True)
+            },
+        }
+
+
 def _shards(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield how the model of each process is divided."""
     found = [(process, *msgspec.structs.astuple(own)) for process, own in sorted(session.shardings().items())]
@@ -197,6 +215,7 @@ def _of_nodes() -> dict[str, Kind]:
 
 
 _PROCESS: dict[str, Kind] = {"process": "integer"}
+_SIZES: dict[str, Kind] = _PROCESS | dict.fromkeys(("step", *NAMES), "integer")
 _SHARDS = _PROCESS | _kinds(wire.Sharding)
 _OF_WINDOW = {name: kind for name, kind in _kinds(wire.LayerWindow).items() if name != "layers"}
 _OF_LAYER = _kinds(wire.LayerSum)
@@ -215,6 +234,7 @@ TABLES: dict[str, Table] = {
     "shards": Table(_SHARDS, _shards),
     "layers": Table(_LAYERS, _layers),
     "work": _stored("step_work", _PROCESS | _kinds(wire.StepWork)),
+    "batch_sizes": Table(_SIZES, _sizes),
     "output": _stored("output", _PROCESS | _kinds(wire.Output)),
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),

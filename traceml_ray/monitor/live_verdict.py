@@ -12,15 +12,19 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.peers import median_rank
+from traceml_ray.analysis.reasons import is_imbalance, with_reason
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
+from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.uneven_work import Reason
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import missing_of
+from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.hang_watch import HangWatch
@@ -226,6 +230,7 @@ class LiveJudge:
         expected = own.training + sum(rank >= world for rank in live)
         window = own.history.window(live, expected, missing, steps)
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
+        verdict = self._with_reason(state, verdict, window, ranks)
         state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
         self._kept.keep(run, which, state.judge, state.began)
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
@@ -271,7 +276,7 @@ class LiveJudge:
         if before is not None and state.which is not None:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
-        state.judge = RunJudge(self._limits, baseline=before)
+        state.judge, state.reason = RunJudge(self._limits, baseline=before), None
         # Before the first one here an aggregator may have run.
         state.began = {} if state.which is not None else self._kept.resume(run, which, state.judge)
         state.which = which
@@ -284,13 +289,33 @@ class LiveJudge:
             found = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
         return {rank: span_rates(sums, first, last) for rank, sums in found.items() if sums}
 
+    def _with_reason(
+        self, state: _LiveRun, verdict: Verdict, window: Window, processes: dict[int, RankProcess]
+    ) -> Verdict:
+        """Return `verdict`, where ranks are late in turn, with why they are; an error is counted."""
+        if not is_imbalance(verdict):
+            return verdict
+
+        def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
+            with self.writer.lock:
+                pieces = {rank: self.recent.sizes(processes[rank].id) for rank in ranks}
+            return amounts(pieces, ranks, steps)
+
+        try:
+            uneven = loads(process.experts for process in processes.values())
+            verdict = with_reason(verdict, window, sizes, uneven, state.reason)
+        except Exception as error:
+            self.errors.swallow("reason", error)
+        state.reason = verdict.reason
+        return verdict
+
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
         verdict, about_memory = self._with_memory(run, verdict)
         state.verdict = verdict
         # Which of two stages is the larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
-        named = *what, verdict.span, verdict.lasted_s, verdict.stacks, about_memory
+        named = *what, verdict.span, verdict.lasted_s, verdict.stacks, about_memory, _reason(verdict)
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:
@@ -312,6 +337,8 @@ class _LiveRun:
     def __init__(self, limits: Thresholds, evidence: NodeEvidence) -> None:
         self.judge = RunJudge(limits)
         self.evidence = evidence
+        self.reason: Reason | None = None
+        """The last that was found for an imbalance."""
         self.which: tuple[int, int] | None = None
         """The generation that is judged, see `rank_processes.trained`."""
         self.judged: list[Any] | None = None
@@ -342,6 +369,10 @@ class _LiveRun:
 def _reports(process: RankProcess, deadline: int) -> bool:
     """Whether the rank has reported since `deadline`, or has ended as it should."""
     return process.final or (not process.ended and process.last_seen_ns >= deadline)
+
+
+def _reason(verdict: Verdict) -> str | None:
+    return verdict.reason.what if verdict.reason is not None else None
 
 
 def _brief(verdict: Verdict) -> dict[str, wire.Value]:

@@ -146,6 +146,9 @@ class RelayIntake:
             writer.add_layers(process, window)
         for work in batch.work:
             writer.add_work(process, work)
+        for sizes in batch.sizes:
+            writer.add_sizes(process, sizes)
+            self.recent.add_sizes(process.id, sizes)
         self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)

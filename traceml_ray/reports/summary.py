@@ -22,6 +22,7 @@ from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
+from traceml_ray.analysis.reasons import is_imbalance
 from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_times import Timeline, span
@@ -47,6 +48,7 @@ from traceml_ray.reports.run_facts import (
     session_block,
 )
 from traceml_ray.reports.sharding import sharding_of
+from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.whole import Whole, reduce
 from traceml_ray.stages import STAGES
@@ -209,16 +211,16 @@ def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdic
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:
-    """Return `verdict` with the span that explains it, if one does."""
+    """Return `verdict` with the span that explains it, if one does, or with why ranks are late in turn."""
     if whole is None or verdict.rank is None:
-        return verdict
+        return with_stored_reason(verdict, facts, whole)
     return with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
 
 
 def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:
-    """Return the changes of verdict; the newest that name a rank say its span, too."""
+    """Return the changes of verdict; of the newest, those that name a rank or an imbalance say why."""
     changes = list(whole.judged.periods) if whole else []
-    named = [at for at, verdict in enumerate(changes) if verdict.rank is not None]
+    named = [at for at, verdict in enumerate(changes) if verdict.rank is not None or is_imbalance(verdict)]
     for at in named[-_MAX_EXPLAINED:]:
         changes[at] = _with_span(changes[at], facts, whole, spans)
     return changes

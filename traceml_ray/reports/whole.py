@@ -12,6 +12,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.uneven_work import MIN_STEPS
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, RankRows, Window
 from traceml_ray.stages import SEGMENT_BITS
@@ -65,6 +66,16 @@ class Whole:
         if self.history.merged and self._sample is not None:  # it has the stages as they were
             return self._sample
         return self.history.steps_between(first, last)
+
+    def sampled(self, verdict: Verdict) -> Window:
+        """Return the steps of a verdict that are in the sample of the run; `window` where these are few."""
+        first, last = verdict.from_step or 0, verdict.to_step or 0
+        if self._sample is not None:
+            steps = self._sample.keys >> SEGMENT_BITS
+            part = self._sample.take((steps >= first) & (steps <= last))
+            if len(part.starts) >= MIN_STEPS:
+                return part
+        return self.window(verdict)
 
     def stage_ns(self) -> dict[int, list[float]]:
         """Return the mean of each rank's stages, by rank."""

@@ -62,7 +62,7 @@ def _copy(connection: sqlite3.Connection, table: str, where: str, *values: objec
 
 
 def _cut_steps(connection: sqlite3.Connection, batches: int) -> None:
-    """Copy the newest batches of rows of each rank process, and the spans of these steps."""
+    """Copy the newest batches of rows of each rank process, and their spans and sizes of batches."""
     mean = "(SELECT max(1, avg(n)) FROM (SELECT n FROM main.chunk ORDER BY id DESC LIMIT 1000))"
     floor = f"(SELECT coalesce(max(id), 0) - {MAX_ROWS} / {mean} FROM main.chunk)"
     number = "row_number() OVER (PARTITION BY process ORDER BY id DESC)"
@@ -71,7 +71,8 @@ def _cut_steps(connection: sqlite3.Connection, batches: int) -> None:
     first = "SELECT keys FROM cut.chunk WHERE id IN (SELECT min(id) FROM cut.chunk GROUP BY process)"
     keys = [int.from_bytes(keys[:8], "little", signed=True) for (keys,) in connection.execute(first) if keys]
     step = min(keys, default=0) >> SEGMENT_BITS
-    _copy(connection, "span", f"id > {_newest('span', MAX_SAMPLES)} AND last_step >= ?", step)
+    for table in ("span", "step_sizes"):
+        _copy(connection, table, f"id > {_newest(table, MAX_SAMPLES)} AND last_step >= ?", step)
 
 
 def _cut_samples(connection: sqlite3.Connection, table: str, whose: str, window_ns: int) -> None:

@@ -10,7 +10,7 @@ from traceml_ray.store.rank_processes import RankProcess
 
 _APPENDED = (
     *("process_sample", "memory_sample", "node_sample", "clock", "span", "output", "event", "verdict"),
-    *("chunk", "step_work"),
+    *("chunk", "step_work", "step_sizes"),
 )
 OF_NODES = {"node_sample", "clock"}
 """What of these comes after the end of the session is left out."""

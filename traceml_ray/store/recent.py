@@ -1,14 +1,16 @@
-"""The newest spans of every rank process and samples of every node, in memory, for the live verdict."""
+"""The newest spans and sizes of batches of every rank process, and samples of every node, in memory."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from traceml_ray import wire
 from traceml_ray.analysis.samples import Excerpt, Samples
 
 _SPANS = 1 << 17
+_SIZES = 1 << 15
 _NODES = 4096
 
 
@@ -17,6 +19,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._spans: dict[int, deque[wire.SpanSum]] = {}
+        self._sizes: dict[int, deque[wire.StepSizes]] = {}
         self._nodes: dict[str, Samples] = {}
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
@@ -28,6 +31,16 @@ class Recent:
     def spans(self, process: int) -> list[wire.SpanSum]:
         """Return the newest spans of a rank process, oldest first."""
         return list(self._spans.get(process, ()))
+
+    def add_sizes(self, process: int, sizes: wire.StepSizes) -> None:
+        """Add sizes of batches; the newest 8 to 64 of a rank process are kept."""
+        if process not in self._sizes:
+            self._sizes[process] = deque(maxlen=min(64, max(8, _SIZES // (len(self._sizes) + 1))))
+        self._sizes[process].append(sizes)
+
+    def sizes(self, process: int) -> list[wire.StepSizes]:
+        """Return the newest sizes of batches of a rank process, oldest first."""
+        return list(self._sizes.get(process, ()))
 
     def add_sample(self, node: str, sample: wire.NodeSample) -> None:
         """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
@@ -44,5 +57,7 @@ class Recent:
 
     def keep(self, processes: set[int]) -> None:
         """Forget all other rank processes."""
-        for process in self._spans.keys() - processes:
-            del self._spans[process]
+        known: tuple[dict[int, Any], ...] = (self._spans, self._sizes)
+        for of_process in known:
+            for process in of_process.keys() - processes:
+                del of_process[process]

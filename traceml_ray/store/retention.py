@@ -242,6 +242,7 @@ class Retention:
             "clock": f"id NOT IN ({_TEN_MINUTES})",
             "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
             "process, name, stage, process_group)",
+            "step_sizes": "true",  # of no use without the rows of these steps
         }
         ends = {}
         for table, rest in kept.items():

@@ -32,6 +32,7 @@ LISTS = {
     "verdict": ("t_ns", "body", "run"),
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),
     "step_work": ("process", *wire.StepWork.__struct_fields__),
+    "step_sizes": ("process", *wire.StepSizes.__struct_fields__),
 }
 """Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
 _KEYED = {
@@ -42,11 +43,11 @@ _KEYED = {
     "layer_window": ("id", "process", *wire.LayerWindow.__struct_fields__),
 }
 """Tables with one row for each value of their first column."""
-ADDED = ("sharding", "layer_window", "step_work")
+ADDED = ("sharding", "layer_window", "step_work", "step_sizes")
 """Tables that files of this SCHEMA may lack: whoever reads one finds them empty, who writes it makes them."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
-_INDEXES = {"node_sample": "node_id, id", "clock": "node_id", "span": "last_step"}
+_INDEXES = {"node_sample": "node_id, id", "clock": "node_id", "span": "last_step", "step_sizes": "last_step"}
 """None is by rank process: with such a one each commit writes a page for every rank."""
 
 

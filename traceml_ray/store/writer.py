@@ -182,6 +182,10 @@ class SessionWriter:
         """Add what some steps of a rank process were trained on."""
         self._add("step_work", (process.id, *msgspec.structs.astuple(work)))
 
+    def add_sizes(self, process: RankProcess, sizes: wire.StepSizes) -> None:
+        """Add how large the batches of some steps of a rank process were."""
+        self._add("step_sizes", (process.id, *msgspec.structs.astuple(sizes)))
+
     def add_output(self, process: RankProcess, output: wire.Output) -> None:
         """Add what a rank process has printed."""
         values = msgspec.structs.asdict(output) | {"lines": "\n".join(output.lines) or None}

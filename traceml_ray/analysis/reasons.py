@@ -1,0 +1,142 @@
+"""The reason for an imbalance in a verdict: its sentence, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.evidence import comparable
+from traceml_ray.analysis.experts import ExpertLoad, sentence
+from traceml_ray.analysis.uneven_work import FEW, Reason, reason_of
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Float, Int64, Window
+
+MAX_RANKS = 64
+"""Ranks whose batches are looked at, evenly chosen: with the steps of a window, enough for a share."""
+UNEVEN_EXPERTS = 1.5
+"""From here on, how many times the mean an expert has, the load of experts is a reason."""
+_MENTIONED = 0.1
+"""Share from which the sizes of batches are mentioned beside another reason."""
+Find = Callable[[Sequence[int], Int64], Mapping[str, Float]]
+"""Returns the sizes of the batches of some ranks in some steps, by name: (S, R), NaN where not known."""
+
+_NEXT = {
+    "tokens": "Give all ranks about as many tokens in a step: bucket by length, pack sequences, or balance "
+    "tokens between ranks.",
+    "samples": "Give all ranks as many samples in a step: `drop_last=True`, a `DistributedSampler`, batches "
+    "of a fixed size.",
+    "data": "Load further ahead: more DataLoader workers, a larger `prefetch_factor`. Then look for samples "
+    "that take much longer than others, and at the storage.",
+    "between_steps": "Look at what ranks do in turn between two steps (logging, checkpoints, evaluation): do "
+    "it on all of them in the same step.",
+    "experts": "Even out the load of the experts: an auxiliary loss, a capacity factor, another placement.",
+    "pauses": "Collect garbage on all ranks in the same step: `gc.freeze()` once the model is built, "
+    "`gc.disable()`, and `gc.collect()` every so many steps. Then look for other processes on the nodes.",
+    "other": "Look at what varies besides the sizes of batches: branches in the model, recomputation, other "
+    "processes on the nodes.",
+    "unknown": "Tell the monitor the sizes of batches (`traceml_ray.count(samples=…, tokens=…)`): most often "
+    "they are the reason.",
+}  # fmt: skip
+
+
+def is_imbalance(verdict: Verdict) -> bool:
+    """Whether `verdict` says that ranks are late in turn."""
+    return verdict.label == "ambiguous" and verdict.pattern == "rotating"
+
+
+def with_reason(
+    verdict: Verdict,
+    window: Window,
+    find: Find,
+    loads: Sequence[ExpertLoad] = (),
+    before: Reason | None = None,
+) -> Verdict:
+    """
+    Return `verdict`, if it says that ranks are late in turn, with why they are; else as it is.
+
+    Args:
+        verdict: of a window or of the whole run.
+        window: the steps that show it, or more of the same run.
+        find: the sizes of batches.
+        loads: of the experts of watched routers, the least even first.
+        before: what was found before; it stays where the sizes of these batches are not known yet.
+    """
+    if not is_imbalance(verdict) or verdict.reason is not None:
+        return verdict
+    group = _longest_waits(window)
+    places = np.arange(len(group.ranks))[:: -(-len(group.ranks) // MAX_RANKS) or 1]
+    ranks = group.ranks[places]
+    uneven = bool(loads) and loads[0].times_mean >= UNEVEN_EXPERTS
+    sizes = find(ranks.tolist(), group.steps)
+    reason = reason_of(_work(group)[:, places], sizes, ranks, uneven_experts=uneven)
+    if before is not None and before.sizes_known and not reason.sizes_known:
+        reason = before
+    why, advice = f"{verdict.why} {_why(reason, loads)}", _advice(reason) or verdict.next
+    return msgspec.structs.replace(verdict, reason=reason, why=why, next=advice)
+
+
+def _work(window: Window) -> Int64:
+    """Return the local stages of each rank in each step, ns (S, R, 6), 0 in a stage that is a wait."""
+    rows = comparable(window)
+    return window.by_step(np.where(rows.waits[:, None, :], 0, rows.d))
+
+
+def _longest_waits(window: Window) -> Window:
+    """Return the window of the group of ranks in which most time is spent waiting for the longest rank."""
+    groups = window.by_group()
+    if len(groups) == 1:
+        return groups[0]
+
+    def waits_ns(group: Window) -> int:
+        work = _work(group).sum(axis=2)
+        return int((work.max(axis=1, keepdims=True) - work).sum()) if work.size else 0
+
+    return max(groups, key=waits_ns)
+
+
+def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
+    """Return the reason as a sentence or two."""
+    share = text.share(reason.share or 0.0)
+    over = f" ({text.count(reason.steps, 'step')})"
+    if reason.what in ("tokens", "samples"):
+        return f"The number of {reason.what} in the ranks' batches explains {share} of that{over}."
+    if reason.what == "data":
+        why = f"Loading and preparing batches makes up {share} of that{over}: it takes unevenly long."
+    elif reason.what == "between_steps":
+        why = f"The work between two steps makes up {share} of that{over}."
+    elif reason.what == "experts":
+        why = f"The experts have unevenly many tokens: {sentence(loads[0])}."
+    elif reason.what == "pauses":
+        why = f"Pauses now and then: {text.share(FEW)} of the ranks' steps make up {share} of that{over}."
+    elif reason.what == "other":
+        return f"The sizes of the ranks' batches do not explain it{over}.{_in_part(reason)}"
+    else:
+        why = ""
+    return f"{why}{_in_part(reason)}{_lacking(reason)}".strip()
+
+
+def _in_part(reason: Reason) -> str:
+    """Return what the sizes of batches explain, where that is not most of it."""
+    known = {"tokens": reason.tokens, "samples": reason.samples}
+    name, share = max(known.items(), key=lambda each: each[1] or 0.0)
+    if (share or 0.0) < _MENTIONED:
+        return ""
+    return f" The number of {name} in the batches explains {text.share(share or 0.0)}."
+
+
+def _lacking(reason: Reason) -> str:
+    """Return that sizes of batches are not known."""
+    if reason.sizes_known:
+        return ""
+    of = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
+    return f" Whether the sizes of batches explain it is not known: those{of} are not known of enough steps."
+
+
+def _advice(reason: Reason) -> str:
+    largest = "tokens" if (reason.tokens or 0.0) >= (reason.samples or 0.0) else "samples"
+    in_part = max(reason.tokens or 0.0, reason.samples or 0.0) >= _MENTIONED and reason.what != largest
+    also = f" {_NEXT[largest]}" if in_part and reason.what not in ("tokens", "samples") else ""
+    return _NEXT[reason.what] + also

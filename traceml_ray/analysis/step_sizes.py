@@ -1,0 +1,50 @@
+"""The sizes of the batches of each rank in each step, from pieces as they are sent."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.wire import MAX_SIZES, StepSizes
+
+NAMES = ("samples", "tokens")
+
+
+def unpacked(piece: StepSizes) -> Int64:
+    """
+    Return samples and tokens of each step (n, 2), -1 where not known. Raises ValueError for a piece that is
+    damaged, or has more than MAX_SIZES steps.
+    """
+    steps = piece.last_step - piece.first_step + 1
+    if not 0 < steps <= MAX_SIZES:
+        raise ValueError(f"sizes of batches of {steps:,} steps, limit {MAX_SIZES:,}")
+    decoder = zlib.decompressobj()
+    try:
+        data = decoder.decompress(piece.body, 16 * steps)
+    except zlib.error as error:
+        raise ValueError(f"sizes of batches are damaged: {error}") from error
+    if len(data) != 16 * steps or not decoder.eof:
+        raise ValueError(f"{len(data)} bytes of sizes of batches of {steps:,} steps")
+    return np.frombuffer(data, "<i8").reshape(2, steps).T
+
+
+def amounts(
+    pieces: Mapping[int, Iterable[StepSizes]], ranks: Iterable[int], steps: Int64
+) -> dict[str, Float]:
+    """
+    Return the sizes of the batches of `ranks` in `steps` (S,), ascending, by name: (S, R), NaN where not
+    known. `pieces` are by rank. Raises ValueError, see `unpacked`.
+    """
+    ranks = [*ranks]
+    sizes = np.full((2, len(steps), len(ranks)), np.nan)
+    for place, rank in enumerate(ranks):
+        for piece in pieces.get(rank, ()):
+            first, end = np.searchsorted(steps, (piece.first_step, piece.last_step + 1))
+            if first == end:
+                continue
+            values = unpacked(piece)[steps[first:end] - piece.first_step].astype(np.float64)
+            sizes[:, first:end, place] = np.where(values < 0, np.nan, values).T
+    return dict(zip(NAMES, sizes, strict=True))

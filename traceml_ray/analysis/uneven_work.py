@@ -1,0 +1,251 @@
+"""
+Why ranks are uneven: what share of the variance of their work the sizes of their batches explain, and where
+the rest of it is. Pure functions of arrays; S steps, R ranks.
+
+What is explained is a rank's local work in a step, less the mean of all ranks in that step, less the mean of
+that rank over all steps: a rank that is late in every step is another finding, and a step that is long for
+all ranks makes nobody wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis.labels import ReasonKind
+from traceml_ray.analysis.window import Bool, Float, Int64
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE
+
+MIN_STEPS = 20
+"""With fewer steps, nothing is said."""
+_SIGMAS, _INDEPENDENT = 5.0, 10.0
+"""A correlation counts from so many standard errors on, and from so many independent pairs."""
+_LAGS = 256
+"""Steps over which it is looked for how long work and sizes stay the same."""
+_ALMOST_1 = 1 - 1e-9
+_HOLDS = 0.5
+"""Share of the variance from which one thing is named as the reason."""
+_BEYOND = 0.03
+"""By how much more tokens must explain than samples do: with samples of one length both explain the same."""
+FEW, _IN_FEW = 0.05, 0.7
+"""Pauses: this share of all cells (steps × ranks) holds at least that share of the variance."""
+_KNOWN_STEPS, _KNOWN_RANKS = 0.5, 0.5
+"""Least share of the steps in which a rank's sizes are known, and of the ranks of which they are."""
+_OF_STAGES: tuple[ReasonKind, ...] = ("data", "between_steps")
+_GROUPS: Mapping[str, tuple[int, ...]] = {
+    "data": (DATA, PREPARE),
+    "compute": (FORWARD, BACKWARD),
+    "between_steps": (POST_SYNC,),
+}
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why ranks are uneven. A share (0..1) is of the variance that is explained here; None: not known."""
+
+    what: ReasonKind
+    """
+    `tokens`, `samples`: of the ranks' batches. `data`: loading and preparing. `between_steps`: `post_sync`.
+    `experts`: their load. `pauses`: few steps hold most of it. `other`: nothing that is measured explains it.
+    `unknown`: too little is known to say.
+    """
+    share: float | None = None
+    """The share that `what` explains, or that is in these stages."""
+    tokens: float | None = None
+    """The share that tokens explain,"""
+    samples: float | None = None
+    """and that samples explain; None: not known, or no more than chance explains."""
+    compute: float | None = None
+    """The share of the variance of `forward` and `backward` alone that tokens, else samples, explain."""
+    in_compute: float | None = None
+    """The share that is in `forward` and `backward`."""
+    sizes_known: bool = False
+    """The sizes of enough batches are known."""
+    steps: int = 0
+    """How many steps this is of."""
+    unknown_ranks: tuple[int, ...] = ()
+    """Ranks whose sizes of batches are not known."""
+
+
+class Fit(NamedTuple):
+    """How well an amount explains work."""
+
+    share: float
+    """Adjusted R², 0..1."""
+    slope: float
+    """Nanoseconds per sample or token."""
+    sigmas: float
+    """The correlation's Fisher transform, in standard errors of one that is nothing but chance,"""
+    independent: float
+    """and the number of pairs that are as good as independent."""
+
+
+class Amounts(NamedTuple):
+    """The sizes of the ranks' batches where enough of them are known."""
+
+    values: Mapping[str, Float]
+    """By name (`samples`, `tokens`): (S', R')."""
+    steps: Bool
+    """Which steps (S,) these are of,"""
+    ranks: Bool
+    """and which ranks (R,)."""
+
+
+def unevenness(work: Int64 | Float) -> Float:
+    """Return work (S, R) less the mean of each step and the mean of each rank (S, R)."""
+    values = np.asarray(work, np.float64)
+    values = values - values.mean(axis=1, keepdims=True)
+    centred: Float = values - values.mean(axis=0, keepdims=True)
+    return centred
+
+
+def fit(work: Int64 | Float, amount: Float) -> Fit | None:
+    """
+    Return how well `amount` (S, R) explains the unevenness of `work` (S, R), one slope for all ranks; None
+    where either does not vary, or there are fewer than `MIN_STEPS` steps or 2 ranks.
+
+    Of a correlation r by chance, atanh(r) varies by 1 / √(n − 3) (Fisher), n = (S / τ − 1)(R − 1) and
+    τ = 1 + 2 Σ ρ_work(k) ρ_amount(k), the autocorrelations over steps (Bartlett): of lengths that stay for 20
+    steps, 50 steps are hardly three.
+    """
+    steps, ranks = work.shape
+    if steps < MIN_STEPS or ranks < 2:
+        return None
+    y, x = unevenness(work), unevenness(amount)
+    sum_y, sum_x = float((y * y).sum()), float((x * x).sum())
+    scale = float(np.abs(amount).max()) or 1.0
+    if sum_y <= 0 or sum_x <= (1e-9 * scale) ** 2 * x.size:
+        return None
+    both = float((x * y).sum())
+    cells = (steps - 1) * (ranks - 1)
+    square = min(1.0, both * both / (sum_x * sum_y))
+    lags = range(1, min(steps // 2, _LAGS))
+    persists = sum(max(0.0, _lagged(y, k, sum_y) * _lagged(x, k, sum_x)) for k in lags)
+    independent = (steps / (1 + 2 * persists) - 1) * (ranks - 1)
+    sigmas = float(np.arctanh(min(np.sqrt(square), _ALMOST_1)) * np.sqrt(max(0.0, independent - 3)))
+    adjusted = max(0.0, 1 - (1 - square) * cells / max(cells - 1, 1))
+    return Fit(adjusted, both / sum_x, sigmas, independent)
+
+
+def _lagged(values: Float, lag: int, sum_of_squares: float) -> float:
+    """Return the autocorrelation over steps of centred values (S, R)."""
+    return float((values[lag:] * values[:-lag]).sum()) / sum_of_squares
+
+
+def explained(work: Int64 | Float, amount: Float) -> Fit | None:
+    """Return the fit where more work comes with more of `amount`, and chance does not make it; else None."""
+    found = fit(work, amount)
+    if found is None or found.slope <= 0 or found.sigmas < _SIGMAS or found.independent < _INDEPENDENT:
+        return None
+    return found
+
+
+def known_amounts(amounts: Mapping[str, Float]) -> Amounts | None:
+    """
+    Return the amounts (S, R; NaN is not known) of the ranks and steps of which there are enough; None where
+    there are not. A rank that lacks most steps is left out, then each step that some other rank lacks.
+    """
+    known = {name: ~np.isnan(values) for name, values in amounts.items()}
+    usable = {name: seen.mean(axis=0) >= _KNOWN_STEPS for name, seen in known.items() if seen.size}
+    best = max((int(ranks.sum()) for ranks in usable.values()), default=0)
+    names = [name for name, ranks in usable.items() if int(ranks.sum()) == best]
+    if not names or best < 2:
+        return None
+    ranks = np.logical_and.reduce([usable[name] for name in names])
+    if ranks.sum() < max(2.0, _KNOWN_RANKS * len(ranks)):
+        return None
+    steps: Bool = np.logical_and.reduce([known[name][:, ranks].all(axis=1) for name in names])
+    if steps.sum() < MIN_STEPS:
+        return None
+    return Amounts({name: amounts[name][steps][:, ranks] for name in names}, steps, ranks)
+
+
+def stage_shares(work: Int64 | Float) -> dict[str, float]:
+    """
+    Return the share of the variance of the ranks' work, (S, R, 6) local stages, that is in each group of
+    stages: the covariance with the sum. They add up to 1; one that evens out another is negative.
+    """
+    whole = unevenness(work.sum(axis=2))
+    total = float((whole * whole).sum())
+    if total <= 0:
+        return {}
+    parts = {name: unevenness(work[..., list(stages)].sum(axis=2)) for name, stages in _GROUPS.items()}
+    return {name: float((part * whole).sum()) / total for name, part in parts.items()}
+
+
+def pauses(work: Int64 | Float) -> float | None:
+    """
+    Return what share of the squares of what ranks work beyond the lower median of their step is in the `FEW`
+    cells (S, R) with most of it; None where that is not most of it. Beside a mean, the ranks without a pause
+    would seem to differ as well.
+    """
+    values = np.asarray(work, np.float64)
+    middle = np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2]
+    squares = np.sort(((values - middle[:, None]) ** 2).ravel())[::-1]
+    total = float(squares.sum())
+    held = float(squares[: max(1, int(FEW * squares.size))].sum())
+    return held / total if held >= _IN_FEW * total > 0 else None
+
+
+def reason_of(
+    work: Int64, amounts: Mapping[str, Float], ranks: Int64, *, uneven_experts: bool = False
+) -> Reason:
+    """
+    Return why ranks are uneven.
+
+    Args:
+        work: the local stages of each rank in each step, ns (S, R, 6), 0 in a stage that is a wait.
+        amounts: the sizes of their batches by name (`samples`, `tokens`), (S, R), NaN where not known.
+        ranks: their numbers (R,).
+        uneven_experts: routers are watched, and give some experts far more tokens than others.
+    """
+    if len(work) < MIN_STEPS or work.shape[1] < 2:
+        return Reason(what="unknown", steps=len(work))
+    shares, sizes = stage_shares(work), known_amounts(amounts)
+    facts: dict[str, Any] = {"in_compute": shares.get("compute"), "steps": len(work)}
+    facts["unknown_ranks"] = _unknown(amounts, ranks)
+    if sizes is not None:
+        own = work[sizes.steps][:, sizes.ranks]
+        facts |= {"sizes_known": True, "steps": len(own), **_by_sizes(own, sizes.values)}
+    named = facts.pop("named", None)
+    if named is not None and facts[named] >= _HOLDS:
+        return Reason(what=named, share=facts[named], **facts)
+    what, share = _elsewhere(work, shares, uneven_experts, sizes is not None)
+    return Reason(what=what, share=share, **facts)
+
+
+def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
+    """Return the ranks of which most sizes are not known, by any name."""
+    lacking = np.ones(len(ranks), bool)
+    for values in amounts.values():
+        lacking &= np.isnan(values).mean(axis=0) > 1 - _KNOWN_STEPS
+    return tuple(ranks[lacking].tolist())
+
+
+def _by_sizes(work: Int64, amounts: Mapping[str, Float]) -> dict[str, Any]:
+    """Return the shares that sizes of batches explain of work (S, R, 6), and which of them is `named`."""
+    whole = work.sum(axis=2)
+    fits = {name: explained(whole, amount) for name, amount in amounts.items()}
+    shares = {name: found.share for name, found in fits.items() if found is not None}
+    if not shares:
+        return {}
+    named = "tokens" if shares.get("tokens", 0.0) > shares.get("samples", 0.0) + _BEYOND else "samples"
+    named = named if named in shares else next(iter(shares))
+    compute = explained(work[..., [FORWARD, BACKWARD]].sum(axis=2), amounts[named])
+    return {**shares, "named": named, "compute": None if compute is None else compute.share}
+
+
+def _elsewhere(
+    work: Int64, shares: Mapping[str, float], uneven_experts: bool, sizes_known: bool
+) -> tuple[ReasonKind, float | None]:
+    """Return the reason, and its share, where the sizes of batches are none."""
+    for what in _OF_STAGES:
+        if shares.get(what, 0.0) >= _HOLDS:
+            return what, shares[what]
+    if uneven_experts and shares.get("compute", 0.0) >= _HOLDS:
+        return "experts", None
+    if (few := pauses(work.sum(axis=2))) is not None:
+        return "pauses", few
+    return ("other" if sizes_known and shares else "unknown"), None

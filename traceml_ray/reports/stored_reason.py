@@ -1,0 +1,27 @@
+"""Why ranks are late in turn, from the steps and the sizes of batches that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from traceml_ray.analysis.experts import loads
+from traceml_ray.analysis.reasons import is_imbalance, with_reason
+from traceml_ray.analysis.step_sizes import amounts
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.reports.whole import Whole
+
+
+def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -> Verdict:
+    """Return `verdict`, where ranks are late in turn, with why they are. Raises `SessionFileError`."""
+    if whole is None or not is_imbalance(verdict):
+        return verdict
+
+    def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
+        processes = {facts.ranks[rank].id: rank for rank in ranks if rank in facts.ranks}
+        stored = facts.session.step_sizes(processes, steps)
+        return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
+
+    uneven = loads(process.experts for process in facts.ranks.values())
+    return with_reason(verdict, whole.sampled(verdict), sizes, uneven)
