@@ -4,7 +4,8 @@ What the verdict makes of work that varies: `python benchmarks/verdicts.py [--on
 Runs of the families in `tests/work_families.py` are judged as a session file is (*whole run*), as a live run
 is at every stride (*live*), and by single windows of 50 and 200 steps. What a cause costs is the time of the
 run with it against the same draws without it. Tables in Markdown for RESULTS.md have a line for each group of
-families (`--families`: for each family); `--notes` lists every run that is not right.
+families (`--families`: for each family); `--notes` lists every run that is not right. `--random N` judges so
+many random jobs instead.
 
 A run is *right* where the costliest cause is named with all its ranks and a stage of it, in the headline or
 beside it; or where no rank needs a name, none is named, and the label is that of the ranks' imbalance:
@@ -39,8 +40,9 @@ from judged_work import (
     outcome,
     replayed,
 )
+from random_work import kind_of, random_run
 from varying_work import Played
-from work_families import FAMILIES, run_of
+from work_families import FAMILIES
 
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
 
@@ -48,6 +50,7 @@ SINGLE = (50, 200)
 """Steps of the windows that are judged by themselves."""
 GRACE_STEPS = 60
 """After so many steps of a costly cause `healthy` is wrong."""
+RANDOM = "random job"
 MODES = ("whole", "live", "single")
 OUTCOMES = {
     "right": "right",
@@ -95,6 +98,8 @@ class Score:
     wrong_windows: int = 0
     """Single windows, and those that name a healthy rank."""
     notes: list[str] = field(default_factory=list)
+    group: str = ""
+    """Runs of one group are counted together."""
 
     def add(self, other: Score) -> None:
         """Add the verdicts on other runs."""
@@ -102,7 +107,7 @@ class Score:
             mine = getattr(self, name)
             if isinstance(mine, Counter):
                 mine.update(value)
-            else:
+            elif not isinstance(mine, str):
                 setattr(self, name, mine + value)
 
 
@@ -110,8 +115,9 @@ class Score:
 
 
 def judged(name: str, seed: int, modes: Sequence[str]) -> Score:
-    """Return the score of one run."""
-    run, score = run_of(name, seed), Score(runs=1)
+    """Return the score of one run: of a family, or of a random job."""
+    run = random_run(seed) if name == RANDOM else FAMILIES[name].run(seed)
+    score = Score(runs=1, group=kind_of(run) if name == RANDOM else FAMILIES[name].group)
     note = f"{name}, seed {seed} ({_truth(run)})"
     if {"live", "whole"} & set(modes):
         live, whole = replayed(run.window)
@@ -257,22 +263,21 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
-def report(scores: dict[str, Score], modes: Sequence[str], by_family: bool) -> str:
-    """Return the tables, and what they come to."""
-    groups: dict[str, Score] = {}
+def report(scores: Sequence[tuple[str, Score]], modes: Sequence[str], by_family: bool) -> str:
+    """Return the tables of runs, by the names of their families or by group, and what they come to."""
+    lines: dict[str, Score] = {}
     total, calm = Score(), Score()
-    for name, score in scores.items():
-        group = FAMILIES[name].group
-        groups.setdefault(name if by_family else group, Score()).add(score)
+    for name, score in scores:
+        lines.setdefault(name if by_family else score.group, Score()).add(score)
         total.add(score)
-        if group.startswith(("healthy", "imbalance")):
+        if score.group.startswith(("healthy", "imbalance")):
             calm.add(score)
-    groups["**all**"] = total
+    lines["**all**"] = total
     parts = []
     if "whole" in modes:
-        parts.append(markdown(WHOLE, [whole_cells(*item) for item in groups.items()]))
+        parts.append(markdown(WHOLE, [whole_cells(*item) for item in lines.items()]))
     if {"live", "single"} & set(modes):
-        parts.append(markdown(LIVE, [live_cells(*item) for item in groups.items()]))
+        parts.append(markdown(LIVE, [live_cells(*item) for item in lines.items()]))
     parts.append("\n".join(summary(total, calm)))
     return "\n\n".join(parts)
 
@@ -310,6 +315,7 @@ def main() -> None:
     add("--only", default="", help="families whose name or group has this text")
     add("--seeds", type=int, default=20)
     add("--first-seed", type=int, default=0)
+    add("--random", type=int, default=0, metavar="N", help="so many random jobs, not the families")
     add("--jobs", type=int, default=1, help="processes")
     for mode in MODES:
         add(f"--{mode}", action="store_true", help="this kind of judging alone, or those that are given")
@@ -318,19 +324,18 @@ def main() -> None:
     args = parser.parse_args()
     modes = [mode for mode in MODES if getattr(args, mode)] or MODES
     names = [name for name, family in FAMILIES.items() if args.only in name or args.only in family.group]
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    runs = [(name, seed) for name in names for seed in seeds]
-    scores = {name: Score() for name in names}
+    seeds = range(args.first_seed, args.first_seed + (args.random or args.seeds))
+    runs = [(name, seed) for name in ([RANDOM] if args.random else names) for seed in seeds]
     began = time.monotonic()
     with ProcessPoolExecutor(args.jobs) as pool:
-        results = pool.map(judged, *zip(*runs, strict=True), [modes] * len(runs), chunksize=args.seeds)
-        for (name, _), score in zip(runs, results, strict=True):
-            scores[name].add(score)
+        judgements = pool.map(judged, *zip(*runs, strict=True), [modes] * len(runs), chunksize=10)
+        scores = [(name, score) for (name, _), score in zip(runs, judgements, strict=True)]
     took = time.monotonic() - began
-    print(f"{machine()}; {len(names)} families, seeds {seeds[0]} to {seeds[-1]}, {took:.0f} s\n")
+    what = f"{args.random} random jobs" if args.random else f"{len(names)} families"
+    print(f"{machine()}; {what}, seeds {seeds[0]} to {seeds[-1]}, {took:.0f} s\n")
     print(report(scores, modes, args.families))
     if args.notes:
-        print("\n".join(["", *(f"- {note}" for score in scores.values() for note in score.notes)]))
+        print("\n".join(["", *(f"- {note}" for _, score in scores for note in score.notes)]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+"""Random jobs whose work varies: kinds, sizes and causes that no family in `work_families` has chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from varying_work import (
+    Cause,
+    Played,
+    Sizes,
+    Stalls,
+    Work,
+    any_one,
+    costing,
+    documents,
+    experts,
+    heavy_tailed,
+    in_turn,
+    late,
+    lognormal,
+    play,
+    uniform,
+)
+
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, SYNC_WAIT
+
+Rng = np.random.Generator
+_JOBS = 77_001
+_HEALTHY, _TWO, _LASTING, _NOW_AND_THEN, _PART = 0.4, 0.47, 0.7, 0.8, 0.92
+"""Shares of the jobs, added up; what remains has two kinds of ranks."""
+_VARIES = ((FORWARD, BACKWARD), (FORWARD, BACKWARD), (FORWARD,), (DATA,), (BACKWARD,))
+_STAGES = ((POST_SYNC,), (DATA,), (PREPARE,), (FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
+
+
+def random_run(seed: int) -> Played:
+    """Return the run of a seed: always the same one."""
+    rng = np.random.default_rng((_JOBS, seed))
+    work = random_work(rng)
+    return play(work, random_causes(rng, work, seed), seed)
+
+
+def random_work(rng: Rng) -> Work:
+    """Return any job of 2 to 48 ranks with steps of 40 to 600 ms."""
+    ranks = int(rng.choice([2, 3, 4, 6, 8, 12, 16, 24, 32, 48]))
+    step_ms = _between(rng, 40, 600)
+    base_ms = tuple((step_ms * rng.dirichlet((0.8, 0.6, 0.4, 5, 9))).tolist())
+    stay = int(rng.choice([1, 1, 1, 1, 2, 4, 8, 15, 30]))
+    sizes, stays = _sizes(rng, stay)
+    steps = int(rng.choice([300, 500, 800] if stays <= 5 else [800, 1200]))
+    varies = _VARIES[int(rng.integers(len(_VARIES)))]
+    stalls = None
+    if rng.random() < 0.15:
+        often, stage = float(rng.choice([0.002, 0.01, 0.03])), int(rng.choice([DATA, FORWARD, BACKWARD]))
+        stalls = Stalls(often, step_ms / 2, 2 * step_ms, stage)
+    return Work(
+        ranks=ranks,
+        steps=steps,
+        base_ms=base_ms,
+        noise=float(rng.choice([0.01, 0.03, 0.06])),
+        spread=float(rng.choice([0, 0.003, 0.01])),
+        exchange_ms=float(rng.uniform(0.02, 0.5)) * step_ms,
+        buckets=int(rng.choice([1, 3, 5, 20])),
+        sizes=sizes,
+        varies=varies,
+        stay=stays,
+        stalls=stalls,
+    )
+
+
+def random_causes(rng: Rng, work: Work, seed: int) -> list[Cause]:
+    """Return nothing, or one or two causes of any size, lasting, now and then, or for a part of the run."""
+    kind = rng.random()
+    if kind < _HEALTHY:
+        return []
+    rank = int(rng.integers(work.ranks))
+    stages = _STAGES[int(rng.integers(len(_STAGES)))]
+    share = _between(rng, 0.02, 0.35)
+    if kind >= _PART and work.ranks >= 4:
+        slow = rng.choice(work.ranks, int(rng.integers(2, work.ranks - 1)), replace=False).tolist()
+        return [late(slow, (FORWARD, BACKWARD), times=float(rng.uniform(1.08, 1.6)))]
+    how: dict[str, Any] = {"spread": float(rng.choice([0, 0.3, 0.8]))}
+    if _LASTING <= kind < _NOW_AND_THEN:
+        how["often"] = float(rng.choice([0.15, 0.4, 0.7]))
+    elif kind >= _NOW_AND_THEN:
+        how |= _part(rng, work.steps)
+    causes = [costing(share, work, late(rank, stages, **how), seed)]
+    if kind < _TWO:
+        ms = float(rng.uniform(0.02, 0.2)) * work.step_ms
+        causes.append(late((rank + 1) % work.ranks, int(rng.integers(SYNC_WAIT)), ms=ms))
+    return causes
+
+
+def kind_of(run: Played) -> str:
+    """Return what kind of a run it is, by the truth about it."""
+    place = run.costliest
+    if place is None:
+        return "healthy, random" if run.imbalance is None or run.imbalance < 0.12 else "imbalance, random"
+    cost = run.costs[place]
+    size = "costs ≥ 8 %" if cost >= 0.08 else "costs 2 to 8 %" if cost >= 0.02 else "costs < 2 %"
+    return f"random, {size}" + (", not sure" if not run.sure[place] else "")
+
+
+def _sizes(rng: Rng, stay: int) -> tuple[Sizes | None, float]:
+    """Return how sizes are drawn, and for how long they stay."""
+    memory = float(rng.uniform(0.3, 0.93))
+    width, sigma = float(rng.uniform(0.15, 0.85)), float(rng.uniform(0.1, 0.7))
+    kinds: list[tuple[Sizes | None, float]] = [
+        (uniform(1 - width, 1 + width, stay), stay),
+        (lognormal(sigma, stay), stay),
+        (heavy_tailed(float(rng.uniform(1.8, 4)), stay), stay),
+        (documents(float(rng.uniform(0.02, 0.3)), float(rng.uniform(1.5, 5)), stay), stay),
+        (in_turn(float(rng.uniform(0.1, 1))), 1),
+        (any_one(float(rng.uniform(0.1, 1))), 1),
+        (experts(float(rng.uniform(0.1, 0.5)), memory), (1 + memory) / (1 - memory)),
+        (None, 1),
+        (None, 1),
+    ]
+    return kinds[int(rng.integers(len(kinds)))]
+
+
+def _part(rng: Rng, steps: int) -> dict[str, int]:
+    which = int(rng.integers(3))
+    if which == 0:
+        return {"first": int(steps * rng.uniform(0.4, 0.95))}
+    if which == 1:
+        return {"end": int(steps * rng.uniform(0.1, 0.7))}
+    return {"first": int(steps * 0.3), "end": int(steps * 0.7)}
+
+
+def _between(rng: Rng, low: float, high: float) -> float:
+    return float(np.exp(rng.uniform(np.log(low), np.log(high))))
