@@ -218,6 +218,26 @@ class ExpertInfo(TypedDict):
     """Experts that had none."""
 
 
+class FirstStepsInfo(TypedDict):
+    """The first steps of a run, where they took much longer than the others: compilation, warm-up."""
+
+    steps: int
+    """How many they are."""
+    ranks: list[int]
+    """Those that worked longest in them; empty where all took about as long, or that is not known."""
+    stage: str
+    """Where most of that time is."""
+    longest_s: float
+    """What the longest rank worked in them."""
+    others_s: float | None
+    """The median of the ranks that are not named; None where none is."""
+    cost_s: float
+    """By how much they were longer than as many usual steps."""
+    cost_pct: float
+    """That, of the run."""
+    why: str
+
+
 class RoleInfo(TypedDict):
     """The ranks that have the same place in a pipeline and among tensor-parallel ranks."""
 

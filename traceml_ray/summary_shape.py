@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 from traceml_ray.results import (
     Brief,
     ExpertInfo,
+    FirstStepsInfo,
     LastOutput,
     RoleInfo,
     RunInfo,
@@ -376,6 +377,8 @@ class Summary(TypedDict):
     steps: StepStatistics
     throughput: ThroughputStatistics
     stages: list[StageStatistics]
+    first_steps: FirstStepsInfo | None
+    """Where they took a tenth of a run that is over, and 2 s; no other number has them."""
     spans: list[SpanStatistics]
     conclusion: ConclusionInfo
     verdict: VerdictInfo

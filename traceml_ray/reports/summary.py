@@ -34,6 +34,7 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.first_rows import first_steps_of
 from traceml_ray.reports.layer_report import layers_answer, layers_block
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
@@ -129,6 +130,9 @@ def _summary(
     dated = lines, facts.thresholds.warmup_steps
     verdict = still_open(stood, facts.fact("status")) or _headline(facts, found, memory) or performance
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
+    first = first_steps_of(facts, whole)
+    if first is not None:
+        verdict = msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, first.why))))
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
     layers = layers_answer(session)
@@ -139,6 +143,7 @@ def _summary(
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, whole),
         "throughput": throughput,
+        "first_steps": msgspec.to_builtins(first),
         "spans": _spans(spans, whole),
         "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), memory, layers)),
         "verdict": _verdict(verdict),

@@ -1,0 +1,98 @@
+"""What the first steps of a run cost, which no statistic has: compilation, warm-up, the start of loaders."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.window import Bool, Int64
+from traceml_ray.stages import BACKWARD, DATA, POST_SYNC, STAGES, SYNC_WAIT
+
+LEAST_SHARE, _LEAST_NS = 0.1, 2_000_000_000
+"""Share of the run, and time, from which on they are mentioned."""
+_LONG = 2.0
+"""A first step counts while it takes so many times as long as the others."""
+_APART = 0.25
+"""Ranks are told apart where the others take less by this share of the longest."""
+
+
+class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """The first steps of a run that took much longer than the others."""
+
+    steps: int
+    """How many they are."""
+    ranks: tuple[int, ...]
+    """Those that worked longest in them; empty where all took about as long, or that is not known."""
+    stage: str
+    """Where most of that time is."""
+    longest_s: float
+    """What the longest rank worked in them, s;"""
+    others_s: float | None
+    """the median of the ranks that are not named; None where none is."""
+    cost_s: float
+    """By how much they were longer than as many usual steps, s,"""
+    cost_pct: float
+    """and the share of the run."""
+    why: str
+    """The same as a sentence."""
+
+
+def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: float) -> FirstSteps | None:
+    """
+    Return what the first steps of a run cost; None where that is less than a tenth of it, or than 2 s.
+
+    The time before the first step begins (imports, building the model) is the `post_sync` of its row and does
+    not count.
+
+    Args:
+        d: the rows of the first steps of the run, one a step, ns (K, R, 6).
+        split: whether a rank's waiting is separate from its backward in all of these (R,).
+        ranks: their numbers (R,).
+        usual_ns: what a step takes afterwards.
+        run_ns: how long the run took.
+    """
+    work = d[:, :, :SYNC_WAIT].copy()
+    work[:1, :, POST_SYNC] = 0
+    longest = work.sum(axis=2).max(axis=1, initial=0)
+    usual = longest < _LONG * usual_ns
+    count = int(np.argmax(usual)) if usual.any() else len(longest)
+    cost_ns = float(longest[:count].sum()) - count * usual_ns
+    if not count or run_ns <= 0 or cost_ns < max(_LEAST_NS, LEAST_SHARE * run_ns):
+        return None
+    by_rank = work[:count].sum(axis=(0, 2))
+    stage = int(np.argmax(work[:count, int(np.argmax(by_rank))].sum(axis=0)))
+    places = _longest(by_rank) if stage != BACKWARD or split.all() else np.empty(0, np.int64)
+    others = np.delete(by_rank, places)
+    named = tuple(ranks[places].tolist())
+    found = {
+        "steps": count,
+        "ranks": named,
+        "stage": STAGES[stage],
+        "longest_s": float(by_rank.max()) / 1e9,
+        "others_s": float(np.median(others)) / 1e9 if named else None,
+        "cost_s": cost_ns / 1e9,
+        "cost_pct": min(100.0, 100 * cost_ns / run_ns),
+    }
+    return FirstSteps(**found, why=_why(**found))
+
+
+def _longest(by_rank: Int64) -> Int64:
+    """Return the places of the ranks, less than half of them, that took longer than all others."""
+    most, middle = int(by_rank.max()), int(np.sort(by_rank)[(len(by_rank) - 1) // 2])
+    if most - middle < _APART * most:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(by_rank > (most + middle) / 2)
+
+
+def _why(
+    steps: int, ranks: tuple[int, ...], stage: str, longest_s: float, others_s: float | None, cost_s: float,
+    cost_pct: float,
+) -> str:  # fmt: skip
+    which = "the first step" if steps == 1 else f"the first {steps:,} steps"
+    cause = "the start of its loader" if stage == STAGES[DATA] else "compilation or warm-up"
+    on = "" if others_s is None else f" on {text.ranks(ranks)}, {text.duration(others_s)} on the others"
+    return (
+        f"{which} took {text.duration(longest_s)}{on} ({cause}, in `{stage}`): {text.duration(cost_s)} more "
+        f"than usual, {text.percent(cost_pct)} of the run"
+    )
