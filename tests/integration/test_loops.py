@@ -697,4 +697,8 @@ def test_verdict_blames_no_healthy_rank(ddp_rows: Path, name: str) -> None:
     verdict = judge(align(processes, expected=2), SHORT)
     if name == "direct_forward":
         assert verdict.label == "accounting_only"
+    if name == "gan":  # one step is both optimizers' of a batch
+        keys = [step << SEGMENT_BITS | row for step in range(loops.STEPS) for row in (0, 1)]
+        assert all(process.keys.tolist() == keys for process in processes)
+        assert (verdict.rank, verdict.stage, verdict.window_steps) == (1, "data", loops.STEPS - 1)
     assert verdict.rank in (None, 1), verdict.why

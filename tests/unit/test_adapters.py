@@ -332,6 +332,27 @@ def test_lightning_logs_the_verdict_at_its_interval_without_tensors(job: Any, li
     assert not job.instrumentation.errors
 
 
+def test_batches_are_the_steps_of_several_optimizers(job: Any, lightning: Any) -> None:
+    """`global_step` and `max_steps` count each optimizer's steps; rows are numbered as loggers do."""
+
+    class Manual(Lightning):
+        optimizers, max_steps = ("generator", "discriminator"), 16
+
+        def fit(self, callback: Any, batches: int, accumulate: int = 1) -> None:
+            callback.on_train_start(self, self)
+            for batch in range(batches):
+                loops.gan(job)
+                self.global_step += 2 * loops.STEPS
+                self.fit_loop.epoch_loop._batches_that_stepped += loops.STEPS - 1
+                callback.on_train_batch_end(self, self, None, None, batch)
+                self.fit_loop.epoch_loop._batches_that_stepped += 1
+
+    Manual().fit(lightning.TraceMLCallback(), 2)
+    job.recorder.settle()
+    assert [row["step"] for row in job.rows()] == [step for step in range(2 * loops.STEPS) for _ in range(2)]
+    assert job.told == {} and not job.instrumentation.errors
+
+
 def test_callback_raises_nothing_into_the_lightning_trainer(
     job: Any, lightning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from traceml_ray.agent.marks import (
     NO_GRAD_FORWARD_BEGIN,
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
+    OPTIMIZERS,
     SCALER_BEGIN,
     SYNC_BEGIN,
     SYNC_END,
@@ -95,8 +96,8 @@ class Loop:
         self.clock.wait(wait)
         self.recorder.backward_end(True)
 
-    def optimizer(self, ns: int) -> None:
-        began = self.recorder.optimizer_begin()
+    def optimizer(self, ns: int, number: int = 1) -> None:
+        began = self.recorder.optimizer_begin(False, number)
         self.clock.wait(ns)
         self.recorder.optimizer_end(began)
 
@@ -169,8 +170,10 @@ class WrittenLoop(Loop):
         recorder.ready = thread
         self.write(SYNCED_BACKWARD_END)
 
-    def optimizer(self, ns: int) -> None:
-        began = self.write(OPTIMIZER_BEGIN) or self.recorder.optimizer_begin()
+    def optimizer(self, ns: int, number: int = 1) -> None:
+        if self.recorder.ready:
+            self.recorder.log.append(OPTIMIZERS - number)
+        began = self.write(OPTIMIZER_BEGIN) or self.recorder.optimizer_begin(False, number)
         self.clock.wait(ns)
         if not self.write(OPTIMIZER_END):
             self.recorder.optimizer_end(began)
@@ -715,6 +718,7 @@ MARKS = st.lists(
                 "nested",
                 "unsplit",
                 "optimizer",
+                "other optimizer",
                 "closure",
                 "failed",
                 "sync",
@@ -763,8 +767,8 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
             loop.recorder.backward_begin()
             loop.clock.wait(ns)
             loop.recorder.backward_end(False)
-        elif name == "optimizer":
-            loop.optimizer(ns)
+        elif name in ("optimizer", "other optimizer"):
+            loop.optimizer(ns, 1 + (name != "optimizer"))
         elif name == "closure":
             began_step = loop.recorder.optimizer_begin(True)
             loop.forward(ns)
@@ -833,7 +837,8 @@ def test_span_never_takes_longer_than_the_stages_it_is_in(marks: list[tuple[str,
     """Whatever is folded into other stages, folded back or never ended; and rows are the same without it."""
     loop, bare = Loop(), Loop()
     play(loop, marks)
-    play(bare, [(name if " " not in name else "wait", ns) for name, ns in marks])
+    spans = ("begin", "end")
+    play(bare, [("wait" if name.startswith(spans) else name, ns) for name, ns in marks])
     rows = whole(loop)
     assert rows == whole(bare)
     stages = [sum(column) for column in zip(*rows, strict=True)]

@@ -151,6 +151,14 @@ def test_step_that_one_rank_is_slowed_in_is_left_out_and_not_lacking() -> None:
     assert window.steps.tolist() == [*range(1, 20), *range(50, 60)] and not window.gaps
 
 
+def test_window_ends_with_a_whole_step() -> None:
+    """Of a loop that has two rows a step: with an odd number of them the ranks are in the middle of one."""
+    d = rows(60, 2)
+    for count, last in ((60, 29), (59, 28)):
+        window = fed(d[:count], [], exchanges=2).window([0, 1], 2, (), 20)
+        assert window.steps.tolist() == [*range(last - 19, last + 1)] and len(window.keys) == 40
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_however_many_steps_are_set_aside_they_are_counted(again: bool) -> None:
     """As those of many profiles of rank 1: three runs of consecutive steps, then many single ones."""

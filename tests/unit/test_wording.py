@@ -1,5 +1,6 @@
 """The sentences people read."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from unit.sample_windows import judge, of_ms, synced, window
 from traceml_ray.analysis.span_rates import SpanRate, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
+from traceml_ray.stages import DATA, FLAG_NO_DATA, SEGMENT_BITS
 
 LIMITS = Thresholds()
 WAITS = [1, 2, 0, 3, 4, 5]
@@ -117,3 +119,21 @@ def test_next_step_of_ranks_late_by_different_times_repeats_nothing(stage: int) 
     verdict = judge(rows)
     assert verdict.ranks == (1, 2) or verdict.label == "straggler"
     assert repeated(verdict.next) == []
+
+
+def test_step_of_several_rows_lacks_a_mark_only_where_none_of_its_rows_has_it() -> None:
+    """A GAN whose optimizers step three times on a batch: the wait for it is in the first row of three."""
+    late_ms, waiting = [5, 2, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5]
+    d = np.repeat(of_ms([late_ms, waiting, waiting], 50), 3, axis=0)
+    d[np.arange(150) % 3 > 0, :, DATA] = 0
+    keys = np.array([step << SEGMENT_BITS | row for step in range(50) for row in range(3)])
+    flags = np.zeros((150, 3), np.uint8)
+    flags[np.arange(150) % 3 > 0] = FLAG_NO_DATA
+    rows = dataclasses.replace(window(d), keys=keys, flags=flags)
+    verdict = judge(rows)
+    assert (verdict.label, verdict.rank, verdict.stage, verdict.window_steps) == (
+        "straggler", 0, "post_sync", 50
+    )  # fmt: skip
+    assert "data wait" not in verdict.why
+    flags[:] = FLAG_NO_DATA
+    assert "No data wait was seen" in judge(dataclasses.replace(rows, flags=flags)).why

@@ -135,7 +135,7 @@ class Capture:
             self._fail(error)
 
     def _may_start(self) -> None:
-        found = self._recorder.step_now(SETTLE_S)
+        found = self._recorder.step_begins(SETTLE_S)
         if found is None or found[0] < self.wanted.first_step:
             return
         step, began, _ = found

@@ -9,7 +9,7 @@ class DataWaits:
     """The wait for data that is open, and the loaders waited for since the last backward."""
 
     __slots__ = (
-        *("before", "collated", "depth", "loader"),
+        *("before", "collated", "depth", "exhausted", "loader"),
         *("named", "resume", "training", "waited", "workers"),
     )
 
@@ -33,6 +33,8 @@ class DataWaits:
         self.before = self.resume = POST_SYNC
         """The stage that the wait has interrupted, and the one that follows it."""
         self.waited.clear()
+        self.exhausted = False
+        """A loader that feeds training had no more, since the last backward."""
 
     def begin(self) -> bool:
         """Begin a wait; False for a loader inside a loader."""

@@ -78,7 +78,7 @@ class FlopCount:
             self._give_up(error_text(error))
 
     def _may_begin(self) -> None:
-        found = self._recorder.step_now(SETTLE_S)
+        found = self._recorder.step_begins(SETTLE_S)
         if found is None:
             return
         step, before = found[0], self._seen

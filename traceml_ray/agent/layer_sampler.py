@@ -110,7 +110,7 @@ class LayerSampler:
             return
         began = self._clock()
         try:
-            found = self._recorder.step_now(_SETTLE_S)
+            found = self._recorder.step_begins(_SETTLE_S)
             if found is not None and self._lock.acquire(blocking=False):
                 try:
                     if self._installed:  # else the agent has stopped it since this call began

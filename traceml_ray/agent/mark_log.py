@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from traceml_ray.agent.cuts import NO_EVENT, first_event
 from traceml_ray.agent.device import DeviceClock
-from traceml_ray.agent.marks import BATCHES, COST, END, EVENTS
+from traceml_ray.agent.marks import BATCHES, COST, END, EVENTS, OPTIMIZERS
 from traceml_ray.agent.steps import Steps
 
 LOG_SIZE = 1 << 17
@@ -93,8 +93,8 @@ class MarkLog:
         """
         Marks written down and not yet understood: which, when, which, when, … A signal may come between
         the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
-        is the size of the span that ends next, (EVENTS) the event that was recorded at this mark, or
-        (BATCHES) the size of the batch that was waited for last.
+        is the size of the span that ends next, (OPTIMIZERS) the optimizer that steps, (EVENTS) the event that
+        was recorded at this mark, or (BATCHES) the size of the batch that was waited for last.
         """
         self.ready = 0
         """
@@ -153,8 +153,10 @@ class MarkLog:
                 value.method(self, *value.args)
                 self.thread = self.owner or 0
             elif value < 0:
-                if value > EVENTS:
+                if value > OPTIMIZERS:
                     self.steps.size = -value
+                elif value > EVENTS:
+                    self.steps.optimizer = OPTIMIZERS - value
                 elif value > BATCHES:
                     self._event = self.newest = EVENTS - value
                 else:

@@ -41,5 +41,7 @@ END = SPANS + 2 * MAX_NAMES
 
 EVENTS = -(1 << 62)
 """EVENTS - n, before the time of a mark: event n of the device's clock was recorded there."""
+OPTIMIZERS = -(1 << 61)
+"""OPTIMIZERS - n, before the mark of its step: from here on it is optimizer n (its id) that steps."""
 BATCHES = 2 * EVENTS
 """BATCHES - n, by itself: the batch that was waited for last is of size n, see `batch_size`."""

@@ -255,22 +255,24 @@ class Recorder(MarkLog):
     # -- what closes a row -----------------------------------------------------------------------
 
     @at_once
-    def optimizer_begin(self, closure: bool = False) -> bool:
+    def optimizer_begin(self, closure: bool = False, optimizer: int = 0) -> bool:
         """
-        Mark: an optimizer step: it closes the pending row, if there is one.
+        Mark: a step of this `optimizer` (its id, 0: not known): it closes the pending row, if there is one.
 
         With a `closure` the row is closed when the step is over: the backward in it goes on with what is
         pending. Returns what `optimizer_end` wants: whether this step is one of ours to measure.
         """
         if not self._may() or self.steps.step_in_backward():
             return False
+        self.steps.optimizer = optimizer
         self._understand(marks.CLOSURE_BEGIN if closure else marks.OPTIMIZER_BEGIN)
         return True
 
     @at_once
-    def scaler_begin(self) -> None:
-        """Mark: a `GradScaler` step: one of the optimizer begins in it, unless there was an overflow."""
+    def scaler_begin(self, optimizer: int = 0) -> None:
+        """Mark: a `GradScaler` step: one of the `optimizer` begins in it, unless there was an overflow."""
         if self._may() and not self.steps.step_in_backward():
+            self.steps.optimizer = optimizer
             self._understand(marks.SCALER_BEGIN)
 
     @at_once
@@ -298,6 +300,11 @@ class Recorder(MarkLog):
             return None
         now = self.clock()
         return self.steps.rows.step, now, now - self.steps.tail_ns(now)
+
+    def step_begins(self, wait_s: float) -> tuple[int, int, int] | None:
+        """Return the same, None also where an optimizer has stepped and the step goes on."""
+        now = self.step_now(wait_s)
+        return None if self.steps.rows.goes_on else now
 
     @at_once
     def number(self, done: int) -> None:

@@ -2,13 +2,15 @@
 Steps and segments: the row that a backward has left pending, and what closes it.
 
 An optimizer step closes it; another backward without one in between takes it back in (gradient
-accumulation), or, where it has exchanged gradients, makes it a segment of the step.
+accumulation), or, where it has exchanged gradients, makes it a segment of the step. So is the row of another
+optimizer that steps in the same iteration (see `iterations`).
 """
 
 from __future__ import annotations
 
 from traceml_ray.agent.cuts import Cut, without_forward
 from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.iterations import Iterations
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.stages import (
     DATA,
@@ -62,8 +64,8 @@ class Rows:
     """Numbers the rows of one process and puts those that are whole into the ring."""
 
     __slots__ = (
-        *("cuts", "depth", "device", "exchange_ns", "first", "flags", "pending"),
-        *("ring", "segment", "slowed", "step", "stepped", "synced"),
+        *("_begun", "_first_step", "_iterations", "_newest", "cuts", "depth", "device", "exchange_ns"),
+        *("first", "flags", "goes_on", "pending", "ring", "segment", "slowed", "step", "stepped", "synced"),
     )
 
     def __init__(self, ring: StepRing) -> None:
@@ -72,6 +74,11 @@ class Rows:
         """What rows pass through on their way into the ring, where a device's clock is read."""
         self.step = self.segment = 0
         self.slowed = SlowedSteps()
+        self._iterations = Iterations()
+        self.goes_on = False
+        """An optimizer has stepped, and more rows of that step are expected: `step` is that step still."""
+        self._begun = self._newest = (0, 0)
+        """Step and segment of the first row since an optimizer has stepped, and of the newest before."""
         self.forget()
 
     def forget(self) -> None:
@@ -90,9 +97,13 @@ class Rows:
         """
         self.stepped = False
         """An optimizer has taken a step since."""
-        self.first = True
+        self.first, self._first_step = True, -1
+        """The row that comes out next is the first one; the step of the first row."""
         self.depth = 0
         """How many backwards the training thread is in."""
+        self._iterations.forget()
+        if self.goes_on:
+            self._begin_step()
 
     def leave(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
         """Leave a row pending."""
@@ -121,19 +132,61 @@ class Rows:
 
     def close_segment(self) -> None:
         """Close the pending row; the step goes on."""
+        if not self.goes_on and self._is_unplaced and self._iterations.may_go_on():
+            self._replace(True)
         self._emit()
         self.segment = min(self.segment + 1, MAX_SEGMENT)
 
-    def close_step(self) -> None:
-        """Close the pending row and count a step."""
+    def take_batch(self) -> None:
+        """Note that a batch was taken for the open row: it is of another step than the row before."""
+        self._iterations.has_batch = True
+        if self.goes_on and self._is_unplaced:
+            self._begin_step()
+
+    def close_step(self, optimizer: int = 0, *, traced: bool = False) -> None:
+        """
+        Close the pending row: `optimizer` (a number, 0: not known) steps. A step is counted, unless more of
+        its rows are expected. With `traced` the script has said that a step is over.
+        """
+        goes_on = not traced and self._iterations.goes_on(optimizer)
+        if goes_on != self.goes_on:
+            self._replace(goes_on)
         self._emit()
-        self.step += 1
-        self.segment = 0
+        self._newest = self.step, self.segment
+        if traced:
+            self._iterations.forget()
+            self.goes_on = False
+        else:
+            self.goes_on = self._iterations.closed(optimizer, goes_on)
+        if self.goes_on:
+            self.segment = min(self.segment + 1, MAX_SEGMENT)
+            self._begun = self.step, self.segment
+        else:
+            self._begin_step()
+
+    @property
+    def _is_unplaced(self) -> bool:
+        """Whether no row has come out since an optimizer has stepped."""
+        return (self.step, self.segment) == self._begun
+
+    def _begin_step(self) -> None:
+        self.step, self.segment, self.goes_on = self.step + 1, 0, False
+        self._begun = self.step, 0
+
+    def _replace(self, goes_on: bool) -> None:
+        """Put the pending row elsewhere than was expected, unless rows have come out there."""
+        step, segment = self._newest
+        if not self._is_unplaced:
+            return
+        if not goes_on:
+            self._begin_step()
+        elif self.step == step + 1:  # else a framework has counted
+            self.step, self.segment, self.goes_on = step, min(segment + 1, MAX_SEGMENT), True
 
     def number(self, done: int) -> None:
         """Say how many steps are done; the numbers of rows only grow."""
-        if self.pending is None:
-            self.step = max(self.step, done)
+        if self.pending is None and done > self.step:
+            self.step, self.segment, self.goes_on = done, 0, False
 
     def skip(self, lost: int) -> None:
         """Count rows that were never made, each as a step."""
@@ -141,7 +194,7 @@ class Rows:
         self.step += lost
 
     def _emit(self) -> None:
-        if self.step in self.slowed:
+        if self.step in self.slowed or self.step == self._first_step:
             self.flags |= FLAG_FIRST
         (row, cuts), flags, exchange = self.take_back(), self.flags, None
         if self.exchange_ns is not None and not self.first:
@@ -156,7 +209,7 @@ class Rows:
             cuts = without_forward(cuts)
         if self.first:
             flags |= FLAG_FIRST
-            self.first = False
+            self.first, self._first_step = False, self.step
             row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
         key = self.step << SEGMENT_BITS | self.segment
         if self.device is None:

@@ -40,7 +40,7 @@ class Steps:
 
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
-        *("_scaling", "_split", "_step_in_backward", "manual", "now", "partition"),
+        *("_scaling", "_split", "_step_in_backward", "manual", "now", "optimizer", "partition"),
         *("rows", "size", "spans", "sums", "work"),
     )
 
@@ -57,6 +57,8 @@ class Steps:
         self._own = StepSpans(self.partition, self.rows)
         self._reduces_in_step = False
         """The optimizer reduces gradients in its `step`."""
+        self.optimizer = 0
+        """A number of the optimizer that steps, or has last; 0 is not known."""
         self.forget(now)
 
     def forget(self, now: int) -> None:
@@ -128,6 +130,7 @@ class Steps:
     def _data_exhausted(self) -> None:
         """It was no wait of this step."""
         if self._data.end():
+            self._data.exhausted = self._data.exhausted or self._data.feeds_training()
             self.partition.instead(self._data.before, self.now)
 
     def _collated(self) -> None:
@@ -170,10 +173,17 @@ class Steps:
         self._split = self._step_in_backward = self._reduced_inside = False
         if self.rows.pending is not None:
             self._take_back()
+        if self._data.waited or self._data.exhausted:
+            self._take_batch()
+        self._own.pause_optimizer()
+
+    def _take_batch(self) -> None:
+        """A loader that feeds training was waited for, also where it had no more: one batch is held back."""
+        self.rows.take_batch()
+        self._data.exhausted = False
         if self._data.waited:
             self.work.learn(self.rows.step)
             self.partition.learn()
-        self._own.pause_optimizer()
 
     def _take_back(self) -> None:
         """Another backward before an optimizer step: a synced one is a segment, others go on."""
@@ -325,12 +335,12 @@ class Steps:
         if self.rows.pending is None:
             self._to(POST_SYNC)
             self._leave(FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
-        self._close_step()
+        self.rows.close_step(traced=True)
 
     def _close_step(self) -> None:
         """Close the pending row, if there is one, unless `trace_step` does."""
         if self.rows.pending is not None and not self.manual:
-            self.rows.close_step()
+            self.rows.close_step(self.optimizer)
 
     # -- spans -----------------------------------------------------------------------------------
 

@@ -155,11 +155,11 @@ def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, clean: bool) -> str:
     """`telemetry_limited`: return what is missing for a verdict, or ""; `clean`: no row is absurd."""
-    steps = len(window.keys)
+    steps, whole = len(window.keys), window.whole_steps
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
         return abstention.missing_ranks(window)
-    if steps == 0 or steps < thresholds.aligned_limited * (steps + window.gaps):
-        return abstention.not_aligned(steps, window.gaps)
+    if steps == 0 or whole < thresholds.aligned_limited * (whole + window.gaps):
+        return abstention.not_aligned(whole, window.gaps)
     place = None if clean else absurd(window, thresholds)
     if place is not None:
         return abstention.absurd_row(window, *place)

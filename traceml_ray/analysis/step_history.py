@@ -154,12 +154,15 @@ class StepHistory(KeptSteps):
         return True
 
     def window(self, ranks: Sequence[int], expected: int, missing: Sequence[int], steps: int) -> Window:
-        """Return the newest `steps` that all of `ranks` (ascending, which are known) have reported."""
+        """
+        Return the newest `steps` that all of `ranks` (ascending, which are known) have reported, but not one
+        that they may be in the middle of.
+        """
         last = int(self.table.last[self.table.places(ranks)].min())
         end = self.table.between(-1, last).stop
         several = self.table.rows_of_a_step(end)
-        columns = slice(self.table.before(end, several * (steps + 1)), end)
-        return self._window(columns, ranks, expected, missing).last(steps)
+        columns = slice(self.table.before(end, several * (steps + 2)), end)
+        return self._window(columns, ranks, expected, missing).without_open_step().last(steps)
 
     def between(self, after: int, to: int, ranks: Sequence[int], expected: int) -> Window:
         """Return the steps with keys from `after` (left out) to `to` that all of `ranks` have reported."""

@@ -104,14 +104,37 @@ class Window:
         starts = self.starts
         return self.take(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
 
+    def without_open_step(self) -> Window:
+        """
+        Return the window without its last step, if that has fewer rows than another one has: the ranks may be
+        in the middle of it.
+        """
+        starts = self.starts
+        if len(starts) in (0, len(self.keys)):
+            return self
+        counts = np.diff(starts, append=len(self.keys))
+        return self.take(slice(0, starts[-1])) if counts[-1] < counts.max() else self
+
     def since(self, step: int) -> Window:
         """Return the window from `step` on."""
         return self.take(slice(int(np.searchsorted(self.keys, step << SEGMENT_BITS)), None))
 
+    def in_all(self, rows: Bool) -> Bool:
+        """Return which steps (S,), or (S, R), have `rows` (K,), or (K, R), in each of their rows."""
+        if len(self.starts) == len(rows):
+            return rows
+        found: Bool = np.logical_and.reduceat(rows, self.starts, axis=0)
+        return found
+
     @property
     def gaps(self) -> int:
-        """Number of steps inside the window's range that some live rank lacks."""
-        return len(self.lacking)
+        """Number of steps inside the window's range of which some live rank lacks a row."""
+        return len(np.unique(self.lacking >> SEGMENT_BITS))
+
+    @property
+    def whole_steps(self) -> int:
+        """How many steps have all their rows from every rank."""
+        return int(np.isin(self.steps, self.lacking >> SEGMENT_BITS, invert=True).sum())
 
     @property
     def first_step(self) -> int | None:

@@ -329,7 +329,8 @@ def _look(evidence: Evidence, *causes: Cause) -> str:
 
 
 def _waiting_place(evidence: Evidence) -> str:
-    return STAGES[BACKWARD if evidence.rows.waits[:, BACKWARD].mean() > 0.5 else SYNC_WAIT]
+    unsplit = evidence.window.in_all(evidence.rows.waits[:, BACKWARD])
+    return STAGES[BACKWARD if unsplit.mean() > 0.5 else SYNC_WAIT]
 
 
 def _merged(evidence: Evidence, cause: Cause) -> str:
@@ -339,7 +340,7 @@ def _merged(evidence: Evidence, cause: Cause) -> str:
         return ""
     flag, mark, more = _LACKING[stage]
     window = evidence.window
-    lacking = (window.flags & flag != 0).mean(axis=0) > 0.5
+    lacking = window.in_all(window.flags & flag != 0).mean(axis=0) > 0.5
     if not lacking.any():
         return ""
     some = "" if lacking.all() else f" on {text.ranks(window.ranks[lacking].tolist())}"
@@ -347,6 +348,8 @@ def _merged(evidence: Evidence, cause: Cause) -> str:
 
 
 def _unsplit(evidence: Evidence) -> str:
-    if _waiting_place(evidence) != STAGES[BACKWARD]:
+    waits = evidence.rows.waits[:, BACKWARD]
+    if evidence.window.in_all(~waits).mean() >= 0.5:
         return ""
-    return " A rank's own backward cannot be separated from waiting here, so it is not compared."
+    where = "here" if _waiting_place(evidence) == STAGES[BACKWARD] else "in some backwards of a step"
+    return f" A rank's own backward cannot be separated from waiting {where}, so it is not compared."

@@ -8,7 +8,14 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from traceml_ray.agent.marks import CLOSURE_BEGIN, COST, OPTIMIZER_BEGIN, OPTIMIZER_END, SCALER_BEGIN
+from traceml_ray.agent.marks import (
+    CLOSURE_BEGIN,
+    COST,
+    OPTIMIZER_BEGIN,
+    OPTIMIZER_END,
+    OPTIMIZERS,
+    SCALER_BEGIN,
+)
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
@@ -62,9 +69,10 @@ def _hooks(
     append, clock = recorder.log.append, recorder.clock
     is_compiling = torch.compiler.is_dynamo_compiling
     began = False
+    newest = 0  # the id of the optimizer that has stepped last
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal began
+        nonlocal began, newest
         if is_compiling():
             return
         try:
@@ -73,6 +81,9 @@ def _hooks(
             closure = (len(args) > 1 or kwargs) and any(map(callable, (*args[1:], *kwargs.values())))
             began = get_ident() == recorder.ready
             if began:
+                if (number := id(optimizer)) != newest:
+                    newest = number
+                    append(OPTIMIZERS - number)
                 append(CLOSURE_BEGIN if closure else OPTIMIZER_BEGIN)
                 append(clock())
                 if recorder.weigh:
@@ -80,7 +91,8 @@ def _hooks(
                     append(clock())
                     recorder.weigh = False
             else:
-                began = recorder.optimizer_begin(bool(closure))
+                began = recorder.optimizer_begin(bool(closure), id(optimizer))
+                newest = id(optimizer) if began else newest
         except Exception as error:
             failed("optimizer", error)
 
@@ -108,8 +120,10 @@ def patch_grad_scaler(patcher: Patcher, recorder: Recorder) -> None:
     def make(original: Any) -> Any:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             try:
+                if get_ident() == recorder.ready:
+                    recorder.log.append(OPTIMIZERS - id(optimizer))
                 if not recorder.write(SCALER_BEGIN):
-                    recorder.scaler_begin()
+                    recorder.scaler_begin(id(optimizer))
             except Exception as error:
                 patcher.failed("grad_scaler", error)
             return original(scaler, optimizer, *args, **kwargs)
