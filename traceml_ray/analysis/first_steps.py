@@ -34,7 +34,7 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
     """By how much they were longer than as many usual steps, s,"""
     cost_pct: float
     """and the share of the run."""
-    why: str
+    why: str = ""
     """The same as a sentence."""
 
 
@@ -65,16 +65,16 @@ def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: fl
     places = _longest(by_rank) if stage != BACKWARD or split.all() else np.empty(0, np.int64)
     others = np.delete(by_rank, places)
     named = tuple(ranks[places].tolist())
-    found = {
-        "steps": count,
-        "ranks": named,
-        "stage": STAGES[stage],
-        "longest_s": float(by_rank.max()) / 1e9,
-        "others_s": float(np.median(others)) / 1e9 if named else None,
-        "cost_s": cost_ns / 1e9,
-        "cost_pct": min(100.0, 100 * cost_ns / run_ns),
-    }
-    return FirstSteps(**found, why=_why(**found))
+    first = FirstSteps(
+        steps=count,
+        ranks=named,
+        stage=STAGES[stage],
+        longest_s=float(by_rank.max()) / 1e9,
+        others_s=float(np.median(others)) / 1e9 if named else None,
+        cost_s=cost_ns / 1e9,
+        cost_pct=min(100.0, 100 * cost_ns / run_ns),
+    )
+    return msgspec.structs.replace(first, why=_why(first))
 
 
 def _longest(by_rank: Int64) -> Int64:
@@ -85,14 +85,13 @@ def _longest(by_rank: Int64) -> Int64:
     return np.flatnonzero(by_rank > (most + middle) / 2)
 
 
-def _why(
-    steps: int, ranks: tuple[int, ...], stage: str, longest_s: float, others_s: float | None, cost_s: float,
-    cost_pct: float,
-) -> str:  # fmt: skip
-    which = "the first step" if steps == 1 else f"the first {steps:,} steps"
-    cause = "the start of its loader" if stage == STAGES[DATA] else "compilation or warm-up"
-    on = "" if others_s is None else f" on {text.ranks(ranks)}, {text.duration(others_s)} on the others"
+def _why(first: FirstSteps) -> str:
+    which = "the first step" if first.steps == 1 else f"the first {first.steps:,} steps"
+    cause = "the start of its loader" if first.stage == STAGES[DATA] else "compilation or warm-up"
+    on = ""
+    if first.others_s is not None:
+        on = f" on {text.ranks(first.ranks)}, {text.duration(first.others_s)} on the others"
     return (
-        f"{which} took {text.duration(longest_s)}{on} ({cause}, in `{stage}`): {text.duration(cost_s)} more "
-        f"than usual, {text.percent(cost_pct)} of the run"
+        f"{which} took {text.duration(first.longest_s)}{on} ({cause}, in `{first.stage}`): "
+        f"{text.duration(first.cost_s)} more than usual, {text.percent(first.cost_pct)} of the run"
     )
