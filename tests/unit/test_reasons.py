@@ -136,10 +136,28 @@ STEADY = {"samples": np.full((60, RANKS), 4.0)}
 @pytest.mark.parametrize(
     ("stage", "loads", "what", "why", "advice"),
     [
-        (DATA, (), "data", "Loading and preparing batches makes up 100 % of that (60 steps)", "prefetch"),
-        (POST_SYNC, (), "between_steps", "work between two steps makes up 100 % of that", "in the same step"),
+        (
+            DATA,
+            (),
+            "data",
+            "Loading and preparing batches makes up 100 % of the differences (60 steps)",
+            "prefetch",
+        ),
+        (
+            POST_SYNC,
+            (),
+            "between_steps",
+            "work between two steps makes up 100 % of the differences",
+            "in the same step",
+        ),
         (FORWARD, LOADS, "experts", "gate: expert 5 of 8 has 2.4 times the mean", "auxiliary loss"),
-        (FORWARD, (), "other", "sizes of the ranks' batches do not explain it (60 steps)", "besides"),
+        (
+            FORWARD,
+            (),
+            "other",
+            "sizes of the ranks' batches do not explain the differences (60 steps)",
+            "besides",
+        ),
     ],
 )
 def test_each_reason_has_a_sentence_and_says_what_to_do(
@@ -154,7 +172,7 @@ def test_each_reason_has_a_sentence_and_says_what_to_do(
 def test_reason_found_before_stays_while_newer_sizes_are_not_known() -> None:
     before = Reason(what="tokens", share=0.9, tokens=0.9, sizes_known=True, steps=300)
     kept = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: {}, before=before)
-    assert kept.reason == before and "explains 90 % of that (300 steps)" in kept.why
+    assert kept.reason == before and "explains 90 % of the differences (300 steps)" in kept.why
     now = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: STEADY, before=before)
     assert now.reason is not None and now.reason.what == "other"
 

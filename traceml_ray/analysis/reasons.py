@@ -102,17 +102,17 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
     share = text.share(reason.share or 0.0)
     over = f" ({text.count(reason.steps, 'step')})"
     if reason.what in ("tokens", "samples"):
-        return f"The number of {reason.what} in the ranks' batches explains {share} of that{over}."
+        return f"The number of {reason.what} in the ranks' batches explains {share} of the differences{over}."
     if reason.what == "data":
-        why = f"Loading and preparing batches makes up {share} of that{over}: it takes unevenly long."
+        why = f"Loading and preparing batches makes up {share} of the differences{over}: it takes unevenly long."
     elif reason.what == "between_steps":
-        why = f"The work between two steps makes up {share} of that{over}."
+        why = f"The work between two steps makes up {share} of the differences{over}."
     elif reason.what == "experts":
         why = f"The experts have unevenly many tokens: {sentence(loads[0])}."
     elif reason.what == "pauses":
-        why = f"Pauses now and then: {text.share(FEW)} of the ranks' steps make up {share} of that{over}."
+        why = f"Pauses now and then: {text.share(FEW)} of the ranks' steps make up {share} of the differences{over}."
     elif reason.what == "other":
-        return f"The sizes of the ranks' batches do not explain it{over}.{_in_part(reason)}"
+        return f"The sizes of the ranks' batches do not explain the differences{over}.{_in_part(reason)}"
     else:
         why = ""
     return f"{why}{_in_part(reason)}{_lacking(reason)}".strip()
@@ -132,7 +132,9 @@ def _lacking(reason: Reason) -> str:
     if reason.sizes_known:
         return ""
     of = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
-    return f" Whether the sizes of batches explain it is not known: those{of} are not known of enough steps."
+    return (
+        f" Whether the sizes of batches explain them is not known: those{of} are not known of enough steps."
+    )
 
 
 def _advice(reason: Reason) -> str:
