@@ -140,7 +140,7 @@ STEADY = {"samples": np.full((60, RANKS), 4.0)}
             DATA,
             (),
             "data",
-            "Loading and preparing batches makes up 100 % of the differences (60 steps)",
+            "preparing batches takes unevenly long: 100 % of the differences (60 steps)",
             "prefetch",
         ),
         (

@@ -104,13 +104,14 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
     if reason.what in ("tokens", "samples"):
         return f"The number of {reason.what} in the ranks' batches explains {share} of the differences{over}."
     if reason.what == "data":
-        why = f"Loading and preparing batches makes up {share} of the differences{over}: it takes unevenly long."
+        why = f"Loading and preparing batches takes unevenly long: {share} of the differences{over}."
     elif reason.what == "between_steps":
         why = f"The work between two steps makes up {share} of the differences{over}."
     elif reason.what == "experts":
         why = f"The experts have unevenly many tokens: {sentence(loads[0])}."
     elif reason.what == "pauses":
-        why = f"Pauses now and then: {text.share(FEW)} of the ranks' steps make up {share} of the differences{over}."
+        few = text.share(FEW)
+        why = f"Pauses now and then: {few} of the ranks' steps make up {share} of the differences{over}."
     elif reason.what == "other":
         return f"The sizes of the ranks' batches do not explain the differences{over}.{_in_part(reason)}"
     else:
