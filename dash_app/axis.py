@@ -114,7 +114,7 @@ def _ticks(run: RunState, spine: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"step {step:,}: {text.words(event['kind'])}: {event['message'].partition(chr(10))[0][:90]}"
             )
             found.append({"step": step, "severity": severity(event["kind"]), "text": about})
-    found.sort(key=lambda event: ("critical", "warning", "info").index(event["severity"]))
+    found.sort(key=lambda event: ("critical", "warning", "notice", "info").index(event["severity"]))
     return found[:_TICKS]
 
 

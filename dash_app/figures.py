@@ -37,7 +37,7 @@ FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
 )
 BAND = "p10–p90"
-_MARKS = {"critical": RED, "warning": ORANGE, "info": GREY}
+_MARKS = {"critical": RED, "warning": ORANGE, "notice": "#b8930a", "info": GREY}
 MARGIN = {"l": 96, "r": 12}
 """px of every chart that has the axis of steps: they are aligned, whatever is beside them."""
 _FULL_PCT = 102

@@ -299,6 +299,10 @@ class VerdictInfo(TypedDict):
     """What all that is named costs together, of the step."""
     cost_range_pct: list[float] | None
     """Between what `cost_pct` was in most windows (p10, p90)."""
+    about: str
+    """What `cost_pct` is a share of: `now`, the time since what it names began; `run`, the whole run's."""
+    cost_s: float | None
+    """`cost_pct` in seconds: what the run has waited for what is named here."""
     lost_s: float | None
     """What all that has been named in the run so far made it wait for."""
     elapsed_s: float | None
@@ -320,6 +324,8 @@ class VerdictInfo(TypedDict):
     next: str
     note: str
     """What is too brief to be named as yet, or named and not seen just now."""
+    also: list[VerdictInfo]
+    """Other findings, the costliest first, each with its own cost; null there: what is of one window."""
     last_step: int | None
     open_stage: str | None
     exit_reason: str | None
@@ -345,7 +351,9 @@ class Episode(TypedDict):
     rank: int | None
     ranks: list[int]
     node: str | None
+    nodes: list[str]
     pattern: Pattern
+    confidence: str | None
     from_step: int
     to_step: int
     seconds: float
@@ -357,6 +365,7 @@ class Episode(TypedDict):
     cost_range_pct: list[float] | None
     goes_on: bool
     why: str
+    next: str
 
 
 class TimedEpisode(Episode, total=False):

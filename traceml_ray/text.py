@@ -12,7 +12,7 @@ MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
 """In a sentence."""
 _LISTED = 8
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^!o*o#%+=&^v ")
+_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲△◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^?!o*o#%+=&^v ")
 
 
 def number(

@@ -1,6 +1,7 @@
 """What is named, for how long, and what it costs: on played rows, whose own times are the clock."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, assess
 from traceml_ray.monitor.kept_judging import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, SYNC_WAIT
+from traceml_ray.text import percent
 
 QUIET = [1, 2, 0, 3, 4, 1]
 EXCHANGE = 1_000_000
@@ -51,17 +53,26 @@ def live(d, every_s=0.5, run=None):
 
 
 def changes(verdicts):
-    """What stood in turn."""
+    """What stood in turn, without what was only watched in between."""
     found = []
     for _, _, verdict in verdicts:
         what = verdict.label, verdict.stage, verdict.ranks
-        if not found or found[-1] != what:
+        if verdict.label != "watching" and (not found or found[-1] != what):
             found.append(what)
     return found
 
 
+def names(verdict):
+    """The ranks that a finding names; those that are only watched are not named."""
+    return verdict.ranks if verdict.meaning.kind == "finding" else ()
+
+
 def named(verdicts):
-    return {verdict.ranks for _, _, verdict in verdicts if verdict.ranks}
+    return {names(verdict) for _, _, verdict in verdicts if names(verdict)}
+
+
+def watched(verdicts):
+    return [verdict for _, _, verdict in verdicts if verdict.label == "watching"]
 
 
 def since(d, step, at_s):
@@ -74,7 +85,7 @@ def test_fault_in_long_steps_is_named_as_soon_at_any_judging_offset(first):
     """The first full window that shows it holds few of its steps: it says little of how much is lost."""
     d = played(first + 50, 45, (DATA, 1, first, None, 0.6), ranks=3, noise=0.05, seed=first)
     _, verdicts = live(d)
-    _, at, _ = next(each for each in verdicts if each[2].ranks)
+    _, at, _ = next(each for each in verdicts if names(each[2]))
     assert since(d, first, at) <= DEFAULTS.hold_s + 0.7
 
 
@@ -84,7 +95,7 @@ def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step
     first = 30_000 // step_ms
     d = played(first + 10_000 // step_ms, step_ms, (DATA, 1, first, None, share))
     _, verdicts = live(d, every_s=0.25)
-    _, at, verdict = next(each for each in verdicts if each[2].ranks)
+    _, at, verdict = next(each for each in verdicts if names(each[2]))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
     assert 2.0 <= since(d, first, at) <= within_s
     assert abs(verdict.from_step - first) <= 2
@@ -94,7 +105,7 @@ def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step
 def test_fault_in_long_steps_is_named_after_ten_of_them():
     d = played(100, 2000, (FORWARD, 0, 70, None, 0.4))
     _, verdicts = live(d, every_s=2)
-    end, _, verdict = next(each for each in verdicts if each[2].ranks)
+    end, _, verdict = next(each for each in verdicts if names(each[2]))
     assert (verdict.ranks, verdict.from_step) == ((0,), 70)
     assert 80 <= end <= 84
 
@@ -155,7 +166,7 @@ def test_episode_has_begin_end_rank_stage_and_its_whole_cost():
 def test_onset_stays_and_the_cost_is_smooth():
     d = played(4000, 20, (FORWARD, 1, 1000, None, 0.3), noise=0.15)
     _, verdicts = live(d)
-    late = [verdict for _, _, verdict in verdicts if verdict.ranks]
+    late = [verdict for _, _, verdict in verdicts if names(verdict)]
     assert len(late) > 50 and len({verdict.from_step for verdict in late}) == 1
     assert abs(late[0].from_step - 1000) <= 3
     costs = [verdict.cost_pct for verdict in late[4:]]
@@ -172,7 +183,7 @@ def test_run_that_is_late_from_its_first_step_is_named():
     run, verdicts = live(d)
     assert changes(verdicts)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
     assert changes(verdicts)[-1] == ("straggler", "data", (1,))
-    assert next(at for _, at, verdict in verdicts if verdict.ranks) <= 6
+    assert next(at for _, at, verdict in verdicts if names(verdict)) <= 6
     (period,) = run.periods
     assert (period.label, period.from_step) == ("straggler", 10)
     assert run.whole().chronic
@@ -218,9 +229,12 @@ def test_label_stays_while_others_use_the_machine_for_a_while(step_ms):
     run, verdicts = live(d)
     step_s = d.sum(axis=2).mean(axis=1) / 1e9
     longer_s = sum((step_s[first:last] - step_s[: at(20)].mean()).sum() for first, last, _ in spells)
-    assert {(verdict.label, verdict.stage) for _, _, verdict in verdicts[10:]} == {("healthy", None)}
-    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in verdicts}
+    assert changes(verdicts[10:]) == [("healthy", None, ())]
+    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in verdicts if verdict.label == "healthy"}
     assert notes == {"", "whole step slower"}
+    assert any("of the 30 s that are needed" in verdict.why for verdict in watched(verdicts))
+    spell_s = sum(step_s[first:last].sum() for first, last, _ in spells)
+    assert len(watched(verdicts)) <= 2 * (spell_s + 2 * len(spells))
     assert run.episodes.episodes == []
     assert run.whole().label == "healthy"
     after = judge_run(processes(d), 2)
@@ -420,6 +434,82 @@ def test_late_steps_are_never_counted_twice(stalls, step_ms, every_s):
         assert counted_s(run) <= at_most
 
 
+class TestWatching:
+    """What is seen, but not named: it is never green, and says which condition is still lacking."""
+
+    def states(self, verdicts):
+        return [label for label, _ in itertools.groupby(verdict.label for _, _, verdict in verdicts)]
+
+    def test_rank_that_is_late_in_too_few_windows_to_be_named_is_watched(self):
+        late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 4000, 100)]
+        d = played(4000, 20, *late, ranks=4)
+        run, verdicts = live(d)
+        assert named(verdicts) == set()
+        after = [(at, verdict) for _, at, verdict in verdicts if since(d, 1000, at) > 4]
+        assert {(verdict.label, verdict.stage, verdict.ranks) for _, verdict in after} == {
+            ("watching", "data", (2,))
+        }
+        assert self.states(verdicts)[-2:] == ["healthy", "watching"]
+        at, last = after[-1]
+        assert re.search(
+            r"late in `data` for \d+ s, since step 1,0\d\d\..* windows, 67 % are needed", last.why
+        )
+        cost_s = len(late) * 34 * 0.3 / 0.7 * 0.02
+        assert last.cost_s == pytest.approx(cost_s, rel=0.2)
+        assert last.cost_pct == pytest.approx(100 * cost_s / since(d, 1000, at), rel=0.2)
+        assert (last.next[:14], last.confidence, last.chronic) == ("If it stays: l", "low", None)
+        run.episodes.close()
+        whole = run.whole()
+        assert (whole.label, whole.ranks, whole.confidence) == ("straggler", (2,), "low")
+        assert whole.cost_s == pytest.approx(cost_s, rel=0.05)
+        assert whole.cost_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
+
+    def test_lack_of_cost_is_said_in_numbers(self):
+        d = played(3000, 2, (DATA, 1, 1500, None, 0.08), noise=0.01)
+        _, verdicts = live(d, every_s=0.25)
+        costs = [
+            re.search(r"it has cost ([\d.]+) s of the 0.3 s", verdict.why) for verdict in watched(verdicts)
+        ]
+        assert len(costs) > 1 and all(costs)
+        spent = [float(cost[1]) for cost in costs if cost]
+        assert spent == sorted(spent) and 0.1 < spent[0] < spent[-1] <= 0.3
+        assert self.states(verdicts)[-2:] == ["healthy", "watching"]
+
+    def test_lack_of_time_is_said_where_nothing_was_said_of_the_run(self):
+        d = played(300, 30, (DATA, 1, 0, None, 0.3))
+        _, verdicts = live(d, every_s=0.25)
+        assert self.states(verdicts) == ["telemetry_limited", "watching", "straggler"]
+        assert all("s of the 2 s that are needed" in verdict.why for verdict in watched(verdicts))
+
+    def test_usual_fluctuation_is_said_where_the_excess_is_not_above_it(self):
+        d = played(7000, 12, (FORWARD, 1, 5000, None, 0.08), swings=0.4, seed=3)
+        _, verdicts = live(d)
+        lacks = [verdict.why for verdict in watched(verdicts) if verdict.ranks == (1,)]
+        found = [
+            re.search(r"excess of ([\d.]+) % is not above .* fluctuation of ([\d.]+) %", why) for why in lacks
+        ]
+        assert any(found)
+        assert all(float(each[1]) <= float(each[2]) for each in found if each)
+
+    def test_it_is_watched_until_two_seconds_after_the_last_late_step(self):
+        late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 2000, 100)]
+        d = played(3000, 20, *late, ranks=4)
+        _, verdicts = live(d, every_s=0.25)
+        assert self.states(verdicts) == ["telemetry_limited", "healthy", "watching", "healthy"]
+        end = max(at for _, at, verdict in verdicts if verdict.label == "watching")
+        assert 1.5 < since(d, 1934, end) <= 2.3
+        assert "not seen for" in next(verdict.note for _, at, verdict in verdicts if at == end)
+
+    def test_resumed_judge_goes_on_watching(self):
+        late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 4000, 100)]
+        d, second = played(2600, 20, *late, ranks=4), RunJudge()
+        first, before = live(d[:2500])
+        second.resume(PACKER.unpack(PACKER.pack(first.state())))
+        after = second.update(window(d).take(slice(2400, 2600)))
+        assert (before[-1][2].label, after.label) == ("watching", "watching")
+        assert after.from_step == before[-1][2].from_step and after.cost_s > before[-1][2].cost_s
+
+
 def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
     stretches = [(FORWARD, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
     d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
@@ -478,6 +568,34 @@ class TestWholeRun:
         assert (abs(whole.from_step - 1000) <= 2, abs(whole.to_step - 1799) <= 2) == (True, True)
         assert whole.lost_s == pytest.approx(800 * 3 / 7 * 0.02, rel=0.05)
         assert whole.cost_pct == pytest.approx(100 * whole.lost_s / whole.elapsed_s, rel=0.01)
+
+    @pytest.mark.parametrize("steps", [10, 15, 20])
+    @pytest.mark.parametrize("step_ms", [20, 60, 250])
+    def test_rank_that_is_late_in_the_last_steps_only_is_a_note(self, step_ms, steps):
+        d = played(1000, step_ms, (DATA, 1, 1000 - steps, None, 0.2), ranks=4)
+        run = judge_run(processes(d), 4)
+        whole, lost_s = run.whole(), steps * step_ms / 4 / 1e3
+        assert (whole.label, whole.ranks, whole.about) == ("healthy", (), "run")
+        assert "rank 1 late in `data`" in whole.note or "a cause was named once" in whole.note
+        assert run.episodes.lost_s + run.episodes.brief.cost_s == pytest.approx(lost_s, rel=0.1)
+        assert whole.lost_s <= 1.1 * lost_s
+
+    def test_what_was_late_at_the_end_is_in_the_note_with_its_cost(self):
+        d = played(1000, 20, (DATA, 1, 980, None, 0.2), ranks=4)
+        note = judge_run(processes(d), 4).whole().note
+        assert re.fullmatch(
+            r"rank 1 late in `data` in the last 20 steps: 0.(1|09) s, 0.4\d? % of the run", note
+        )
+
+    def test_cost_of_a_cause_is_the_share_of_the_run_in_every_figure(self):
+        """Late at first only: what a fix saves of the run is less than what it saved of these steps."""
+        d = played(3000, 20, (DATA, 1, 0, 1700, 0.3), ranks=4)
+        whole = judge_run(processes(d), 4).whole()
+        cost_s = 1690 * 0.3 / 0.7 * 0.02
+        assert (whole.label, whole.ranks) == ("straggler", (1,))
+        assert (whole.cost_s, whole.lost_s) == (pytest.approx(cost_s, rel=0.05),) * 2
+        assert whole.cost_pct == whole.gain_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
+        assert f"Fixing it saves {percent(whole.cost_pct)} of the run." in whole.why
 
     def test_cheap_episode_is_a_note(self):
         whole = judge_run(processes(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()

@@ -264,7 +264,7 @@ def test_group_of_a_rank_reaches_the_session_file(tmp_path: Path) -> None:
     ranks = [Rank(number, 4) for number in range(4)]
     for rank, row in zip(ranks, [*LONG, *LATE], strict=True):
         pair = (rank.identity.global_rank // 2 * 2, 2)
-        aggregator.ingest(relay.message(rank.batch(80, row, group=pair, strategy="ddp")))
+        aggregator.ingest(relay.message(rank.batch(120, row, group=pair, strategy="ddp")))
         aggregator.ingest(relay.message(rank.batch(1, row)))  # one that does not say changes nothing
     aggregator.commit()
     aggregator.judge()

@@ -8,6 +8,8 @@ counted from its rows, so that a run is judged in the same way live and afterwar
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,14 +23,23 @@ from traceml_ray.analysis.track import (
     Clock,
     Episode,
     Track,
+    alike,
     late_from,
     level_of,
     overlap,
 )
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.watching import Watch, lacking, over, pending, without_window
 from traceml_ray.analysis.window import Float, Window
 
 _MAX_EPISODES = 1000
+_MAX_PASSED = 100
+_MAX_CANDIDATES = 16
+"""Findings that are followed at a time: of more, the costliest."""
+MAX_ALSO = 8
+"""Findings that are listed beside the headline; more are counted."""
+_KEEPS = 0.9
+"""What is the headline stays it while it costs this share of the costliest."""
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +49,20 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: float = 0.0
 
 
+class AtEnd(NamedTuple):
+    """What was late in the last steps of a run, but was not named."""
+
+    verdict: Verdict
+    began: int
+    last: int
+    cost_s: float
+
+
+def findings_of(verdict: Verdict) -> list[Verdict]:
+    """Return all findings of a window, the headline first."""
+    return [one for one in (verdict, *verdict.also) if one.meaning.kind == "finding"]
+
+
 class Episodes:
     """
     Turns the findings of single windows into the verdict in effect.
@@ -45,8 +70,10 @@ class Episodes:
     A finding is **named** once it has lasted `hold_s` (`group_wide`: `hold_group_s`) and `hold_steps`, has
     made the job wait for `hold_cost_s`, and (of ranks) is above the run's usual fluctuation (`usual_quantile`
     of the windows before in which no rank was named). The name is taken back when no step has been late for
-    as long. In between the verdict stays as it was, with a note. Labels without a name change after the same
-    time, except those that are shown `at_once`.
+    as long. Several that differ in rank or stage are named side by side: the headline is the one that costs
+    most of its time, the others are its `also`. In between the verdict stays as it was, with a note. Labels
+    without a name change after `hold_s`, except those that are shown `at_once`: so does `watching`, for what
+    has lasted for so long without meeting the other conditions of a name.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -54,14 +81,22 @@ class Episodes:
         self.since: int | None = None
         """The first step of the verdict in effect."""
         self.clock = Clock(thresholds)
+        self.passed: list[Episode] = []
+        """What was watched for long, but not named."""
+        self.at_end: list[AtEnd] = []
+        """What was being followed when the run ended, see `close`."""
         self._limits = thresholds
         self._over: list[Episode] = []
-        self._named: Track | None = None
+        self._named: list[Track] = []
+        """The headline first."""
         self._candidates: list[Track] = []
+        self._watches: list[Watch] = []
+        self._watched: Watch | None = None
+        """The one in effect."""
         self._usual: deque[Float] = deque(maxlen=thresholds.usual_windows)
         """`level_of` the newest windows in which no rank was named."""
         self._unnamed: Verdict | None = None
-        """The verdict in effect while nothing is named."""
+        """The verdict in effect while nothing is named or watched."""
         self._turning: tuple[int, int] | None = None
         """Step and time since which windows have another label without a name."""
         self._judged_to: int | None = None
@@ -71,11 +106,12 @@ class Episodes:
         """Findings that are over, named or not, and their last late step: later windows contain it, too."""
         self._interrupted = False
         """Too few rows came to know whether the named finding continues."""
+        self._ranks = 1
 
     @property
     def episodes(self) -> list[Episode]:
         """All episodes so far, the costliest first."""
-        now = [self._named.episode(goes_on=True)] if self._named else []
+        now = [track.episode(goes_on=True) for track in self._named]
         return sorted([*self._over, *now], key=lambda episode: -episode.cost_s)
 
     @property
@@ -84,19 +120,20 @@ class Episodes:
         return sum(episode.cost_s for episode in self.episodes)
 
     @property
-    def named(self) -> tuple[int, int, int | None]:
-        """How many episodes are over, how many findings were brief, and where the named one began."""
-        return len(self._over), self.brief.count, self._named.began if self._named else None
+    def named(self) -> tuple[int, int, list[int]]:
+        """How many episodes are over, how many findings were brief, and where the named ones began."""
+        return len(self._over), self.brief.count, [track.began for track in self._named]
 
-    @property
-    def named_for_ns(self) -> int | None:
-        """How long ago what is named began, in the job's own time; None while nothing is named."""
-        return self.clock.now_ns - self._named.began_ns if self._named else None
+    def named_for_ns(self, step: int) -> int | None:
+        """Return how long ago what is named since `step` began, in the job's own time; None without any."""
+        began = [track.began_ns for track in self._named if track.began == step]
+        return self.clock.now_ns - min(began) if began else None
 
     @property
     def followed(self) -> tuple[int, ...]:
         """The ranks that are named, else those found first of the ones being followed."""
-        return next((track.verdict.ranks for track in self._tracks()), ())
+        tracks = self._named or self._candidates[:1]
+        return tuple(sorted({rank for track in tracks for rank in track.verdict.ranks}))
 
     @property
     def follows_all(self) -> bool:
@@ -111,41 +148,48 @@ class Episodes:
         """
         if len(window.ranks) and self.clock.advance(window):
             if evidence is not None and not verdict.meaning.at_once:
-                self._follow(verdict, evidence, counts=counts)
-                self._name(verdict)
+                findings = findings_of(verdict)
+                self._ranks = window.expected
+                self._follow(findings, evidence, counts=counts)
+                self._name(findings)
+                self._order()
+                self._watch(findings, counts=counts)
             self._before, self._judged_to = self._judged_to, window.last_step
         return self._in_effect(window, verdict)
 
     def _tracks(self) -> list[Track]:
-        return [*([self._named] if self._named else []), *self._candidates]
+        return [*self._named, *self._candidates]
 
-    def _follow(self, verdict: Verdict, evidence: Evidence, *, counts: bool) -> None:
-        """Continue the findings that the window shows, begin a new one, and drop those that are gone."""
-        found = verdict if verdict.meaning.kind == "finding" else None
+    def _follow(self, findings: Sequence[Verdict], evidence: Evidence, *, counts: bool) -> None:
+        """Continue the findings that the window shows, begin new ones, and drop those that are gone."""
         full = counts and len(evidence.window.starts) >= len(self.clock.steps)
         level, usual = level_of(evidence), True
-        shown = [(PATTERNS.index(verdict.pattern or "lasting"), level)] * full
         for track in self._tracks():
-            exact = found is not None and track.is_found(found)
-            if exact or (found is not None and track.supports(found)):
+            exact = next((finding for finding in findings if track.is_found(finding)), None)
+            shown = exact or next((finding for finding in findings if track.supports(finding)), None)
+            track.shown = shown is not None
+            if shown is not None:
                 usual = False
                 track.seen += counts
-                track.exact += counts and exact
-                track.levels += shown
+                track.exact += counts and exact is not None
+                track.levels += [(PATTERNS.index(shown.pattern or "lasting"), level)] * full
                 del track.levels[:-MAX_LEVELS]
-                track.extend(evidence, self.clock, found if exact else None)
-            elif track is self._named and track.lingers(evidence, self._limits):
+                track.extend(evidence, self.clock, exact)
+            elif track in self._named and track.lingers(evidence, self._limits):
+                track.shown = True
                 track.extend(evidence, self.clock, None)
             elif counts:
                 track.missed += 1
-        if found is not None and not any(track.is_found(found) for track in self._tracks()):
-            begun = self._begin(found, evidence)
+        for finding in findings:
+            if any(track.is_found(finding) for track in self._tracks()):
+                continue
+            begun = self._begin(finding, evidence)
             if begun is not None:
                 usual = False
                 begun.seen = begun.exact = 1
-                begun.levels += shown
+                begun.levels += [(PATTERNS.index(finding.pattern or "lasting"), level)] * full
                 self._candidates.append(begun)
-        if full and usual and self._named is None:
+        if full and usual and not self._named:
             self._usual.append(level)
         self._forget()
 
@@ -170,12 +214,14 @@ class Episodes:
         return track
 
     def _forget(self) -> None:
-        if self._named is not None and self._named.gone(self.clock, self._limits):
-            self._end(self._named)
+        for track in [one for one in self._named if one.gone(self.clock, self._limits)]:
+            self._end(track)
         most = 1 / self._limits.hold_share - 1
         for track in list(self._candidates):
             if track.gone(self.clock, self._limits) or track.missed > most * track.seen:
                 self._drop(track)
+        while len(self._candidates) > _MAX_CANDIDATES:
+            self._drop(min(self._candidates, key=lambda track: track.cost_ns))
 
     def _drop(self, track: Track) -> None:
         """Drop what was not named; of several that overlap only the costliest counts as brief."""
@@ -183,72 +229,111 @@ class Episodes:
         self._counted.append((track.verdict, track.last))
         self._usual.extend(level for _, level in track.levels)
         cost_ns = max(track.cost_ns, track.outlived_ns)
-        alike = [other for other in self._tracks() if overlap(other.verdict, track.verdict)]
-        for other in alike:
+        others = [other for other in self._tracks() if overlap(other.verdict, track.verdict)]
+        for other in others:
             other.outlived_ns = max(other.outlived_ns, cost_ns)
-        if not alike:
+        if not others:
             self._add_brief(cost_ns / 1e9)
+            for watch in self._watches:
+                if watch.is_of(track.verdict):
+                    watch.drop(cost_ns)
 
     def close(self) -> None:
         """End the run: what has not been named will not be."""
+        self.at_end = [
+            AtEnd(track.verdict, track.began, track.last, track.cost_ns / 1e9)
+            for track in sorted(self._candidates, key=lambda track: -track.cost_ns)
+        ]
+        for watch in self._watches:
+            self._pass(watch, named=False)
         for track in list(self._candidates):
             self._drop(track)
+        self._watches = []
 
-    def _name(self, verdict: Verdict) -> None:
-        """Name the first candidate that has lasted and cost enough, if `verdict` shows it."""
-        for track in self._candidates:
-            if track.is_found(verdict) and 2 * track.exact >= track.seen and self._worth(track):
-                if not self._replaces(track):
-                    continue
-                named = self._named
-                if named is not None and _alike(named, track):  # the same episode under another label
-                    named.verdict, track = track.verdict, named
-                elif named is not None:
-                    self._give_way(named, track)
-                self._candidates = [each for each in self._candidates if not each.supports(track.verdict)]
-                self._named, self.since = track, track.began
-                track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
-                return
+    def _name(self, findings: Sequence[Verdict]) -> None:
+        """Name the candidates that have lasted and cost enough, if one of `findings` shows them."""
+        for track in sorted(self._candidates, key=lambda track: -track.cost_ns):
+            exact = any(track.is_found(finding) for finding in findings) and 2 * track.exact >= track.seen
+            if track in self._candidates and exact and self._worth(track) and self._replaces(track):
+                self._take_name(track)
+
+    def _take_name(self, track: Track) -> None:
+        """Name `track`: as the one that names nearly the same, or beside those that name something else."""
+        same = [named for named in self._named if alike(named.verdict, track.verdict)]
+        for named in list(self._named):
+            if named not in same[:1] and overlap(named.verdict, track.verdict):
+                self._give_way(named, track)
+        self._candidates = [
+            one for one in self._candidates if one is not track and not one.supports(track.verdict)
+        ]
+        if same:  # the same episode under another label
+            same[0].verdict, track = track.verdict, same[0]
+        else:
+            self._named.append(track)
+        track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
+        if track is self._named[0]:
+            self.since = track.began
 
     def _give_way(self, named: Track, track: Track) -> None:
         """End what is named for `track`, which counts the steps that it explains better."""
-        if overlap(named.verdict, track.verdict):
-            named.cut(track.began)
+        named.cut(track.began)
         if named.cost_ns:
             self._end(named)
+        else:
+            self._named.remove(named)
 
     def _replaces(self, track: Track) -> bool:
         """
         Whether `track` may be named. In place of one that names nearly the same only if it was found for as
         long, and in two of three windows.
         """
-        named = self._named
-        if named is None or not _alike(named, track):
+        same = [named for named in self._named if alike(named.verdict, track.verdict)]
+        if not same:
             return True
         if 3 * track.exact < 2 * track.seen:
             return False
         step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
-        since, since_ns = max(named.found, track.found), max(named.found_ns, track.found_ns)
+        since = max(track.found, *(named.found for named in same))
+        since_ns = max(track.found_ns, *(named.found_ns for named in same))
         steps = self.clock.timed(step - since)
         return self._limits.lasted(track.verdict.label, now_ns - since_ns, steps)
 
     def _worth(self, track: Track) -> bool:
         if not track.held(self.clock, self._limits):
             return False
-        if len(self._usual) < self._limits.usual_least or not track.levels:
+        usual = self._usual_level(track.verdict)
+        if usual is None or not track.levels:
             return True
-        if track.verdict.meaning.names == "all":
-            return True  # measured from a baseline, which has no such windows
-        usual = np.quantile(list(self._usual), self._limits.usual_quantile, axis=0)
         above = sum(bool(level[at] > usual[at]) for at, level in track.levels)
         return 2 * above > len(track.levels)
+
+    def _usual_level(self, verdict: Verdict) -> Float | None:
+        """Return the run's usual fluctuation by each of PATTERNS (3,); None where none is known, or used."""
+        if len(self._usual) < self._limits.usual_least or verdict.meaning.names == "all":
+            return None  # what is measured from a baseline has no such windows
+        level: Float = np.quantile(list(self._usual), self._limits.usual_quantile, axis=0)
+        return level
+
+    def _order(self) -> None:
+        """Have the headline first: what costs most of its time, of what the newest windows show if any is."""
+        if not self._named:
+            return
+        before = self._named[0]
+        self._named.sort(key=lambda track: (track.shown, track.share), reverse=True)
+        first = self._named[0]
+        if first is not before and before.shown and before.share >= _KEEPS * first.share:
+            self._named.remove(before)
+            self._named.insert(0, before)
+        elif first is not before:
+            self.since = first.began if first.found_ns == self.clock.now_ns else int(self.clock.steps[-1])
 
     def _end(self, track: Track) -> None:
         self._over.append(track.episode(goes_on=False))
         self._counted.append((track.verdict, track.last))
-        self._candidates = [each for each in self._candidates if not overlap(each.verdict, track.verdict)]
-        self.since = track.last + 1
-        self._named = None
+        self._candidates = [one for one in self._candidates if not overlap(one.verdict, track.verdict)]
+        if track is self._named[0]:
+            self.since = track.last + 1
+        self._named.remove(track)
         if len(self._over) > _MAX_EPISODES:
             least = min(self._over, key=lambda episode: episode.cost_s)
             self._over.remove(least)
@@ -257,59 +342,90 @@ class Episodes:
     def _add_brief(self, cost_s: float) -> None:
         self.brief = Brief(count=self.brief.count + 1, cost_s=self.brief.cost_s + cost_s)
 
+    def _watch(self, findings: Sequence[Verdict], *, counts: bool) -> None:
+        """Follow the causes that are not named, and choose the one in effect."""
+        named = [track.verdict for track in self._named]
+        for watch in self._watches:
+            watch.look(findings, counts=counts)
+            watch.follow(self._candidates)
+        for watch in list(self._watches):
+            is_named = any(map(watch.is_of, named))
+            if is_named or watch.gone(self.clock, self._limits) or watch.rare(self._limits):
+                self._watches.remove(watch)
+                self._pass(watch, named=is_named)
+        for track in self._candidates:
+            known = [*named, *(watch.verdict for watch in self._watches)]
+            silent = over(track.last, track.last_ns, self.clock, self._limits)
+            if not silent and not any(alike(track.verdict, one) for one in known):
+                self._watches.append(Watch(track))
+        before = self._watched
+        long = [watch for watch in self._watches if watch.lasts(self.clock, self._limits)]
+        if named:
+            self._watched = None
+        elif long:
+            self._watched = max(long, key=lambda watch: watch.cost_ns)
+            if before is None:
+                self.since = max(self._watched.began, self.since or 0)
+        elif before is not None and before.gone(self.clock, self._limits):
+            self._watched = None
+            self.since = (self._judged_to or -1) + 1
+
+    def _pass(self, watch: Watch, *, named: bool) -> None:
+        """Keep what was watched for long, and is over or `named` now: the run has lost time to it."""
+        episode = watch.passed(self._ranks, named=named)
+        ns, steps = episode.seconds * 1e9, self.clock.timed(watch.last - watch.began) + 1
+        if self._limits.lasted(episode.label, ns, steps) and episode.cost_s >= self._limits.hold_cost_s:
+            self.passed.append(episode)
+            if len(self.passed) > _MAX_PASSED:
+                self.passed.remove(min(self.passed, key=lambda one: one.cost_s))
+
     def _in_effect(self, window: Window, verdict: Verdict) -> Verdict:
         at_once = verdict.meaning.at_once
-        if at_once or self._named is None:
+        if at_once or not self._named:
             effective = self._without_name(window, verdict)
         else:
             if self._interrupted:
                 self.since = (self._before or -1) + 1
-            effective = self._with_name(self._named, verdict)
-        self._interrupted = at_once and self._named is not None
+            effective = self._with_name(verdict)
+        self._interrupted = at_once and bool(self._named)
         return msgspec.structs.replace(effective, lost_s=self.lost_s, elapsed_s=self.clock.now_ns / 1e9)
 
-    def _with_name(self, named: Track, verdict: Verdict) -> Verdict:
-        """Return the verdict that names `named`, with the cost of the whole episode."""
-        episode = named.episode(goes_on=True)
-        now_s = self.clock.now_ns / 1e9
-        silent_s = now_s - named.last_ns / 1e9
-        silent = notes.not_now(silent_s) if verdict.meaning.kind != "finding" and silent_s > 0 else ""
-        each = notes.so_far(episode.seconds, episode.cost_s), silent, self._pending()
-        share = (episode.cost_pct or 0.0) / 100
-        return msgspec.structs.replace(
-            named.verdict,
-            **verdict.of_window,
-            from_step=named.began,
-            cost_pct=episode.cost_pct,
-            cost_range_pct=episode.cost_range_pct,
-            rank_hours_per_hour=share * named.ranks,
-            note="; ".join(filter(None, each)),
+    def _with_name(self, verdict: Verdict) -> Verdict:
+        """Return the headline, with the cost of its whole episode, and the others named beside it."""
+        first, *others = self._named
+        others.sort(key=lambda track: -track.share)
+        silent_s = (self.clock.now_ns - first.last_ns) / 1e9
+        parts = (
+            notes.so_far(first.seconds, first.cost_ns / 1e9),
+            notes.not_now(silent_s) if silent_s > 0 and not first.shown else "",
+            notes.more(len(others) - MAX_ALSO),
+            pending(self._candidates, None),
         )
-
-    def _pending(self) -> str:
-        """Return a note on what is found, but has not lasted long enough to be named."""
-        longest: dict[tuple[int | None, str | None], tuple[float, Verdict]] = {}
-        drifts = [track for track in self._candidates if track.verdict.meaning.names == "all"]
-        drifts.sort(key=lambda track: -track.exact)
-        for track in self._candidates:
-            if track in drifts[1:]:
-                continue  # of one slow-down one window may show the stage, and another the whole step
-            which, lasted_s = (
-                (track.verdict.rank, track.verdict.stage),
-                (track.last_ns - track.began_ns) / 1e9,
-            )
-            if lasted_s > longest.get(which, (0.0,))[0]:
-                longest[which] = lasted_s, track.verdict
-        return notes.pending([*longest.values()])
+        beside = (without_window(track.costed()) for track in others[:MAX_ALSO])
+        headline = msgspec.structs.replace(first.costed(), **verdict.of_window, from_step=first.began)
+        return msgspec.structs.replace(headline, also=tuple(beside), note="; ".join(filter(None, parts)))
 
     def _without_name(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict that names no rank."""
-        unnamed, note = self._settled(window, verdict), self._pending()
+        young = self._unnamed is None or self._unnamed.meaning.at_once
+        unnamed = self._settled(window, verdict)
+        watch = self._watched
+        if watch is None and young:  # nothing was said of the run that could stay as it was
+            watch = max(self._watches, key=lambda one: one.cost_ns, default=None)
+        if watch is not None and not verdict.meaning.at_once:
+            lacks = lacking(
+                watch, self._candidates, self._usual_level(watch.verdict), self.clock, self._limits
+            )
+            watching = watch.in_effect(verdict, lacks, self.clock, self._ranks)
+            silent = "" if watch.shown else notes.not_now((self.clock.now_ns - watch.last_ns) / 1e9)
+            note = "; ".join(filter(None, (silent, pending(self._candidates, watch))))
+            return msgspec.structs.replace(watching, note=note)
+        note = pending(self._candidates, None)
         if verdict.label == unnamed.label:
             return msgspec.structs.replace(verdict, note=note)
         why, confidence = unnamed.why, unnamed.confidence
         if unnamed.label == "healthy":
-            why, confidence = notes.too_brief(self._limits.hold_of(verdict.label)), "medium"
+            why, confidence = notes.too_brief(self._limits.hold_s), "medium"
         return msgspec.structs.replace(
             unnamed,
             **verdict.of_window,
@@ -344,8 +460,3 @@ class Episodes:
         now, step = self.clock.now_ns, window.last_step or 0
         began, began_ns = self._turning = self._turning or (step, now)
         return self._limits.lasted(verdict.label, now - began_ns, self.clock.timed(step - began))
-
-
-def _alike(one: Track, other: Track) -> bool:
-    """Whether one of them names what the other does, and maybe more."""
-    return one.supports(other.verdict) or other.supports(one.verdict)

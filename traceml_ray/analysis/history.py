@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from traceml_ray.analysis import notes
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.episodes import Episodes
-from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.costs import with_cost, without_saving
+from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.onset import late_steps
+from traceml_ray.analysis.over_run import Sample, findings_of_run, same
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Episode, same_ranks, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
+from traceml_ray.analysis.watching import without_window
 from traceml_ray.analysis.window import Window, joined
 
 _MAX_PERIODS = 1000
@@ -58,7 +59,8 @@ class RunJudge:
         self._sampled_to = -1
         self._counted_to: int | None = None
         self._judged_to: int | None = None
-        self._same_ranks_from = 0
+        self._same_ranks_from = self._same_ranks_ns = 0
+        """The step, and the time of the run, from which on the set of ranks is the present one."""
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: Counter[tuple[str, str | None, int | None]] = Counter()
         """Windows by label, stage and each of the ranks: which of them is the worst is chance."""
@@ -76,6 +78,7 @@ class RunJudge:
         the windows since then.
         """
         self._first_step, self._judged_to, self.episodes = state
+        self._same_ranks_ns = self.episodes.clock.now_ns
 
     def update(self, window: Window) -> Verdict:
         """
@@ -99,6 +102,7 @@ class RunJudge:
             # Ranks came or went: rows of different sets of ranks cannot be judged together.
             self._sample.clear()
             self._same_ranks_from = window.first_step or 0
+            self._same_ranks_ns = self.episodes.clock.now_ns
         self._window = window
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
@@ -114,7 +118,7 @@ class RunJudge:
         verdict = self.episodes.update(window, found, evidence, counts=counts)
         self._collect(window)
         self._merge(verdict)
-        return self._with_chronic(verdict, sum(_same(verdict, v) for v in self._recent), len(self._recent))
+        return self._with_chronic(verdict, sum(same(verdict, v) for v in self._recent), len(self._recent))
 
     def whole(self) -> Verdict:
         """
@@ -126,19 +130,60 @@ class RunJudge:
         if window is None or self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
-        if verdict.meaning.kind == "finding" and evidence is not None and not self._lasts(verdict, evidence):
-            verdict = Verdict(
-                label="healthy", confidence="medium", from_step=window.first_step, **verdict.of_window,
-                why=notes.passing(verdict.why), next=LABELS["healthy"].next,
-            )  # fmt: skip
-        if verdict.label == "healthy":
-            verdict = self._costliest(verdict)
+        sampled, clock = findings_of(verdict), self.episodes.clock
+        every = [*self.episodes.episodes, *self.episodes.passed]
+        every = [one for one in every if one.to_step >= self._same_ranks_from]
+        spread_to = self._sample[-1].last_step if self._sample else window.last_step
+        sample = Sample(window, spread_to or 0, clock.now_ns - self._same_ranks_ns)
+        if sampled and clock.now_ns < self._thresholds.hold_s * 1e9:  # too short for a name
+            found = [
+                with_cost(
+                    msgspec.structs.replace(one, about="run"),
+                    (one.cost_pct or 0.0) / 100 * clock.now_ns / 1e9, clock.now_ns / 1e9, window.expected,
+                )
+                for one in sampled
+            ]  # fmt: skip
+        elif sampled or verdict.label == "healthy":
+            found = findings_of_run(every, sampled, evidence, sample, clock, self._thresholds)
+        else:
+            found = []
+        return self._of_run(window, verdict, found)
+
+    def _of_run(self, window: Window, sample: Verdict, found: Sequence[Verdict]) -> Verdict:
+        """Return the verdict on the run, which has these findings; `sample` is that on its `window`."""
+        named = self.episodes.episodes
         elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
-        if verdict.meaning.kind == "finding" and not lost_s:
-            lost_s = (verdict.cost_pct or 0.0) / 100 * elapsed_s
-        verdict = msgspec.structs.replace(verdict, lost_s=lost_s, elapsed_s=elapsed_s)
-        same = self._totals[verdict.label, verdict.stage, verdict.rank]
-        return self._with_chronic(verdict, same, self._counted)
+        for one in found:  # what was not named has cost, too
+            lost_s += (one.cost_s or 0.0) - sum(each.cost_s for each in named if same(one, each))
+        total = {"lost_s": lost_s, "elapsed_s": elapsed_s}
+        last = [(one.verdict, one.last - one.began + 1, one.cost_s) for one in self.episodes.at_end]
+        note = notes.last_steps(last, elapsed_s)
+        if not found:
+            verdict = sample
+            if sample.meaning.kind == "finding":
+                verdict = Verdict(
+                    label="healthy", confidence="medium", from_step=window.first_step,
+                    why=notes.passing(without_saving(sample.why)), next=LABELS["healthy"].next,
+                    **sample.of_window,
+                )  # fmt: skip
+            was = notes.was_named(len(named), lost_s) if named else ""
+            note = "; ".join(filter(None, (was, note)))
+            return msgspec.structs.replace(verdict, about="run", also=(), note=note, **total)
+        headline, *others = (self._with_chronic(one, self._often(one), self._counted) for one in found)
+        facts = sample.of_window
+        if not headline.window_steps:  # of episodes
+            facts["to_step"] = headline.to_step
+        return msgspec.structs.replace(
+            headline,
+            **facts,
+            also=tuple(without_window(one) for one in others[:MAX_ALSO]),
+            note="; ".join(filter(None, (notes.more(len(others) - MAX_ALSO), note))),
+            **total,
+        )
+
+    def _often(self, verdict: Verdict) -> int:
+        """Return how many windows have shown what `verdict` names."""
+        return self._totals[verdict.label, verdict.stage, verdict.rank]
 
     def sample(self) -> Window | None:
         """Return the steps that `whole` judges, None before any."""
@@ -146,58 +191,6 @@ class RunJudge:
             return self._window
         tail = self._window.take(self._window.keys > self._sample[-1].keys[-1])
         return joined([*self._sample, tail])
-
-    def _lasts(self, whole: Verdict, evidence: Evidence) -> bool:
-        """
-        Whether the finding over the whole run was named, or makes up most of the run, or recurs. In a run
-        that is too short for a rank to be named it always counts.
-        """
-        limits, episodes = self._thresholds, self.episodes
-        elapsed_s = episodes.clock.now_ns / 1e9
-        if elapsed_s < limits.hold_s or any(_same(whole, episode) for episode in episodes.episodes):
-            return True
-        if (whole.cost_pct or 0.0) / 100 * elapsed_s < limits.hold_cost_s:
-            return False
-        if whole.pattern == "lasting":
-            return True
-        late = np.flatnonzero(late_steps(waited_ns(whole, evidence).astype(np.float64)))
-        if len(late) < 2:
-            return False
-        first, last = evidence.window.steps[late[[0, -1]]].tolist()
-        between_ns = (last - first + 1) * evidence.step_ns[late[0] : late[-1] + 1].mean()
-        return limits.lasted(whole.label, between_ns, episodes.clock.timed(last - first))
-
-    def _costliest(self, whole: Verdict) -> Verdict:
-        """Return the costliest of all that was named, where it cost `min_drift` of the run; else `whole`."""
-        elapsed_s = max(self.episodes.clock.now_ns / 1e9, 1e-9)
-        causes: list[list[Episode]] = []
-        for episode in self.episodes.episodes:
-            if episode.to_step >= self._same_ranks_from:
-                cause = next((each for each in causes if _same(each[0], episode)), None)
-                if cause is None:
-                    causes.append(cause := [])
-                cause.append(episode)
-        if not causes:
-            return whole
-        costliest = max(causes, key=lambda each: sum(episode.cost_s for episode in each))
-        cost = sum(episode.cost_s for episode in costliest) / elapsed_s
-        periods = [period for period in self.periods if _same(period, costliest[0])]
-        if cost < self._thresholds.min_drift or not periods:
-            note = notes.was_named(len(self.episodes.episodes), self.episodes.lost_s)
-            return msgspec.structs.replace(whole, note=note)
-        worst = max(periods, key=lambda period: period.cost_pct or 0.0)
-        share = sum(episode.seconds for episode in costliest) / elapsed_s
-        return msgspec.structs.replace(
-            msgspec.structs.replace(worst, **whole.of_window),
-            gain_pct=100 * cost,
-            cost_pct=100 * cost,
-            cost_range_pct=None,
-            rank_hours_per_hour=cost * (self._window.expected if self._window else 0),
-            from_step=min(period.from_step or 0 for period in periods),
-            to_step=max(period.to_step or 0 for period in periods),
-            why=notes.over_the_run(worst, share, cost),
-            note="",
-        )
 
     def _warm(self, window: Window) -> Window:
         if self._first_step is None:
@@ -217,11 +210,13 @@ class RunJudge:
         self._counted_to = window.last_step
         self._counted += 1
         self._recent.append(verdict)
-        self._totals.update((verdict.label, verdict.stage, rank) for rank in verdict.ranks or (None,))
+        for one in findings_of(verdict) or [verdict]:
+            self._totals.update((one.label, one.stage, rank) for rank in one.ranks or (None,))
         return True
 
     def _with_chronic(self, verdict: Verdict, same: int, counted: int) -> Verdict:
-        if (verdict.rank is None and verdict.meaning.names != "all") or counted < _ENOUGH:
+        names = verdict.rank is not None or verdict.meaning.names == "all"
+        if not names or verdict.meaning.kind != "finding" or counted < _ENOUGH:
             return verdict
         return msgspec.structs.replace(verdict, chronic=same >= self._thresholds.chronic_share * counted)
 
@@ -246,14 +241,14 @@ class RunJudge:
         to_step, since = verdict.to_step or 0, self.episodes.since
         finding = verdict.meaning.kind == "finding"
         while finding and self.periods and (self.periods[-1].from_step or 0) >= (since or 0):
-            if _same(self.periods[-1], verdict):
+            if same(self.periods[-1], verdict):
                 break
             self.periods.pop()  # only now is it known when this one began
         if not self.periods:
             self.periods.append(verdict)
             return
         period = self.periods[-1]
-        if _same(period, verdict):
+        if same(period, verdict):
             strongest = verdict if (verdict.cost_pct or 0.0) >= (period.cost_pct or 0.0) else period
             costs = {name: getattr(verdict, name) for name in _COSTS}
             self.periods[-1] = msgspec.structs.replace(
@@ -265,12 +260,10 @@ class RunJudge:
         self.periods.append(msgspec.structs.replace(verdict, from_step=begins))
 
 
-_COSTS = ("cost_pct", "cost_range_pct", "rank_hours_per_hour", "lost_s", "elapsed_s")
-
-
-def _same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
-    """Whether two verdicts name the same cause; of a set of ranks, at least one in common."""
-    return (one.label, one.stage) == (other.label, other.stage) and same_ranks(one, other)
+_COSTS = (
+    *("cost_pct", "cost_s", "cost_range_pct", "rank_hours_per_hour", "lost_s", "elapsed_s", "gain_pct"),
+    "also",
+)
 
 
 class Replay:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-Kind = Literal["finding", "abstention", "failure", "healthy"]
-Severity = Literal["critical", "warning", "info"]
+Kind = Literal["finding", "watching", "abstention", "failure", "healthy"]
+Severity = Literal["critical", "warning", "notice", "info"]
 Label = Literal[
     "straggler", "co_critical", "ambiguous", "group_wide", "accounting_only", "telemetry_limited",
-    "hang", "stalled", "rank_lost", "oom", "healthy",
+    "hang", "stalled", "rank_lost", "oom", "watching", "healthy",
 ]  # fmt: skip
 Pattern = Literal["lasting", "transient", "rotating"]
 """
@@ -26,7 +26,10 @@ class Meaning(NamedTuple):
     """The meaning of a label."""
 
     kind: Kind
-    """A finding makes steps longer: it must last before it is named, and has a cost. A failure ends steps."""
+    """
+    A finding makes steps longer: it must last before it is named, and has a cost. While it is not named yet,
+    it is watched. A failure ends steps.
+    """
     names: Literal["ranks", "all", "none"]
     """Who is named. All ranks: they are slower together, measured from a baseline, not from peers."""
     means: str
@@ -38,7 +41,10 @@ class Meaning(NamedTuple):
     @property
     def severity(self) -> Severity:
         """How bad it is, on pages and in lists of events."""
-        return "critical" if self.kind == "failure" else "warning" if self.kind == "finding" else "info"
+        return _SEVERITY.get(self.kind, "info")
+
+
+_SEVERITY: dict[Kind, Severity] = {"failure": "critical", "finding": "warning", "watching": "notice"}
 
 
 # fmt: off
@@ -80,6 +86,10 @@ LABELS: dict[Label, Meaning] = {
     "oom": Meaning("failure", "ranks",
         "a rank died because memory ran out",
         "Use a smaller batch or activation checkpointing.", at_once=True),
+    "watching": Meaning("watching", "ranks",
+        "something is late or slower, but it is not named yet: who, since when, what it has cost so far, and "
+        "which condition for a name is still lacking, in numbers",
+        "Wait: it is named once it has lasted and cost enough, or it passes."),
     "healthy": Meaning("healthy", "none", "no rank delays the others", "Nothing to do."),
 }
 # fmt: on

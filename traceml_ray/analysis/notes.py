@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.text import duration, listed, ranks, share
+from traceml_ray.text import count, duration, listed, ranks, share
+
+_NODES = 2
+"""So many nodes are named with their ranks."""
 
 
-def over_the_run(worst: Verdict, taken: float, cost: float) -> str:
-    """Return the shares of the run (0..1) that something takes and costs; `worst`: where it was largest."""
-    what, verb = _stages(worst) or "the whole step", "is" if len(worst.ranks) == 1 else "are"
-    late = f"{ranks(worst.ranks)} {verb} late" if worst.ranks else "ranks are late in turn"
-    slower = worst.meaning.names == "all"
-    who = f"{what} is slower than the baseline" if slower else f"{late} out of {what}"
-    return f"In {share(taken)} of the run {who}: {share(cost)} of its time. Where it was worst: {worst.why}"
+def over_the_run(
+    late: Sequence[int], stages: Sequence[str], all_ranks: bool, taken: float, cost: float
+) -> str:
+    """Return the shares of the run (0..1) in which `late` ranks are late in `stages`, and that it costs."""
+    what, verb = _listed(stages) or "the whole step", "is" if len(late) == 1 else "are"
+    who = f"{ranks(late)} {verb} late" if late else "ranks are late in turn"
+    seen = f"{what} is slower than the baseline" if all_ranks else f"{who} out of {what}"
+    return f"In {share(taken)} of the run {seen}. Fixing that saves {share(cost)} of the run."
+
+
+def last_steps(found: Sequence[tuple[Verdict, int, float]], elapsed_s: float) -> str:
+    """
+    Return what was late in the last steps of a run, too briefly to be named: each with how many steps, and
+    its cost (s).
+    """
+    parts = [
+        f"{_what(verdict)} in the last {count(steps, 'step')}: {duration(cost_s)}, "
+        f"{share(cost_s / max(elapsed_s, 1e-9))} of the run"
+        for verdict, steps, cost_s in found[:2]
+    ]
+    return "; ".join(parts)
 
 
 def passing(strongest: str) -> str:
@@ -30,18 +47,20 @@ def was_named(times: int, cost_s: float) -> str:
 
 def pending(found: Sequence[tuple[float, Verdict]]) -> str:
     """Return what is not named yet; `found` has for how long (s) each was found."""
-    each = []
-    for lasted_s, verdict in found[:2]:
-        stages = _stages(verdict)
-        what = f"{ranks(verdict.ranks)} late" if verdict.ranks else "ranks late in turn"
-        if verdict.meaning.names == "all":
-            what = "slower" if stages else "whole step slower"
-        each.append(f"{what}{stages and f' in {stages}'} for {duration(lasted_s)}")
-    return "; ".join(each)
+    return "; ".join(f"{_what(verdict)} for {duration(lasted_s)}" for lasted_s, verdict in found[:2])
 
 
-def _stages(verdict: Verdict) -> str:
-    return listed([f"`{stage}`" for stage in verdict.stages])
+def _what(verdict: Verdict) -> str:
+    """Return "rank 1 late in `data`", "whole step slower"."""
+    stages = _listed(verdict.stages)
+    what = f"{ranks(verdict.ranks)} late" if verdict.ranks else "ranks late in turn"
+    if verdict.meaning.names == "all":
+        what = "slower" if stages else "whole step slower"
+    return what + (f" in {stages}" if stages else "")
+
+
+def _listed(stages: Sequence[str]) -> str:
+    return listed([f"`{stage}`" for stage in stages])
 
 
 def not_now(silent_s: float) -> str:
@@ -49,24 +68,40 @@ def not_now(silent_s: float) -> str:
     return f"not seen for {duration(silent_s)}"
 
 
+def watched(verdict: Verdict, began: int, lasted_s: float, cost_s: float, cost: float, lacking: str) -> str:
+    """Return what is seen, since when, what it has cost (s, and as a share of that time), and what lacks."""
+    since = f"for {duration(lasted_s)}, since step {began:,}"
+    spent = f"It has cost {duration(cost_s)}, {share(cost)} of that time. It is not named yet: {lacking}."
+    return f"{_seen(verdict, 'has been', 'have been')} {since}. {spent}"
+
+
 def too_brief(hold_s: float) -> str:
-    """Return why no rank is named although something was found."""
-    return f"What is late or slower now has lasted less than {duration(hold_s)}, or costs almost nothing."
+    """Return why nothing is named or watched although the window shows something."""
+    return f"What this window shows has lasted less than {duration(hold_s)}, or is over."
 
 
 def too_early(found: Verdict, hold_s: float) -> str:
     """Return why a run without a verdict so far names nobody although something is late, or slower."""
-    stages = _stages(found)
+    return f"{_seen(found, 'is', 'are')}. That is not named yet: it has to last {duration(hold_s)}."
+
+
+def _seen(found: Verdict, one: str, several: str) -> str:
+    """Return who is late, or what is slower; `one` and `several` are the verb."""
+    stages = _listed(found.stages)
     if found.meaning.names == "all":
-        what = f"{stages or 'The whole step'} is slower than the baseline"
-    elif found.ranks:
-        who, verb = ranks(found.ranks), "is" if len(found.ranks) == 1 else "are"
-        what = f"{who[:1].upper()}{who[1:]} {verb} late" + (f" in {stages}" if stages else "")
-    else:
-        what = "Ranks are late in turn"
-    return f"{what}. That is not named yet: it has to last {duration(hold_s)}."
+        return f"{stages or 'The whole step'} {one} slower than the baseline"
+    if not found.ranks:
+        return f"Ranks {several} late in turn" + (f" in {stages}" if stages else "")
+    who = f"{ranks(found.ranks)}{f' ({listed(found.nodes)})' if 0 < len(found.nodes) <= _NODES else ''}"
+    verb = one if len(found.ranks) == 1 else several
+    return f"{who[:1].upper()}{who[1:]} {verb} late" + (f" in {stages}" if stages else "")
 
 
 def so_far(lasted_s: float, cost_s: float) -> str:
     """Return what an episode that goes on has cost."""
     return f"for {duration(lasted_s)}, of which it cost {duration(cost_s)}"
+
+
+def more(count: int) -> str:
+    """Return how many more findings are named than are listed."""
+    return f"{count:,} more {'is' if count == 1 else 'are'} named" if count > 0 else ""

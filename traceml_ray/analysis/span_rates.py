@@ -61,6 +61,12 @@ def span_rates(sums: Iterable[SpanSum], first: int, last: int) -> SpanRates:
     return found
 
 
+def with_spans(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
+    """Return `verdict`, and what it names `also`, each with the span that explains it, see `with_span`."""
+    also = tuple(with_span(one, window, find, thresholds) for one in verdict.also)
+    return msgspec.structs.replace(with_span(verdict, window, find, thresholds), also=also)
+
+
 def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
     """
     Return `verdict` with the span that explains most of its rank's excess in its stage, if one does.

@@ -7,6 +7,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis.costs import with_cost
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.labels import PATTERNS, Label, Pattern
 from traceml_ray.analysis.onset import late_steps
@@ -35,7 +36,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     ranks: tuple[int, ...]
     node: str | None
+    nodes: tuple[str, ...]
     pattern: Pattern
+    confidence: str | None
     from_step: int
     to_step: int
     seconds: float
@@ -45,6 +48,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     cost_range_pct: tuple[float, float] | None
     goes_on: bool
     why: str
+    next: str
 
 
 class Clock:
@@ -113,6 +117,8 @@ class Track:
         self.levels: list[tuple[int, Float]] = []
         """`level_of` each full window that shows it, and the place in it of what it was found by."""
         self.ranks = 1
+        self.shown = True
+        """Whether the newest window shows it."""
         self._counted_to = -1
         self._after_ns = 0
         """Cost of the steps after the last late one, for when it continues."""
@@ -124,10 +130,7 @@ class Track:
 
     def supports(self, found: Verdict) -> bool:
         """Whether `found` names what this names, and maybe more."""
-        mine = self.verdict
-        if "all" in (mine.meaning.names, found.meaning.names):
-            return mine.label == found.label  # which stage carries a slow-down differs between windows
-        return same_ranks(mine, found) and mine.stage in found.stages
+        return contains(found, self.verdict)
 
     def is_found(self, found: Verdict) -> bool:
         """Whether `found` names just this; of a set of ranks, at least one in common."""
@@ -202,7 +205,7 @@ class Track:
         self.last = max(self.began, min(self.last, step - 1))
 
     def episode(self, *, goes_on: bool) -> Episode:
-        mine, seconds = self.verdict, max(self.last_ns - self.began_ns, 1) / 1e9
+        mine, seconds = self.verdict, self.seconds
         return Episode(
             **{name: getattr(mine, name) for name in _SHARED},
             from_step=self.began,
@@ -210,10 +213,32 @@ class Track:
             seconds=seconds,
             cost_s=self.cost_ns / 1e9,
             rank_hours=self.cost_ns * self.ranks / 3.6e12,
-            cost_pct=min(100.0, 100 * self.cost_ns / 1e9 / seconds),
+            cost_pct=100 * self.share,
             cost_range_pct=self.cost_range(),
             goes_on=goes_on,
         )
+
+    @property
+    def seconds(self) -> float:
+        """From the first late step to the last."""
+        return max(self.last_ns - self.began_ns, 1) / 1e9
+
+    def costed(self) -> Verdict:
+        """Return the verdict with what the whole episode costs, of its time."""
+        range_pct = self.cost_range()
+        mine = with_cost(self.verdict, self.cost_ns / 1e9, self.seconds, self.ranks, range_pct)
+        return msgspec.structs.replace(mine, from_step=self.began, to_step=self.last)
+
+    @property
+    def share(self) -> float:
+        """Its cost as a share of its time, 0..1."""
+        return min(1.0, self.cost_ns / max(self.last_ns - self.began_ns, 1))
+
+    def typical_level(self) -> tuple[int, float]:
+        """Return the pattern (a place in PATTERNS) that it was found by, and its median excess in windows."""
+        places = [place for place, _ in self.levels]
+        place = max(set(places), key=places.count)
+        return place, float(np.median([level[at] for at, level in self.levels]))
 
     def cost_range(self) -> tuple[float, float] | None:
         if not self._shares:
@@ -222,7 +247,9 @@ class Track:
         return low, high
 
 
-_SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "pattern", "why")
+_SHARED = (
+    *("label", "stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "confidence", "why", "next"),
+)
 
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
@@ -240,6 +267,18 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     places = tuple(_places(verdict, window))
     causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
     return window.by_step(evidence.waited_ns(*causes))
+
+
+def contains(found: Verdict, part: Verdict) -> bool:
+    """Whether `found` names what `part` names, and maybe more."""
+    if "all" in (part.meaning.names, found.meaning.names):
+        return part.label == found.label  # which stage carries a slow-down differs between windows
+    return same_ranks(part, found) and part.stage in found.stages
+
+
+def alike(one: Verdict, other: Verdict) -> bool:
+    """Whether one of them names what the other does, and maybe more."""
+    return contains(one, other) or contains(other, one)
 
 
 def overlap(one: Verdict, other: Verdict) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -77,6 +77,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of all that is named together, % of the step."""
     cost_range_pct: tuple[float, float] | None = None
     """Range of `cost_pct` over the windows (p10, p90), where there were several."""
+    about: Literal["now", "run"] = "now"
+    """What its cost is a share of: the time since what it names began, or the whole run."""
+    cost_s: float | None = None
+    """Time that the run has waited for what is named here, s; of `cost_pct`, the seconds."""
     lost_s: float | None = None
     """Time that the run has waited for all that was named so far, s,"""
     elapsed_s: float | None = None
@@ -118,11 +122,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Where ranks do different work: what each role waits for the others."""
     reason: Reason | None = None
     """Where ranks are late in turn: why their work is uneven."""
+    also: tuple[Verdict, ...] = ()
+    """Other findings, the costliest first, each with its own cost and no `also`."""
 
     @property
     def meaning(self) -> Meaning:
         """What its label says."""
         return LABELS[self.label]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as data; what it names `also` without what is of a window only."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        for other in fields["also"]:
+            for name in ("suspects", "exposed_ms", "roles"):
+                del other[name]
+        return fields
 
     @property
     def of_window(self) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.episodes import Brief, Episodes
+from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Track
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.watching import Watch
 from traceml_ray.errors import Errors
 from traceml_ray.reports.baseline import given
 from traceml_ray.settings import SettingError, Settings
@@ -29,9 +30,9 @@ KEY = "judging"
 EVERY_NS = 10_000_000_000
 """How often open episodes are written; one that begins or ends is written at once."""
 MAX_HISTORIES = 16
-FORM = 2
+FORM = 3
 """To be raised when one of the classes below changes."""
-PACKER = Packer(FORM, 16 << 20, Episodes, Brief, Track, Clock, Episode, Verdict, Thresholds)
+PACKER = Packer(FORM, 16 << 20, Episodes, Brief, Track, Clock, Episode, AtEnd, Watch, Verdict, Thresholds)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.peers import median_rank
 from traceml_ray.analysis.reasons import is_imbalance, with_reason
-from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
+from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_spans
 from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.uneven_work import Reason
@@ -109,7 +109,7 @@ class LiveJudge:
         found = self._runs.get(run or self.newest() or "")
         if found is None or found.verdict is None:
             return None
-        return {**msgspec.to_builtins(found.verdict), **msgspec.to_builtins(found.history)}
+        return {**found.verdict.plain(), **msgspec.to_builtins(found.history)}
 
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
@@ -229,7 +229,8 @@ class LiveJudge:
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         expected = own.training + sum(rank >= world for rank in live)
         window = own.history.window(live, expected, missing, steps)
-        verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
+        rates = functools.partial(self._rates, ranks)
+        verdict = with_spans(state.judge.update(window), window, rates, limits)
         verdict = self._with_reason(state, verdict, window, ranks)
         state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
         self._kept.keep(run, which, state.judge, state.began)
@@ -292,7 +293,10 @@ class LiveJudge:
     def _with_reason(
         self, state: _LiveRun, verdict: Verdict, window: Window, processes: dict[int, RankProcess]
     ) -> Verdict:
-        """Return `verdict`, where ranks are late in turn, with why they are; an error is counted."""
+        """Return `verdict`, or what it names `also`, with why ranks are late in turn; an error is counted."""
+        if any(map(is_imbalance, verdict.also)):
+            also = tuple(self._with_reason(state, one, window, processes) for one in verdict.also)
+            verdict = msgspec.structs.replace(verdict, also=also)
         if not is_imbalance(verdict):
             return verdict
 
@@ -315,7 +319,9 @@ class LiveJudge:
         state.verdict = verdict
         # Which of two stages is the larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
-        named = *what, verdict.span, verdict.lasted_s, verdict.stacks, about_memory, _reason(verdict)
+        beside = frozenset((one.label, frozenset(one.stages), one.ranks) for one in verdict.also)
+        about = about_memory, _reason(verdict), beside
+        named = *what, verdict.span, verdict.lasted_s, verdict.stacks, *about
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:
@@ -354,10 +360,11 @@ class _LiveRun:
         Return the episodes, the costliest first, with when they began: dated once named, by the rows as the
         summary does, and kept.
         """
-        episodes, for_ns = self.judge.episodes, self.judge.episodes.named_for_ns
+        episodes = self.judge.episodes
         found = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
         for episode in found:
             step = episode["from_step"]
+            for_ns = episodes.named_for_ns(step)
             if episode["goes_on"] and for_ns is not None and step not in self.began:
                 self.began[step] = self.evidence.began_ns(episode["rank"], step, ranks) or now_ns - for_ns
             episode["started_at"] = moment(self.began.get(step))
@@ -376,6 +383,7 @@ def _reason(verdict: Verdict) -> str | None:
 
 
 def _brief(verdict: Verdict) -> dict[str, wire.Value]:
-    """Return what a rank's own log can use."""
-    values = {name: getattr(verdict, name) for name in ("label", "stage", "rank", "cost_pct", "mean_step_ms")}
-    return {**values, "why": verdict.why[:400]}
+    """Return what a rank's own log can use: a rank that is only watched is not named there."""
+    named = verdict.meaning.kind != "watching"
+    values = {name: getattr(verdict, name) if named else None for name in ("stage", "rank", "cost_pct")}
+    return {"label": verdict.label, **values, "mean_step_ms": verdict.mean_step_ms, "why": verdict.why[:400]}

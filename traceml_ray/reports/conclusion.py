@@ -15,8 +15,8 @@ from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layer_report import sentence
 from traceml_ray.reports.severity import tone_of
 
-Tone = Literal["critical", "warning", "unsure", "good"]
-_WORST: tuple[Tone, ...] = ("critical", "warning", "unsure", "good")
+Tone = Literal["critical", "warning", "notice", "unsure", "good"]
+_WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
 """The most severe first."""
 _NEXT_LAYER = "Look at what this rank does in that layer: its input, its device."
 

@@ -329,7 +329,7 @@ def history_table(summary: dict[str, Any]) -> Table:
         "stage": lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all"),
         "who": lambda one: text.ranks(one["ranks"]),
         ">lasted": _lasted,
-        ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
+        ">cost": lambda one: text.duration(one["cost_s"]) if "seconds" in one else "",
         ">of each step": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
     }
     title = "Episodes, the costliest first"
@@ -342,7 +342,7 @@ def meaning(verdict: dict[str, Any]) -> Meaning:
 
 
 def _lasted(one: dict[str, Any]) -> str:
-    if "cost_s" in one:
+    if "seconds" in one:
         return text.duration(one["seconds"])
     goes_on = one["began_ns"] is not None and one["lasted_s"] is None
     return "to the end" if goes_on else "" if one["began_ns"] is None else text.duration(one["lasted_s"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from traceml_ray.analysis.labels import LABELS, Severity
 
-SIGNS = {"critical": "◆", "warning": "▲", "info": "●"}
+SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
 _SEVERITY: dict[str, Severity] = {
     **{label: meaning.severity for label, meaning in LABELS.items()},
     **dict.fromkeys(("node_lost", "exception", "xid"), "critical"),

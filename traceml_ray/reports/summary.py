@@ -217,9 +217,14 @@ def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdic
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:
     """Return `verdict` with the span that explains it, if one does, or with why ranks are late in turn."""
-    if whole is None or verdict.rank is None:
+    if whole is None:
         return with_stored_reason(verdict, facts, whole)
-    return with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
+    also = tuple(_with_span(one, facts, whole, spans) for one in verdict.also)
+    if verdict.rank is None:
+        verdict = with_stored_reason(verdict, facts, whole)
+    else:
+        verdict = with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
+    return msgspec.structs.replace(verdict, also=also)
 
 
 def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:
@@ -318,7 +323,7 @@ def _covers(facts: RunFacts, whole: Whole | None) -> dict[str, Any] | None:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(verdict)
+    fields = verdict.plain()
     for name in ("suspects", "exposed_ms", "roles"):  # these have a place of their own
         del fields[name]
     return fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.episodes import Brief, Episodes
+from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.reduction import Reduction, processes_of
 from traceml_ray.analysis.row_table import RowTable, Who
@@ -15,11 +15,12 @@ from traceml_ray.analysis.tally import Histograms, Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Track
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.watching import Watch
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.schema import NONSENSE
 
-FORM = 7
+FORM = 8
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
@@ -61,6 +62,8 @@ _PACKER = Packer(
         Baseline,
         Episodes,
         Brief,
+        AtEnd,
+        Watch,
         Track,
         Clock,
         Episode,

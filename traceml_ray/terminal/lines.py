@@ -11,7 +11,10 @@ from rich.text import Text
 from traceml_ray import text
 
 Cell = Text | str
-TONES = {"good": "green", "warning": "bold yellow", "critical": "bold red", "info": "", "unsure": ""}
+TONES = {
+    "good": "green", "notice": "yellow", "warning": "bold yellow", "critical": "bold red",
+    "info": "", "unsure": "",
+}  # fmt: skip
 """Style by tone or severity."""
 MARK, QUIET, HEAD = "bold yellow", "dim", "bold"
 _GAP = 2

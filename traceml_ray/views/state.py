@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.costs import without_saving
 from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import coverage, restarted, since
@@ -169,7 +170,7 @@ def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> 
     why: str = verdict["why"]
     if incident:
         notes = [note for note in notes if "of which it cost" not in note]
-        why = why.removesuffix(f" Fixing it saves {text.percent(verdict['cost_pct'])} of the step.")
+        why = without_saving(why)
     return why + (f" ({'; '.join(notes)})" if notes else "")
 
 

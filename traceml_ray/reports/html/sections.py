@@ -36,9 +36,12 @@ _SIGNS = {
     "good": "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z",
     "warning": "M8 1 15.5 15H.5z",
     "critical": "M8 0 16 8 8 16 0 8z",
+    "notice": "M8 1 15.5 15H.5zM8 4.6 3.4 13.4h9.2z",
     "unsure": "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z",
 }
-_TONES = {"good": "#1b7a43", "warning": "#c05f0c", "critical": "#c22f2f", "unsure": "#6a7887"}
+_TONES = {
+    "good": "#1b7a43", "notice": "#8a6d00", "warning": "#c05f0c", "critical": "#c22f2f", "unsure": "#6a7887",
+}  # fmt: skip
 
 
 def heading(summary: Mapping[str, Any]) -> Markup:

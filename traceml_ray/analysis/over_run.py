@@ -1,0 +1,150 @@
+"""The findings of a whole run: what its episodes, and what its steps show together, have cost of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis import notes
+from traceml_ray.analysis.costs import with_cost, without_saving
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.onset import late_steps
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import Clock, Episode, alike, same_ranks, waited_ns
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Float, Int64, Window
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    The steps of a run that are judged together: spread evenly over it up to `spread_to`, then each one.
+
+    `elapsed_ns` is how long the run took that they are a sample of.
+    """
+
+    window: Window
+    spread_to: int
+    elapsed_ns: int
+
+    def weights(self, steps: Int64, every: int) -> Float:
+        """Return for how many steps of the run each of `steps` (S,) stands; one in `every` has times."""
+        window = self.window
+        mean_ns = window.d.sum(axis=2, dtype=np.float64).mean(axis=1)
+        step_ns, spread = window.by_step(mean_ns), window.steps <= self.spread_to
+        alone_ns = every * float(step_ns[~spread].sum())
+        factor = max(self.elapsed_ns - alone_ns, 0.0) / max(float(step_ns[spread].sum()), 1.0)
+        found: Float = np.where(steps <= self.spread_to, factor, float(every))
+        return found
+
+
+def same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
+    """Whether two name the same cause; of a set of ranks, at least one in common."""
+    return (one.label, one.stage) == (other.label, other.stage) and same_ranks(one, other)
+
+
+def findings_of_run(
+    episodes: Sequence[Episode],
+    sampled: Sequence[Verdict],
+    evidence: Evidence | None,
+    sample: Sample,
+    clock: Clock,
+    limits: Thresholds,
+) -> list[Verdict]:
+    """
+    Return what the run has lost most of its time to, the costliest first.
+
+    A cause counts with what its `episodes` cost. What only the sample shows counts with what the steps of
+    the sample, and those that they stand for, lost to it. Each must be `min_drift` of the run's time, or as
+    much as the rules ask for where they find it in the whole sample.
+
+    Args:
+        episodes: that were named.
+        sampled: what the rules find in the sample.
+        evidence: in the sample.
+        sample: of the run's steps.
+        clock: of the run.
+        limits: of the verdict.
+    """
+    elapsed_s, ranks = max(clock.now_ns / 1e9, 1e-9), sample.window.expected
+    causes = [_of_episodes(group, sampled, elapsed_s, ranks) for group in _grouped(episodes)]
+    for finding in sampled:
+        if evidence is None or any(same(cause, finding) for cause in causes):
+            continue
+        waited = sample.weights(evidence.window.steps, clock.every) * waited_ns(finding, evidence)
+        cost_s = float(waited.sum()) / 1e9
+        part = [cause for cause in causes if alike(cause, finding)]
+        if not _lasts(finding, evidence, cost_s, clock, limits):
+            continue
+        if cost_s > sum(cause.cost_s or 0.0 for cause in part):
+            causes = [cause for cause in causes if cause not in part]
+            about_run = msgspec.structs.replace(finding, about="run")
+            causes.append(with_cost(about_run, cost_s, elapsed_s, ranks))
+    least = 100 * limits.min_drift
+    found_from = min(least, 100 * limits.min_gain * limits.min_excess)
+    kept = [
+        cause
+        for cause in causes
+        if (cause.cost_pct or 0.0) >= (found_from if any(same(cause, one) for one in sampled) else least)
+    ]
+    return sorted(kept, key=lambda cause: -(cause.cost_pct or 0.0))
+
+
+def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Return the episodes of each cause, the costliest first."""
+    groups: list[list[Episode]] = []
+    for episode in episodes:
+        group = next((group for group in groups if same(group[0], episode)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(episode)
+    return groups
+
+
+def _of_episodes(
+    group: Sequence[Episode], sampled: Sequence[Verdict], elapsed_s: float, ranks: int
+) -> Verdict:
+    """Return the finding that the episodes of one cause come to, in the words of the sample if it has any."""
+    worst, cost_s = group[0], sum(episode.cost_s for episode in group)
+    known = next((one for one in sampled if same(one, worst)), None)
+    if known is not None:
+        return with_cost(msgspec.structs.replace(known, about="run"), cost_s, elapsed_s, ranks)
+    taken = min(1.0, sum(episode.seconds for episode in group) / elapsed_s)
+    cost = min(1.0, cost_s / elapsed_s)
+    why = notes.over_the_run(worst.ranks, worst.stages, _is_all(worst), taken, cost)
+    about = {name: getattr(worst, name) for name in _SHARED}
+    return Verdict(
+        **about,
+        about="run",
+        gain_pct=100 * cost,
+        cost_pct=100 * cost,
+        cost_s=cost_s,
+        rank_hours_per_hour=cost * ranks,
+        from_step=min(episode.from_step for episode in group),
+        to_step=max(episode.to_step for episode in group),
+        why=f"{why} Where it cost most: {without_saving(worst.why)}",
+    )
+
+
+_SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "confidence", "next")
+
+
+def _is_all(episode: Episode) -> bool:
+    return Verdict(label=episode.label).meaning.names == "all"
+
+
+def _lasts(finding: Verdict, evidence: Evidence, cost_s: float, clock: Clock, limits: Thresholds) -> bool:
+    """Whether what only the sample shows costs enough, and makes up most of the run or recurs."""
+    if cost_s < limits.hold_cost_s:
+        return False
+    if finding.pattern == "lasting":
+        return True
+    late = np.flatnonzero(late_steps(waited_ns(finding, evidence).astype(np.float64)))
+    if len(late) < 2:
+        return False
+    first, last = evidence.window.steps[late[[0, -1]]].tolist()
+    between_ns = (last - first + 1) * evidence.step_ns[late[0] : late[-1] + 1].mean()
+    return limits.lasted(finding.label, between_ns, clock.timed(last - first))

@@ -1,0 +1,188 @@
+"""What is seen, but not named yet: since when, what it has cost, and which condition is still lacking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from traceml_ray.analysis import notes
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import Clock, Episode, Track, alike
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Float
+from traceml_ray.text import duration, share, unit
+
+_WINDOWS = 0.5
+"""Share of the windows that a name needs from which a cause is watched."""
+
+
+class Watch:
+    """
+    One cause that is not named, from its first late step on.
+
+    It goes on while tracks of it come and go: a track is dropped as soon as too few windows show it.
+    """
+
+    def __init__(self, track: Track) -> None:
+        self.verdict = track.verdict
+        """As found last."""
+        self.began, self.began_ns = track.began, track.began_ns
+        self.last, self.last_ns = track.last, track.last_ns
+        """The last late step, and its end."""
+        self.seen, self.missed = 1, 0
+        """Windows that show it, and that do not."""
+        self.shown = True
+        """Whether the newest window shows it."""
+        self.cost_ns = 0
+        """Cost so far: of its dropped tracks, and of the present one."""
+        self._dropped_ns = 0
+
+    def is_of(self, verdict: Verdict) -> bool:
+        """Whether `verdict` names this cause."""
+        return alike(self.verdict, verdict)
+
+    def look(self, findings: Sequence[Verdict], *, counts: bool) -> None:
+        """Note whether the `findings` of a window show it; `counts` once a stride."""
+        self.shown = any(self.is_of(finding) for finding in findings)
+        self.seen += counts and self.shown
+        self.missed += counts and not self.shown
+
+    def follow(self, tracks: Sequence[Track]) -> None:
+        """Take what has become of the `tracks` that are of this cause."""
+        mine = [track for track in tracks if self.is_of(track.verdict)]
+        costs = [max(track.cost_ns, track.outlived_ns) for track in mine]
+        self.cost_ns = self._dropped_ns + max(costs, default=0)
+        if mine:
+            latest = max(mine, key=lambda track: track.last)
+            self.verdict = max(mine, key=lambda track: track.exact).verdict
+            if latest.last > self.last:
+                self.last, self.last_ns = latest.last, latest.last_ns
+
+    def drop(self, cost_ns: int) -> None:
+        """Add the cost of a track that was dropped."""
+        self._dropped_ns += cost_ns
+
+    def lasts(self, clock: Clock, limits: Thresholds) -> bool:
+        """Whether it has lasted as long as any verdict must, in a third of the windows."""
+        ns, steps = self.last_ns - self.began_ns, clock.timed(self.last - self.began) + 1
+        return limits.lasted("watching", ns, steps) and not self.rare(limits)
+
+    def rare(self, limits: Thresholds) -> bool:
+        """Whether too few windows show it for it to be watched."""
+        return self.seen < _WINDOWS * limits.hold_share * (self.seen + self.missed)
+
+    def gone(self, clock: Clock, limits: Thresholds) -> bool:
+        """Whether no step has been late for as long as any verdict must last."""
+        return over(self.last, self.last_ns, clock, limits)
+
+    def passed(self, ranks: int, *, named: bool) -> Episode:
+        """
+        Return what this has cost as an episode that was not named; where it is `named` at last, what it had
+        cost before.
+        """
+        mine, cost_s = self.verdict, (self._dropped_ns if named else self.cost_ns) / 1e9
+        seconds = max(self.last_ns - self.began_ns, 1) / 1e9
+        about = {name: getattr(mine, name) for name in ("label", *_NAMES[:-2], "why", "next")}
+        return Episode(
+            **about,
+            confidence="low",
+            from_step=self.began,
+            to_step=self.last,
+            seconds=seconds,
+            cost_s=cost_s,
+            rank_hours=cost_s * ranks / 3600,
+            cost_pct=min(100.0, 100 * cost_s / seconds),
+            cost_range_pct=None,
+            goes_on=False,
+        )
+
+    def in_effect(self, window: Verdict, lacking: str, clock: Clock, ranks: int) -> Verdict:
+        """
+        Return the verdict while this is watched: `window` has the facts about the newest window, `lacking`
+        says why it is not named, `ranks` is how many wait for it.
+        """
+        mine, for_ns = self.verdict, max(self.last_ns - self.began_ns, 1)
+        cost = min(1.0, self.cost_ns / for_ns)
+        advice = f"If it stays: {mine.next[:1].lower()}{mine.next[1:]}" if mine.next else "Wait."
+        named = {name: getattr(mine, name) for name in _NAMES}
+        return Verdict(
+            label="watching",
+            **{**window.of_window, **named},
+            confidence="low",
+            gain_pct=100 * cost,
+            cost_pct=100 * cost,
+            cost_s=self.cost_ns / 1e9,
+            rank_hours_per_hour=cost * ranks,
+            from_step=self.began,
+            why=notes.watched(mine, self.began, for_ns / 1e9, self.cost_ns / 1e9, cost, lacking),
+            next=advice,
+        )
+
+
+_NAMES = ("stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "excess_pct", "host_bound")
+
+
+def over(last: int, last_ns: int, clock: Clock, limits: Thresholds) -> bool:
+    """Whether the `last` late step, and its end (`last_ns`), are longer ago than any verdict must last."""
+    steps = clock.timed(int(clock.steps[-1]) - last)
+    return clock.now_ns - last_ns > limits.hold_s * 1e9 and steps > limits.hold_steps
+
+
+def lacking(
+    watch: Watch, tracks: Sequence[Track], usual: Float | None, clock: Clock, limits: Thresholds
+) -> str:
+    """
+    Return the first condition for a name that is not met, in numbers.
+
+    Args:
+        watch: what is watched.
+        tracks: all candidates for a name.
+        usual: the run's usual fluctuation by each of PATTERNS (3,), None where it is not known yet.
+        clock: of the run.
+        limits: of the verdict.
+    """
+    mine = [track for track in tracks if watch.is_of(track.verdict)]
+    track = max(mine, key=lambda track: (track.exact, track.seen), default=None)
+    windows = watch.seen + watch.missed
+    if track is None or (track.began > watch.began and watch.seen < limits.hold_share * windows):
+        return f"it is in {watch.seen:,} of {windows:,} windows, {share(limits.hold_share)} are needed"
+    hold_s, lasted_s = limits.hold_of(track.verdict.label), (track.last_ns - track.began_ns) / 1e9
+    if lasted_s < hold_s:
+        return f"it has lasted {duration(lasted_s)} of the {duration(hold_s)} that are needed"
+    if (steps := clock.timed(track.last - track.began) + 1) < limits.hold_steps:
+        return f"it has lasted {steps:,} of the {limits.hold_steps:,} steps that are needed"
+    if track.cost_ns < limits.hold_cost_s * 1e9:
+        cost, least = unit(track.cost_ns / 1e9, "s"), unit(limits.hold_cost_s, "s")
+        return f"it has cost {cost} of the {least} that are needed"
+    if 2 * track.exact < track.seen:
+        return f"only {track.exact:,} of the {track.seen:,} windows that show it show nothing else beside it"
+    if usual is not None and track.levels:
+        place, level = track.typical_level()
+        if level <= usual[place]:
+            above = share(float(usual[place]))
+            return f"its excess of {share(level)} is not above the run's usual fluctuation of {above}"
+    return "it is named with the next window that shows it"
+
+
+def pending(tracks: Sequence[Track], watch: Watch | None) -> str:
+    """Return a note on the candidates for a name, without those that are `watch`ed."""
+    longest: dict[tuple[int | None, str | None], tuple[float, Verdict]] = {}
+    drifts = [track for track in tracks if track.verdict.meaning.names == "all"]
+    drifts.sort(key=lambda track: -track.exact)
+    for track in tracks:
+        if track in drifts[1:] or (watch is not None and watch.is_of(track.verdict)):
+            continue  # of one slow-down one window may show the stage, and another the whole step
+        which = track.verdict.rank, track.verdict.stage
+        lasted_s = (track.last_ns - track.began_ns) / 1e9
+        if lasted_s > longest.get(which, (0.0,))[0]:
+            longest[which] = lasted_s, track.verdict
+    return notes.pending([*longest.values()])
+
+
+def without_window(verdict: Verdict) -> Verdict:
+    """Return `verdict` without what is of its window only: for a finding that is not the headline."""
+    return msgspec.structs.replace(
+        verdict, suspects=(), exposed_ms=None, mean_step_ms=None, roles=(), stacks=(), also=(), note="",
+        coverage=None, window_steps=0, excess_pct=None, lost_s=None, elapsed_s=None,
+    )  # fmt: skip
