@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,46 @@ IDS, LABELS, IMAGES = torch.zeros(4, 16, dtype=torch.long), torch.zeros(4), torc
 Pair = namedtuple("Pair", "x y")
 
 
+class Graphs:
+    """A batch as PyTorch Geometric makes it: attributes are in a store, and counting graphs may cost much."""
+
+    def __init__(self, **store: Any) -> None:
+        self.__dict__["_store"] = SimpleNamespace(x=torch.zeros(99, 3), batch=torch.zeros(99), **store)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_store"], name)
+
+
+class GraphBatch(Graphs):
+    @property
+    def num_graphs(self) -> int:
+        raise AssertionError("it looks for the largest number in a tensor")
+
+    batch_size = num_graphs
+
+
+class DglGraph:
+    def __init__(self, graphs: int | None) -> None:
+        self._batch_num_nodes = (
+            None if graphs is None else {"_N": torch.ones(graphs), "b": torch.ones(graphs)}
+        )
+
+    @property
+    def batch_size(self) -> int:
+        raise AssertionError("not asked")
+
+
+@dataclass
+class Fields:
+    x: Any
+    y: Any
+
+
+def sequences(*lengths: int, kind: Any = None, ordered: bool = True) -> Any:
+    parts = [torch.zeros(length, dtype=kind) if kind else torch.zeros(length, 2) for length in lengths]
+    return torch.nn.utils.rnn.pack_sequence(parts, enforce_sorted=ordered)
+
+
 def size(batch: Any) -> tuple[int | None, int | None]:
     return understood(BATCHES - BatchSizes().mark(batch))
 
@@ -54,13 +95,50 @@ def size(batch: Any) -> tuple[int | None, int | None]:
         ({"input_ids": np.zeros((4, 16), dtype=np.int64)}, (4, 64)),
         ([IMAGES[0], IMAGES[1], IMAGES[2]], (None, None)),  # one tensor a sample, or three of a batch
         (([torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)], [torch.zeros(2, 4)]), (None, None)),  # detection
+        (GraphBatch(_num_graphs=5, ptr=torch.zeros(6)), (5, None)),
+        ((GraphBatch(_num_graphs=5), torch.zeros(99)), (5, None)),  # targets of nodes
+        (GraphBatch(ptr=torch.zeros(6)), (5, None)),
+        (GraphBatch(), (None, None)),
+        (Graphs(batch_size=7), (7, None)),  # seed nodes of a `NeighborLoader`
+        (Graphs(), (None, None)),  # one graph
+        (DglGraph(4), (4, None)),
+        ([DglGraph(4), torch.zeros(4)], (4, None)),
+        (DglGraph(None), (None, None)),
+        (sequences(3, 2), (2, None)),
+        ((sequences(1, 4, 2, ordered=False), torch.zeros(3)), (3, None)),
+        (sequences(3, 2, kind=torch.long), (2, 5)),
+        (Fields(IMAGES, LABELS), (4, None)),
+        (Fields(GraphBatch(_num_graphs=3), LABELS), (3, None)),
+        ({"input_ids": [[1, 2, 3], [4]], "labels": [[1, 2, 3], [4]]}, (2, 4)),  # of different lengths
+        ({"input_ids": [IDS[0], IDS[1][:5]]}, (2, 21)),
+        ([{"input_ids": IDS[0]}, {"input_ids": IDS[0]}, {"input_ids": IDS[0][:3]}], (3, 35)),
+        ([{"input_ids": IDS}, {"input_ids": IDS}], (None, None)),
         (["a", "b"], (None, None)),
+        (SimpleNamespace(batch_size="large"), (None, None)),
         (torch.tensor(1.0), (None, None)),
         (None, (None, None)),
     ],
 )
 def test_size_of_a_batch_is_read_off_its_tensors_or_not_known(batch: Any, found: tuple[Any, Any]) -> None:
     assert size(batch) == found
+
+
+def test_tokens_of_nested_tensors_are_those_that_are_there() -> None:
+    ids = torch.nested.nested_tensor([IDS[0], IDS[0][:3]], layout=torch.jagged)
+    assert size({"input_ids": ids}) == (2, 19)
+
+
+def test_batch_that_says_its_size_is_read_anew_each_time() -> None:
+    sizes = BatchSizes()
+    batches = [
+        GraphBatch(_num_graphs=5),
+        GraphBatch(_num_graphs=2),
+        GraphBatch(),
+        sequences(3, 2),
+        sequences(1),
+    ]
+    found = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
+    assert found == [(5, None), (2, None), (None, None), (2, None), (1, None)]
 
 
 def test_batches_that_change_their_looks_are_read_anew() -> None:

@@ -1,6 +1,7 @@
 """
 How large a batch is, from its tensors: samples (dimension 0) and tokens (all that `input_ids` holds, padding
-included). Where that would be a guess it is not known, and a script can tell it (`traceml_ray.count`).
+included); of a batch that says its size itself, from that (see `batch_objects`). Where that would be a guess
+it is not known, and a script can tell it (`traceml_ray.count`).
 
 What the batches of a loader look like is found out with the first one; each of the others is then read in
 a fraction of a microsecond, by the training thread.
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
+from traceml_ray.agent.batch_objects import Attribute, Size, fields_of, objects
 from traceml_ray.agent.marks import BATCHES
 
 UNKNOWN = BATCHES
@@ -72,11 +74,18 @@ class BatchSizes:
 
     def _found(self, batch: Any) -> Read:
         """Return how batches that look like this one are read."""
+        for path, size in objects(batch, (), 2):
+            return _of_object(_getter(path), size, _packed_tokens(_getter(path)(batch)))
+        if (lists := _ragged(batch)) is not None:
+            return lists
         found = [*_tensors(batch, (), _DEPTH)][:_MOST]
         if not found:
             self.why = f"no tensor in a batch ({type(batch).__name__})"
             return _unknown
         named = [each for each in found if each[0] and each[0][-1] == _TOKENS]
+        if isinstance(batch, (list, tuple)) and len(named) > 1:
+            self.why = "several `input_ids` in a batch"
+            return _unknown
         for path, _ in [*named, *_next_tokens(batch, found)]:
             return _of_tokens(_getter(path), _getter(path)(batch))
         if len({shape[0] for _, shape in found}) > 1:
@@ -102,6 +111,9 @@ def _tensors(
     elif depth and isinstance(value, (list, tuple)):
         for at, part in enumerate(value[:_MOST]):
             yield from _tensors(part, (*path, at), depth - 1)
+    elif depth:
+        for name in fields_of(value):
+            yield from _tensors(getattr(value, name), (*path, name), depth - 1)
 
 
 def _is_list_of_samples(found: _Tensors) -> bool:
@@ -112,22 +124,21 @@ def _is_list_of_samples(found: _Tensors) -> bool:
 
 def _next_tokens(batch: Any, found: _Tensors) -> _Tensors:
     """Return the tokens of a batch (tokens, targets), both of integers, (batch, time)."""
-    if not isinstance(batch, (list, tuple)) or not len(found) == len(batch) == 2:
+    if not isinstance(batch, (list, tuple)) or not len(found) == len(batch) == 2 or len(found[0][0]) > 1:
         return []
     same = found[0][1] == found[1][1] and len(found[0][1]) == 2
-    whole = all(str(part.dtype).removeprefix("torch.") in ("int64", "int32") for part in batch)
-    return found[:1] if same and whole else []
+    return found[:1] if same and all(map(_is_whole, batch)) else []
 
 
 def _getter(path: tuple[Any, ...]) -> Callable[[Any], Any]:
     if not path:
         return _itself
     if len(path) == 1:
-        return itemgetter(path[0])
+        return attrgetter(path[0]) if isinstance(path[0], Attribute) else itemgetter(path[0])
 
     def get(batch: Any) -> Any:
         for key in path:
-            batch = batch[key]
+            batch = getattr(batch, key) if type(key) is Attribute else batch[key]
         return batch
 
     return get
@@ -139,6 +150,55 @@ def _itself(batch: Any) -> Any:
 
 def _unknown(_: Any) -> int:
     return UNKNOWN
+
+
+def _of_object(get: Callable[[Any], Any], size: Size, tokens: bool) -> Read:
+    def read(batch: Any) -> int:
+        return BATCHES - (size(get(batch)) + 1)
+
+    def read_packed(batch: Any) -> int:
+        packed = get(batch)
+        return written(size(packed), int(packed.data.shape[0]))
+
+    return read_packed if tokens else read
+
+
+def _packed_tokens(value: Any) -> bool:
+    """Return whether this is a packed sequence of tokens: integers."""
+    data = getattr(value, "data", None) if isinstance(value, tuple) else None
+    return data is not None and len(data.shape) == 1 and _is_whole(data)
+
+
+def _is_whole(value: Any) -> bool:
+    return str(value.dtype).removeprefix("torch.") in ("int64", "int32")
+
+
+def _ragged(batch: Any) -> Read | None:
+    """Return how to read sequences that nobody has put into one tensor; None of other batches."""
+    if isinstance(batch, Mapping):
+        return _read_lists if _TOKENS in batch and _is_ragged(batch[_TOKENS]) else None
+    samples = isinstance(batch, (list, tuple)) and batch and all(isinstance(each, Mapping) for each in batch)
+    tokens = [each.get(_TOKENS) for each in batch[:_MOST]] if samples else ()
+    return _read_samples if _is_ragged(tokens) else None
+
+
+def _is_ragged(ids: Any) -> bool:
+    """Return whether these are sequences of tokens: lists of numbers, or tensors of one dimension."""
+    if not (isinstance(ids, (list, tuple)) and ids):
+        return False
+    first = ids[0]
+    if isinstance(first, (list, tuple)):
+        return all(type(token) is int for token in first[:1])
+    return len(getattr(first, "shape", ())) == 1 and _is_whole(first)
+
+
+def _read_lists(batch: Any) -> int:
+    ids = batch[_TOKENS]
+    return written(len(ids), sum(map(len, ids)))
+
+
+def _read_samples(batch: Any) -> int:
+    return written(len(batch), sum(len(sample[_TOKENS]) for sample in batch))
 
 
 def _of_samples(get: Callable[[Any], Any]) -> Read:
@@ -163,10 +223,16 @@ def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
         tokens: int = math.prod(ids.shape)
         return _TWO - int(ids.shape[0]) - (tokens << _BITS)
 
+    def read_nested(batch: Any) -> int:
+        ids = get(batch)
+        return written(int(ids.shape[0]), int(ids.values().shape[0]))
+
     def read_flat(batch: Any) -> int:
         tokens: int = math.prod(get(batch).shape)
         return BATCHES - (tokens + 1 << _BITS)
 
+    if getattr(ids, "is_nested", False):
+        return read_nested
     if len(ids.shape) == 1:
         return read_flat
     return read if hasattr(ids, "numel") else read_array
