@@ -2,10 +2,12 @@
 How fast the memory analysis is: a whole run after the fact, and a run that goes on.
 
     python benchmarks/memory.py [--ranks 512] [--samples 2000] [--live 1024] [--seconds 180]
+    python benchmarks/memory.py --families 400
 
 One rank leaks, another has a step in its hidden gap; the others take and give back gigabytes in each step.
 Prints CPU time, the highest memory of the process and what was found. Live, each rank has a sample a second
-after half an hour of them; what the aggregator does with them counts, time itself is played.
+after half an hour of them; what the aggregator does with them counts, time itself is played. With --families
+it counts instead how often families of series with a known truth are judged right, over so many seeds.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from figures import Figure, machine, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from memory_families import FAMILIES, outcomes
 from memory_series import GIB, MIB, on_device
 
 from traceml_ray.analysis.memory.judge import judge
@@ -104,6 +107,20 @@ def live(ranks: int, seconds: int) -> list[Figure]:
     ]
 
 
+def families(seeds: int) -> list[Figure]:
+    """Judge every family with so many seeds."""
+    return [
+        Figure(
+            "families",
+            name.replace("_", " "),
+            ", ".join(f"{count} {outcome}" for outcome, count in counts.items()),
+            "0 wrong",
+        )
+        for name, family in FAMILIES.items()
+        for counts in [outcomes(family, range(seeds))]
+    ]
+
+
 def _samples(rank: int, n: int) -> list[MemorySample]:
     made = series(rank, n)
     names = [name for name in made.columns if name in FIELDS]
@@ -137,11 +154,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--live", type=int, default=1024, help="ranks of the run that goes on; 0: none")
     parser.add_argument("--seconds", type=int, default=180)
+    parser.add_argument("--families", type=int, default=0, help="seeds of each family; 0: measure costs")
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     print(machine() + "\n")
-    figures = offline(args.ranks, args.samples)
-    if args.live:
+    figures = families(args.families) if args.families else offline(args.ranks, args.samples)
+    if args.live and not args.families:
         figures += live(args.live, args.seconds)
     print(table(figures, args.markdown))
 

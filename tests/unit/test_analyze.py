@@ -240,6 +240,70 @@ def test_buffers_of_a_communicator_are_told_from_a_leak_by_the_spans_of_a_sessio
     assert found.first_cause is None
 
 
+def with_spikes(
+    rank: int, spiking: bool, marks: dict[str, Any] | None, *, world: int = 4
+) -> list[dict[str, Any]]:
+    """Return 12 samples; the seventh has 1,500 MiB outside of the allocator if `spiking`, and its mark."""
+    records = events([2000 * MIB] * 12, rank=rank, world=world, outside=40 * MIB)
+    if spiking:
+        records[6]["device_used_bytes"] += 1500 * MIB
+    if marks is not None and "event_type" not in marks:
+        records[6] |= marks
+    elif marks is not None:
+        late = records[6]["timestamp_ns"] + 10_000_000
+        records.append({**records[6], "device_used_bytes": 2000 * MIB, "timestamp_ns": late, **marks})
+    return records
+
+
+NCCL = {"event_type": "collective", "context": "NCCL all-reduce phase", "metadata": {"phase": "sync"}}
+IN_METADATA = {"event_type": "note", "context": None, "metadata": {"phase": "communication.collective"}}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "marks", "spiking", "kinds", "op"),
+    [
+        (".json", NCCL, 4, {"collective_confident"}, "all_reduce"),
+        (".jsonl", NCCL, 4, {"collective_confident"}, "all_reduce"),
+        (".csv", NCCL, 4, {"collective_confident"}, "all_reduce"),
+        (".json", IN_METADATA, 4, {"collective_confident"}, "collective"),
+        (".json", {"context": "allgather"}, 4, {"collective_confident"}, "all_gather"),
+        (".json", NCCL, 1, {"collective_likely"}, "all_reduce"),
+        (".json", None, 4, {"collective_suspect"}, None),
+        (".json", None, 1, set(), None),
+    ],
+)
+def test_marks_of_collectives_in_files_explain_a_spike_of_hidden_memory(
+    tmp_path: Path, suffix: str, marks: dict[str, Any] | None, spiking: int, kinds: set[str], op: str | None
+) -> None:
+    for rank in range(4):
+        write(tmp_path / f"{rank}{suffix}", with_spikes(rank, rank < spiking, marks))
+    found = analyze(tmp_path)
+    assert {each.kind for each in found.collectives} == kinds
+    assert [each.rank for each in found.collectives] == [*range(spiking * bool(kinds))]
+    assert all((each.op, each.finding) == (op, "transient_spike") for each in found.collectives)
+    assert all(finding.severity == "info" for finding in found.findings)
+    if not kinds - {"collective_suspect"}:
+        assert [f.kind for f in found.findings] == ["transient_spike"] * len(found.collectives)
+
+
+def test_marks_of_one_rank_are_those_of_its_peers(tmp_path: Path) -> None:
+    """Only rank 0 marks its phases, as one that enters them and one that leaves them."""
+    for rank in range(4):
+        records = with_spikes(rank, True, None)
+        if rank == 0:
+            phases = (("phase_enter", -20), ("phase_exit", 30))
+            records += [
+                {**records[6], "event_type": kind, "context": f"{kind}: train / barrier"}
+                | {"timestamp_ns": records[6]["timestamp_ns"] + ms * 1_000_000}
+                for kind, ms in phases
+            ]
+        write(tmp_path / f"{rank}.json", records)
+    found = analyze(tmp_path)
+    assert [(each.rank, each.kind, each.op) for each in found.collectives] == [
+        (rank, "collective_confident", "barrier") for rank in range(4)
+    ]
+
+
 def test_missing_ranks_are_those_of_the_world_size_and_the_filter(tmp_path: Path) -> None:
     leak(tmp_path, 8)
     for rank in (1, 6):

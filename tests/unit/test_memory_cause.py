@@ -208,6 +208,47 @@ def test_rank_that_only_reaches_the_threshold_first_is_not_alone() -> None:
     assert "grew most" in cause.why and "that of rank 1 by half of it at least" in cause.why
 
 
+@pytest.mark.parametrize("lag_s", [6, 14, 30])
+def test_ranks_that_grew_later_by_less_than_counts_did_not_grow_at_once(lag_s: int) -> None:
+    """From 100 s on rank 2 grows by 1.2 GiB; the others begin later, and none has grown by a tenth yet."""
+    ranks = [on_device(rank, leaks(N, 100 + lag_s, 5.0 * MIB, rank)) for rank in (0, 1, 3)]
+    memory = judge([*ranks, on_device(2, leaks(N, 100, 6.2 * MIB, 2))], expected=4)
+    assert {incident.rank for incident in memory.incidents} == {2}
+    cause = _named(memory)
+    assert cause.rank == 2 and cause.lead_ns == pytest.approx(lag_s * 1e9, abs=3e9)
+    assert memory.collective_onset is None
+    assert "before any other rank" in cause.why
+
+
+def test_ranks_that_grew_by_less_at_once_grew_at_once() -> None:
+    ranks = [on_device(rank, leaks(N, 100, 5.0 * MIB, rank)) for rank in (0, 1, 3)]
+    memory = judge([*ranks, on_device(2, leaks(N, 100, 6.2 * MIB, 2))], expected=4)
+    assert memory.first_cause is None
+    onset = memory.collective_onset
+    assert onset is not None and onset.ranks == [0, 1, 2, 3]
+    assert onset.bound_ns is not None and onset.bound_ns < 6e9
+    assert "at the same time to within" in onset.why
+
+
+def test_ranks_that_are_clearly_later_are_not_of_those_that_grew_at_once() -> None:
+    """Each begins 0.9 s after the one before it: the last one 6 s after the first, and that can be told."""
+    ranks = [on_device(rank, jumps(N, 100, 4 * GIB, rank), start_s=0.9 * rank) for rank in range(8)]
+    onset = judge(ranks, expected=8).collective_onset
+    assert onset is not None and onset.ranks == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cache_that_has_filled_is_no_first_cause(seed: int) -> None:
+    """It fills in 100 s or so, and is full: alone it is no cause, before others no sure one."""
+    cache = flat(N, seed) + 3 * GIB * (1 - np.exp(-np.maximum(np.arange(N) - 60, 0) / 30))
+    others = [on_device(rank, flat(N, rank)) for rank in range(3)]
+    memory = judge([*others, on_device(3, cache)], expected=4)
+    assert memory.first_cause is None and [incident.rank for incident in memory.incidents] == [3]
+    followed = [on_device(rank, jumps(N, 180, 4 * GIB, rank)) for rank in range(3)]
+    cause = _named(judge([*followed, on_device(3, cache)], expected=4))
+    assert (cause.rank, cause.confidence) == (3, "medium")
+
+
 def test_jump_within_large_noise_has_no_first_rank() -> None:
     """Optimizer states come on all ranks at once, where a step takes and gives back gigabytes."""
     for seed in range(20):

@@ -12,6 +12,7 @@ from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, o
 
 from traceml_ray.analysis.memory.judge import judge
 from traceml_ray.analysis.memory.shapes import Collective, Finding, Memory, Series
+from traceml_ray.analysis.memory.words import left as left_of
 
 N = 300
 KIB = 1 << 10
@@ -162,6 +163,91 @@ def test_forecast_of_a_host_counts_what_all_its_ranks_take() -> None:
         assert creep.evidence["forecast_s"] == pytest.approx(left / (16 * MIB), rel=0.02)
 
 
+def test_ranks_of_a_host_that_leak_fill_it_together() -> None:
+    """Four ranks at 8 MiB/s each; each sees of the host only that something is used of it."""
+    rss = 1 * GIB + 8 * MIB * np.arange(N)
+    used = np.full(N, 12.0 * GIB) + 4 * (rss - rss[0])
+    noisy = used + np.random.default_rng(0).normal(0, 2 * GIB, N)
+    left_s = (40 * GIB - float(np.median(noisy[-3:]))) / (32 * MIB)
+    for seen in (noisy, np.where(np.arange(N) == N - 1, noisy[-3:].mean(), np.nan)):
+        ranks = [on_host(r, rss, node="a", total=40 * GIB, limit_used_bytes=seen) for r in range(4)]
+        memory = judge([*ranks, on_host(4, rss, node="b", total=40 * GIB)], expected=5)
+        creeps = {finding.rank: finding for finding in memory.findings if finding.kind == "creep"}
+        assert all(creeps[r].evidence["forecast_s"] == pytest.approx(left_s, rel=0.05) for r in range(4))
+        assert all(creeps[r].evidence["host_ranks"] == 4 for r in range(4))
+        assert "4 ranks of this host grow, by 33.6 MB/s together: at this rate" in creeps[0].why
+        assert creeps[4].evidence["forecast_s"] > 3 * left_s and "host_ranks" not in creeps[4].evidence
+        rows = {row.rank: row.forecast_s for row in memory.ranks}
+        assert rows == {r: creeps[r].evidence["forecast_s"] for r in range(5)}
+        assert left_of(memory).startswith("Node a: ")
+
+
+def test_process_that_has_ended_takes_no_more_of_its_host() -> None:
+    """A first attempt leaked as fast as the second one does, and is gone."""
+    rss = 1 * GIB + 8 * MIB * np.arange(N)
+    used = np.full(N, 20.0 * GIB)
+    first = on_host(0, rss, node="a", limit_used_bytes=used, process="a")
+    second = on_host(0, rss, node="a", limit_used_bytes=used, process="b", start_s=N + 60.0)
+    creeps = [finding for finding in judge([first, second]).findings if finding.kind == "creep"]
+    forecasts = [creep.evidence["forecast_s"] for creep in creeps]
+    assert forecasts == pytest.approx([44 * GIB / (8 * MIB)] * 2, rel=0.01)
+
+
+def test_small_leaks_of_many_ranks_are_named_where_they_fill_the_host_together() -> None:
+    """Each grows by 30 MiB, which is no matter by itself; eight of them fill the host in 40 minutes."""
+    rss = 1 * GIB + 0.1 * MIB * np.arange(N)
+    used = 20 * GIB + 8 * (rss - rss[0])
+    ranks = [on_host(r, rss, node="a", total=22 * GIB, limit_used_bytes=used) for r in range(8)]
+    creeps = [finding for finding in judge(ranks).findings if finding.kind == "creep"]
+    assert [creep.rank for creep in creeps] == list(range(8))
+    assert judge(ranks[:1]).findings == [] or creeps[0].evidence["forecast_s"] < 3600
+
+
+@pytest.mark.parametrize("shape", [np.sqrt, lambda unit: np.log1p(20 * unit) / np.log1p(20)])
+def test_growth_that_slows_down_has_no_forecast_by_a_line(shape: Any) -> None:
+    """By a line it is full in 20 min; a line of as much is a warning."""
+    unit = np.arange(600) / 600
+    rss = 2 * GIB + 2 * GIB * shape(unit) + np.random.default_rng(0).uniform(0, 2 * MIB, 600)
+    memory = judge([on_host(0, rss, total=14 * GIB)])
+    creep = _one(memory, "creep")
+    assert (creep.evidence["bend"], creep.evidence["forecast_s"], creep.severity) == (
+        "slows",
+        None,
+        "warning",
+    )
+    assert creep.evidence["earliest_s"] > 1.5 * 600
+    assert "of late, more and more slowly" in creep.why and "at least" in creep.why
+    assert memory.ranks[0].forecast_s is None and left_of(memory) == ""
+    even = judge([on_host(0, 2 * GIB + 2 * GIB * unit, total=14 * GIB)])
+    assert (_one(even, "creep").evidence["bend"], _one(even, "creep").severity) == ("line", "critical")
+
+
+def test_leak_after_a_cache_has_filled_is_a_line() -> None:
+    """A forecast goes by what lasts, not by how fast it began."""
+    time_s = np.arange(600)
+    rss = 2 * GIB + 2 * GIB * (1 - np.exp(-time_s / 40)) + 4 * MIB * time_s
+    creep = _one(judge([on_host(0, rss, total=30 * GIB)]), "creep")
+    assert creep.evidence["bend"] == "line"
+    assert creep.evidence["forecast_s"] == pytest.approx((22 * GIB - rss[-1]) / (4 * MIB), rel=0.1)
+
+
+def test_growth_that_speeds_up_is_forecast_by_its_slope_of_late() -> None:
+    unit = np.arange(600) / 600
+    rss = 2 * GIB + 2 * GIB * unit**2
+    creep = _one(judge([on_host(0, rss, total=30 * GIB)]), "creep")
+    assert creep.evidence["bend"] == "quickens" and "faster and faster" in creep.why
+    by_line = (22 * GIB - rss[-1]) / (2 * GIB / 600)
+    assert creep.evidence["forecast_s"] < 0.7 * by_line
+
+
+def test_allocated_memory_and_the_gap_fill_a_device_together() -> None:
+    gap = _gap(600) + 4 * MIB * np.arange(600)
+    memory = judge([on_device(3, leaks(600, 0, 8 * MIB), gap=gap, held=16 * GIB, total=24 * GIB)])
+    forecasts = [f.evidence["forecast_s"] for f in memory.findings if f.kind in ("creep", "persistent_drift")]
+    left_s = (24 * GIB - 10 * GIB - 599 * 8 * MIB - gap[-1]) / (12 * MIB)
+    assert forecasts == pytest.approx([left_s] * 2, rel=0.1)
+
+
 def test_forecast_of_a_host_does_not_go_by_what_others_take_for_a_moment() -> None:
     """Ten seconds in which another program starts, and takes ten times as much."""
     rss = 1 * GIB + 8 * MIB * np.arange(10)
@@ -205,6 +291,19 @@ def test_one_time_step_is_a_step_and_no_drift() -> None:
     assert at(step.from_ns) == 140
     assert step.evidence["delta_bytes"] == pytest.approx(512 * MIB, rel=0.02)
     assert "rose once by 535 MB at step 561, from 631 MB, and stayed there" in step.why
+
+
+@pytest.mark.parametrize("after", [0, 60])
+@pytest.mark.parametrize("before", [0, 120])
+def test_clean_drift_of_thirty_samples_is_one_finding(before: int, after: int) -> None:
+    """A drift where it goes on; where it has ended one rise, and not a step every five samples."""
+    gap = 600 * MIB + 20 * MIB * np.clip(np.arange(before + 30 + after) - before, 0, 29.0)
+    memory = judge([on_device(0, flat(len(gap)), gap=gap)])
+    [finding] = memory.findings
+    assert finding.kind == ("step_change" if after else "persistent_drift")
+    if after:
+        assert finding.evidence["delta_bytes"] == pytest.approx(29 * 20 * MIB, rel=0.15)
+        assert finding.evidence["took_s"] == pytest.approx(29, abs=7)
 
 
 def test_step_that_takes_much_of_the_device_is_a_warning() -> None:
@@ -383,9 +482,26 @@ def test_sensitivity_says_how_weak_the_evidence_may_be() -> None:
         ("alone", "medium"): ["collective_likely"],
         ("alone", "high"): ["collective_likely"],
         ("active", "low"): [],
-        ("active", "medium"): [],
+        ("active", "medium"): ["collective_suspect"] * 4,
         ("active", "high"): ["collective_suspect"] * 4,
     }
+
+
+def test_collectives_that_are_marked_all_the_time_explain_nothing() -> None:
+    """With a mark every second one is near every change; one of two marks near the change counts."""
+    often, once = ([_used(0, "all_reduce", 0, s, s) for s in times] for times in (range(N), (20, 140.3)))
+    one = _communicating()[0]
+    assert [each.kind for each in judge([one], often).collectives] == []
+    assert [each.kind for each in judge([one], once).collectives] == ["collective_likely"]
+
+
+def test_spikes_stand_with_marks_where_most_of_them_do() -> None:
+    gap = _gap() + 400 * MIB * (np.arange(N) % 50 == 10)
+    ranks = [on_device(r, flat(N, r), gap=gap) for r in range(2)]
+    marks = [_used(r, "all_gather", 0, s - 0.3, s + 0.2) for r in range(2) for s in range(10, N, 50)]
+    for used, kind in ((marks, "collective_confident"), (marks[:1], "collective_suspect")):
+        memory = judge(ranks, used, expected=2)
+        assert memory.collectives[0].kind == kind, used
 
 
 def test_step_without_collectives_is_not_put_down_to_them() -> None:

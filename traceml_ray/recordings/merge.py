@@ -59,9 +59,14 @@ def merge(recordings: Sequence[Recording]) -> Merged:
         present={each.rank for each in found if each.rank is not None},
         world_size=max((each.world_size for each in found if each.world_size), default=None),
         run=run,
-        collectives=[use for each in found for use in each.collectives],
+        collectives=[_of_rank(use, each.rank) for each in found for use in each.collectives],
         notes=notes,
     )
+
+
+def _of_rank(use: Collective, rank: int | None) -> Collective:
+    """Return a collective with the rank of its process, which not every file says."""
+    return use if rank is None or use.rank == rank else replace(use, rank=rank)
 
 
 def _newest_run(recordings: Sequence[Recording], notes: list[str]) -> tuple[str | None, list[Recording]]:

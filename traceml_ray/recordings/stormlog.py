@@ -18,6 +18,7 @@ import numpy as np
 from traceml_ray.codec import Count
 from traceml_ray.identity import MAX_RANKS
 from traceml_ray.recordings.recording import Floats, Recording, RefusedFileError, column
+from traceml_ray.recordings.stormlog_marks import collectives, operation
 
 VERSIONS = (2, 3, 4)
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -25,6 +26,7 @@ _Device = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 _REPEAT = {"start", "stop", "phase_enter", "phase_exit", "collector_degraded", "collector_recovered", "error"}
 """Kinds of events that repeat the values of a sample before, or have none."""
+_NO_METADATA = msgspec.Raw()
 EARLIEST_WALL_NS = 10**17
 """In 1973. A smaller time is not one of the wall clock."""
 _NO_JOB = {"", "none"}
@@ -51,6 +53,9 @@ class Event(msgspec.Struct, gc=False):
     job_id: str | None = None
     rank: Rank = 0
     world_size: Size = 1
+    context: str | None = None
+    metadata: msgspec.Raw = _NO_METADATA
+    """As it is in the file; of a CSV not read."""
 
 
 class Legacy(msgspec.Struct, gc=False):
@@ -74,6 +79,8 @@ class Legacy(msgspec.Struct, gc=False):
     job_id: str | None = None
     rank: Rank = 0
     world_size: Size = 1
+    context: str | None = None
+    metadata: msgspec.Raw = _NO_METADATA
 
     def event(self) -> Event:
         """Return it as an event of the newest schema."""
@@ -96,6 +103,8 @@ class Legacy(msgspec.Struct, gc=False):
             job_id=self.job_id,
             rank=self.rank,
             world_size=self.world_size,
+            context=self.context,
+            metadata=self.metadata,
         )
 
 
@@ -139,7 +148,7 @@ def _recording(own: list[Event]) -> Recording:
     first = own[0]
     if first.rank >= first.world_size:
         raise RefusedFileError(f"rank {first.rank} of a world of {first.world_size}")
-    own = _samples(own)
+    marks, own = _marks(own), _samples(own)
     on_cpu = first.device_id < 0 or "cpu" in first.collector.lower()
     named = first.world_size > 1
     return Recording(
@@ -153,15 +162,22 @@ def _recording(own: list[Event]) -> Recording:
         world_size=first.world_size if named else None,
         run=job(first.job_id),
         wall=first.timestamp_ns >= EARLIEST_WALL_NS,
+        collectives=collectives(marks),
     )
+
+
+def _marks(own: list[Event]) -> list[tuple[Event, str]]:
+    """Return the events that mark a collective, in order of time, and which one."""
+    marked = [(event, name) for event in own if (name := operation(event)) is not None]
+    return sorted(marked, key=lambda mark: mark[0].timestamp_ns)
 
 
 def _samples(own: list[Event]) -> list[Event]:
     """
-    Return what was measured, in order of time: not what is repeated, and of several events about one sample
-    (its peak, its change) the last.
+    Return what was measured, in order of time: not what is repeated, no marks of collectives, and of several
+    events about one sample (its peak, its change) the last.
     """
-    kept = [event for event in own if event.event_type not in _REPEAT] or own
+    kept = [event for event in own if event.event_type not in _REPEAT and not _only_marks(event)] or own
     kept.sort(key=lambda event: event.timestamp_ns)
     apart = kept[0].sampling_interval_ms * 1_000_000 // 4
     after = [*kept[1:], None]
@@ -170,6 +186,10 @@ def _samples(own: list[Event]) -> list[Event]:
         for event, later in zip(kept, after, strict=True)
         if later is None or later.timestamp_ns - event.timestamp_ns > apart
     ]
+
+
+def _only_marks(event: Event) -> bool:
+    return event.event_type != "sample" and operation(event) is not None
 
 
 def _host(own: Sequence[Event]) -> dict[str, Floats]:

@@ -18,7 +18,7 @@ from traceml_ray.typed import ready
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
 _NOTHING = "there are no samples of memory in it"
 _CUT = "its last line is not whole and left out"
-_TEXT = frozenset({"event_type", "collector", "host", "session_id", "job_id", "backend"})
+_TEXT = frozenset({"event_type", "collector", "host", "session_id", "job_id", "backend", "context"})
 _COUNTERS = (
     "allocator_allocated_bytes",
     "allocator_reserved_bytes",
@@ -26,7 +26,7 @@ _COUNTERS = (
     "memory_allocated",
 )
 """Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
-_READ = {"schema_version", "timestamp"} | {*Event.__struct_fields__, *Legacy.__struct_fields__}
+_READ = {"schema_version", "timestamp", *Event.__struct_fields__, *Legacy.__struct_fields__} - {"metadata"}
 _MAX_REASON = 200
 _NOT_THERE = msgspec.Raw()
 

@@ -10,8 +10,8 @@ from typing import get_args
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Memory, Sensitivity, Series, Severity
+from traceml_ray.analysis.memory.judge import judge, order_of
+from traceml_ray.analysis.memory.shapes import Collective, Memory, Sensitivity, Series, Severity
 from traceml_ray.rank_filter import RankFilter, rank_filter
 from traceml_ray.recordings.gather import FileRead, Gathered, gather
 from traceml_ray.recordings.merge import Merged, merge
@@ -155,10 +155,15 @@ def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "mediu
         if each.rank in chosen:
             alone.setdefault(each.rank, []).append(each)
     clocks = [timed, *alone.values()]
-    used = [each for each in merged.collectives if each.rank in chosen]
     count = len(expected | {rank for rank in merged.present if rank in chosen})
-    parts = [judge(own, used, count, sensitivity) for own in clocks if own]
+    parts = [judge(own, _used_by(own, merged), count, sensitivity) for own in clocks if own]
     return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
+
+
+def _used_by(series: Sequence[Series], merged: Merged) -> list[Collective]:
+    """Return the collectives of the ranks of some series: those of others may be on another clock."""
+    ranks = {each.rank for each in series}
+    return [use for use in merged.collectives if use.rank in ranks]
 
 
 def _together(parts: Sequence[Memory]) -> Memory:
@@ -170,7 +175,7 @@ def _together(parts: Sequence[Memory]) -> Memory:
         collective_onset=only.collective_onset,
         findings=sorted(
             (each for part in parts for each in part.findings),
-            key=lambda each: (-SEVERITIES.index(each.severity), each.from_ns),
+            key=order_of,
         ),
         collectives=[each for part in parts for each in part.collectives],
         incidents=sorted((each for part in parts for each in part.incidents), key=lambda each: each.at_ns),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.growth import Rise, floor_growth, rises
+from traceml_ray.analysis.memory.growing import Growth, Sharing, Spot, finding_of, is_large, severity_of
+from traceml_ray.analysis.memory.growth import Rise, floor_growth, least_growth, rises
 from traceml_ray.analysis.memory.levels import Full, fragmentation, fullness
 from traceml_ray.analysis.memory.limits import MemoryLimits
 from traceml_ray.analysis.memory.robust import median
@@ -24,12 +24,11 @@ from traceml_ray.analysis.memory.shapes import (
 )
 from traceml_ray.analysis.memory.shifts import Shift, Spikes, shifts, spikes
 from traceml_ray.analysis.memory.tracks import Place, Track, places
-from traceml_ray.analysis.memory.trend import Forecast, Ramp, forecast, ramp
+from traceml_ray.analysis.memory.trend import Forecast, Ramp, forecast, free, ramp, slope_of_all
 
-Sharing = Literal["own", "shared", "unknown"]
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
-_MOST_OVER = 99.0
-"""Of a growth that is even to the byte."""
+_WARM_SHARE = 5
+"""Of the samples that a drift needs, one in so many may be of the warm-up."""
 _USS_LEAST = 2
 _OWN_SHARE = 0.3
 """Growth of RSS of which less than this share is USS is of pages that are shared, or of files."""
@@ -40,14 +39,20 @@ class Hidden:
     """A change of the hidden gap, which collectives may explain."""
 
     finding: Finding
-    begin_ns: int
-    """It began between this sample"""
-    end_ns: int
-    """and this one; of a drift, its whole time."""
+    times: tuple[tuple[int, int], ...]
+    """
+    (begin, end) ns of each change: the last sample before it and the first sample after it. Spikes have
+    several; of a drift it is the whole time.
+    """
     delta: float
     noise: float
     warm: bool
-    """Only collectives make a finding of it: during warm-up libraries take memory."""
+    """Only a collective makes a finding of it: it was in the warm-up, or there are few samples."""
+
+    @property
+    def end_ns(self) -> int:
+        """Return when the first change was over."""
+        return self.times[0][1]
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,24 @@ class Alone:
     """Highest use after warm-up: of torch's allocator, or RSS."""
     peak_share: float | None
     """That over what there is."""
+    total: float | None
+    """Bytes that the device has, or the host's limit."""
     row: RankMemory
     grown: dict[Counter, float] = field(default_factory=dict)
     """By how much each counter has grown since its baseline, whether that counts or not."""
     findings: list[Finding] = field(default_factory=list)
     rises: list[tuple[Counter, Rise]] = field(default_factory=list)
+    small: dict[Counter, Rise] = field(default_factory=dict)
+    """Of counters without a rise that counts: the first that does not."""
     hidden: list[Hidden] = field(default_factory=list)
     full: Full | None = None
+    growths: list[Growth] = field(default_factory=list)
+    """Lasting growth, also where it is too small for a finding."""
+
+    @property
+    def spot(self) -> Spot:
+        """Return whose memory it is."""
+        return Spot(self.rank, self.node, self.device)
 
 
 def alone(series: Series, limits: MemoryLimits) -> list[Alone]:
@@ -92,6 +108,7 @@ class _Judging:
         self._place, self._limits = place, limits
         self._findings: list[Finding] = []
         self._hidden: list[Hidden] = []
+        self._growths: list[Growth] = []
         self._forecasts: list[Forecast] = []
 
     def result(self) -> Alone:
@@ -109,12 +126,16 @@ class _Judging:
             if host:
                 self._shifts(main, track, growing)
         if gap is not None:
-            growing = self._grows("persistent_drift", "gap_bytes", gap, limits.drift_samples)
+            warm = min(gap.settled, limits.drift_samples // _WARM_SHARE)
+            growing = self._grows("persistent_drift", "gap_bytes", gap, limits.drift_samples - warm)
             self._shifts("gap_bytes", gap, growing)
+        self._name_growths()
         self._fragmentation()
-        full = fullness(place, limits)
+        full = self._full()
         own = track if track is not None else gap
         peak = _peak(place, track)
+        grown = {counter: _grown(counter, each) for counter, each in counters}
+        risen = [(counter, rise) for counter, each in counters for rise in rises(each, limits)]
         return Alone(
             rank=place.rank,
             node=place.node,
@@ -127,43 +148,66 @@ class _Judging:
             has_gap=gap is not None,
             peak=peak,
             peak_share=None if peak is None or place.total is None else peak / place.total,
+            total=place.total,
             row=self._row(gap),
-            grown={counter: _grown(counter, each) for counter, each in counters},
+            grown=grown,
             findings=self._findings,
-            rises=[(counter, rise) for counter, each in counters for rise in rises(each, limits)],
+            rises=risen,
+            small=_small(counters, risen, grown, limits),
             hidden=self._hidden,
             full=full,
+            growths=self._growths,
         )
 
     def _grows(
         self, kind: Kind, counter: Counter, track: Track, least: int, floor: bool = False
     ) -> Ramp | None:
-        """Note a lasting growth where it is large enough; return it also where it is not."""
+        """Keep a lasting growth of `least` samples; return it also where it is shorter, or of few steps."""
         place, limits = self._place, self._limits
-        growing = ramp(track, limits, least, floor)
-        if growing is None:
-            return None
+        growing = ramp(track, limits, limits.creep_samples, floor)
+        if growing is None or len(track) < least:
+            return growing
         if kind == "creep" and growing.steps is not None and growing.steps < limits.creep_steps:
             return growing
-        left = forecast(place, growing, limits)
-        soon = left is not None and left.s <= limits.forecast_s and growing.samples >= limits.drift_samples
-        if growing.grown < (limits.forecast_growth_bytes if soon else limits.min_growth_bytes):
-            return growing
-        if left is not None:
-            self._forecasts.append(left)
-        confidence = self._sure(growing.confidence(limits))
-        sharing = _sharing(place, growing) if counter == "rss_bytes" else "unknown"
-        severity = "info" if sharing == "shared" else _grow_severity(growing, left, confidence, limits)
-        why = sentences.growing(place, counter, growing, left)
-        if sharing == "shared":
-            why = why.removesuffix(".") + "; its own pages (USS) do not grow, so it is shared or file pages."
-        evidence = _ramp_evidence(counter, growing, left)
-        if counter == "gap_bytes":
-            evidence["gap_from"] = place.gap_from
-        finding = self._add(kind, severity, confidence, growing.from_ns, growing.to_ns, evidence, why)
-        if kind == "persistent_drift":
-            self._hidden.append(Hidden(finding, growing.from_ns, growing.to_ns, growing.grown, 0.0, False))
+        used = place.track("limit_used_bytes") if place.device is None else place.claimed
+        growth = Growth(
+            kind=kind,
+            counter=counter,
+            ramp=growing,
+            confidence=self._sure(growing.confidence(limits)),
+            sharing=_sharing(place, growing) if counter == "rss_bytes" else "unknown",
+            left=free(place),
+            slope_of_all=slope_of_all(used, growing, limits),
+            upper_bound=place.device is not None and not place.asked_driver,
+            gap_from=place.gap_from,
+        )
+        self._growths.append(growth)
         return growing
+
+    def _name_growths(self) -> None:
+        """Note growth that is large enough. What a device has left is used up by all of it together."""
+        spot = Spot(self._place.rank, self._place.node, self._place.device)
+        together = sum(growth.ramp.recent for growth in self._growths)
+        for growth in self._growths:
+            left = forecast(growth.ramp, growth.left, max(together, growth.slope_of_all))
+            if not is_large(growth, left, self._limits):
+                continue
+            if left is not None and not left.earliest:
+                self._forecasts.append(left)
+            finding = finding_of(spot, growth, left, severity_of(growth, left, self._limits))
+            self._findings.append(finding)
+            if growth.kind == "persistent_drift":
+                ramp_of = growth.ramp
+                times = ((ramp_of.from_ns, ramp_of.to_ns),)
+                self._hidden.append(Hidden(finding, times, ramp_of.grown, 0.0, False))
+
+    def _full(self) -> Full | None:
+        """Return how full memory is; when it will be is said once, by its growth."""
+        full = fullness(self._place, self._limits)
+        slows = any(growth.ramp.bend == "slows" for growth in self._growths)
+        if full is None or not (self._forecasts or slows):
+            return full
+        return replace(full, full_s=min((left.s for left in self._forecasts), default=None))
 
     def _shifts(self, counter: Counter, track: Track, growing: Ramp | None) -> None:
         """Note steps and spikes."""
@@ -174,9 +218,10 @@ class _Judging:
             if shift.warm and not hidden:
                 continue
             self._step(counter, shift, hidden)
-        found = spikes(track, limits, growing, held)
-        if found is not None:
-            self._spikes(counter, found, hidden)
+        least = limits.marked_spike_samples if hidden else limits.spike_samples
+        short_rises = spikes(track, limits, growing, held, least)
+        if short_rises is not None:
+            self._spikes(counter, short_rises, hidden)
 
     def _step(self, counter: Counter, shift: Shift, hidden: bool) -> None:
         place, limits = self._place, self._limits
@@ -194,6 +239,7 @@ class _Judging:
                 "before_bytes": round(shift.level),
                 "noise_bytes": round(shift.noise),
                 "step": shift.step,
+                "took_s": shift.took_s,
                 **({"gap_from": place.gap_from} if hidden else {}),
             },
             sentences.shifted(place, counter, shift),
@@ -201,33 +247,35 @@ class _Judging:
         if not shift.warm:
             self._findings.append(finding)
         if hidden:
-            self._hidden.append(
-                Hidden(finding, shift.from_ns, shift.at_ns, shift.delta, shift.noise, shift.warm)
-            )
+            times = ((shift.from_ns, shift.end_ns),)
+            self._hidden.append(Hidden(finding, times, shift.delta, shift.noise, shift.warm))
 
-    def _spikes(self, counter: Counter, found: Spikes, hidden: bool) -> None:
-        place = self._place
+    def _spikes(self, counter: Counter, short_rises: Spikes, hidden: bool) -> None:
+        place, limits = self._place, self._limits
         used, total = place.track(place.used_total[0]), place.total
         highest = float(used.after.x.max()) if used is not None and len(used) else None
-        near = highest is not None and total is not None and highest >= self._limits.near_limit[1] * total
-        finding = self._add(
+        near = highest is not None and total is not None and highest >= limits.near_limit[1] * total
+        finding = _finding(
+            place,
             "transient_spike",
             "warning" if near else "info",
-            self._sure("high" if found.samples > 1 else "medium"),
-            found.from_ns,
-            found.to_ns,
+            self._sure("high" if short_rises.samples > 1 else "medium"),
+            (short_rises.from_ns, short_rises.to_ns),
             {
                 "counter": counter,
-                "peak_bytes": round(found.peak),
-                "count": found.count,
-                "share": found.samples / found.of_samples,
-                "noise_bytes": round(found.noise),
+                "peak_bytes": round(short_rises.peak),
+                "count": short_rises.count,
+                "share": short_rises.samples / short_rises.of_samples,
+                "noise_bytes": round(short_rises.noise),
                 "highest_used_bytes": None if highest is None else round(highest),
             },
-            sentences.spiking(place, counter, found),
+            sentences.spiking(place, counter, short_rises),
         )
+        few = short_rises.of_samples < limits.spike_samples
+        if not few:
+            self._findings.append(finding)
         if hidden:
-            self._hidden.append(Hidden(finding, found.from_ns, found.from_ns, found.peak, found.noise, False))
+            self._hidden.append(Hidden(finding, short_rises.times, short_rises.peak, short_rises.noise, few))
 
     def _fragmentation(self) -> None:
         place = self._place
@@ -316,34 +364,6 @@ def _finding(
     )
 
 
-def _grow_severity(
-    growing: Ramp, left: Forecast | None, confidence: Confidence, limits: MemoryLimits
-) -> Severity:
-    """Return how bad growth is: by when memory is full, and a degree less where that is not sure."""
-    sure = confidence != "low"
-    if left is not None and left.s <= limits.critical_s:
-        trusted = growing.seconds >= min(limits.trusted_s, limits.trusted_share * left.s)
-        return "critical" if sure and trusted else "warning"
-    return "warning" if sure and (left is None or left.s <= limits.forecast_s) else "info"
-
-
-def _ramp_evidence(counter: Counter, growing: Ramp, left: Forecast | None) -> dict[str, Value]:
-    return {
-        "counter": counter,
-        "bytes_per_s": growing.slope,
-        "bytes_per_step": growing.slope_step,
-        "grown_bytes": round(growing.grown),
-        "r2": growing.r2,
-        "over_walk": min(growing.over_walk, _MOST_OVER),
-        "samples": growing.samples,
-        "from_step": growing.from_step,
-        "to_step": growing.to_step,
-        "left_bytes": None if left is None else round(left.left),
-        "forecast_s": None if left is None else left.s,
-        "forecast_steps": None if left is None else left.steps,
-    }
-
-
 def _sharing(place: Place, growing: Ramp) -> Sharing:
     """Return whether growth of RSS is of the process's own pages, by the few samples of USS."""
     track = place.track("uss_bytes")
@@ -355,6 +375,22 @@ def _sharing(place: Place, growing: Ramp) -> Sharing:
         return "unknown"
     slope = float(own[-1] - own[0]) / (float(t_ns[-1] - t_ns[0]) / 1e9)
     return "own" if slope >= _OWN_SHARE * growing.slope else "shared"
+
+
+def _small(
+    counters: list[tuple[Counter, Track]],
+    risen: list[tuple[Counter, Rise]],
+    grown: dict[Counter, float],
+    limits: MemoryLimits,
+) -> dict[Counter, Rise]:
+    """Return when the counters that have grown by too little to count began to."""
+    counted = {counter for counter, _ in risen}
+    small = {}
+    for counter, track in counters:
+        if counter not in counted and grown[counter] >= least_growth(track, limits, small=True):
+            for rise in rises(track, limits, small=True)[:1]:
+                small[counter] = rise
+    return small
 
 
 def _peak(place: Place, track: Track | None) -> float | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.alone import Alone, Hidden
@@ -15,6 +17,7 @@ from traceml_ray.analysis.memory.shapes import (
     AttributionKind,
     Collective,
     Finding,
+    Int64,
     Sensitivity,
 )
 
@@ -25,6 +28,8 @@ _NORMAL = (
 )
 WORLD = "world"
 """The process group of all ranks, which needs no name."""
+_COMPARED = 8
+"""Spikes of a rank that are compared with those of others, at most."""
 _WIDER = 2
 """With sensitivity `high`, times may be so many times as far apart."""
 
@@ -69,9 +74,72 @@ class _Use:
 
     op: str
     group: str | None
-    first_ns: int
-    last_ns: int
+    firsts: Int64
+    """(n,) ns, ascending: when each time in which it was used began (one time of a whole run, or n marks),"""
+    lasts: Int64
+    """and when that, or one before it, ended."""
     bytes: int | None
+
+    @property
+    def first_ns(self) -> int:
+        """Return when it was used for the first time."""
+        return int(self.firsts[0])
+
+    def overlaps(self, begins: Int64, ends: Int64) -> float:
+        """Return the share of some intervals (ns) in which it was in use."""
+        before = np.searchsorted(self.firsts, ends, side="right")
+        return float(np.mean((before > 0) & (self.lasts[np.maximum(before - 1, 0)] >= begins)))
+
+
+class _Changes:
+    """The hidden changes of one kind of all ranks: which ranks changed at the same time."""
+
+    def __init__(self, hidden: Sequence[tuple[Alone, Hidden]], all_of: Sequence[Alone]) -> None:
+        self._ranks = {one.rank for one in all_of if one.has_gap}
+        rows = [
+            (begin, end, one.rank, one.interval_ns, one.bound_ns)
+            for one, change in hidden
+            if one.rank in self._ranks
+            for begin, end in change.times
+        ]
+        columns = np.array(sorted(rows), np.int64).reshape(-1, 5).T
+        self._begin, self._end, self._rank, self._interval, self._bound = columns
+        self._longest = int((self._end - self._begin).max(initial=0))
+        self._most = int(self._interval.max(initial=0) + self._bound.max(initial=0))
+
+    def alike(self, one: Alone, change: Hidden, slack: int) -> _Alike:
+        """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
+        times = change.times[:: -(-len(change.times) // _COMPARED)]
+        counts = defaultdict[int, int](int)
+        for begin, end in times:
+            for rank in self._at(begin, end, one, slack):
+                counts[rank] += rank != one.rank
+        alike = sum(2 * count >= len(times) for count in counts.values() if count)
+        return _Alike(len(self._ranks - {one.rank}), alike)
+
+    def _at(self, begin: int, end: int, one: Alone, slack: int) -> list[int]:
+        """Return the ranks that changed between two times (ns), as far as clocks and samples can tell."""
+        most = slack + self._most + one.bound_ns
+        some = slice(*np.searchsorted(self._begin, (begin - self._longest - most, end + most + 1)))
+        near = (
+            slack + np.maximum(self._interval[some] - one.interval_ns, 0) + self._bound[some] + one.bound_ns
+        )
+        at_once = (self._begin[some] - near <= end) & (self._end[some] + near >= begin)
+        ranks: list[int] = np.unique(self._rank[some][at_once]).tolist()
+        return ranks
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """How many other ranks changed at the same time."""
+
+    others: int
+    same: int
+
+    @property
+    def synchrony(self) -> float | None:
+        """Return the share of the other ranks; None: there are none."""
+        return self.same / self.others if self.others else None
 
 
 def explain(
@@ -85,13 +153,25 @@ def explain(
     if not hidden:
         return []
     uses = _uses(collectives)
+    # A collective has peers: of a rank that marks none, the marks of the others count.
+    unmarked = any(one.rank not in uses for one, _ in hidden)
+    of_others = _marks_of_any(collectives) if unmarked else []
+    kinds = {change.finding.kind for _, change in hidden}
+    changes = {
+        kind: _Changes([pair for pair in hidden if pair[1].finding.kind == kind], all_of) for kind in kinds
+    }
     shown = _CLASSES[: SHOWN[sensitivity]]
-    found = []
-    for each, change in hidden:
-        attribution = _attribute(each, change, uses.get(each.rank, []), hidden, all_of, sensitivity, limits)
-        if attribution is not None and attribution.kind in shown:
-            found.append(Explained(each.process, change, attribution))
-    return found
+    explained = []
+    for one, change in hidden:
+        slack = one.interval_ns * (_WIDER if sensitivity == "high" else 1)
+        alike = changes[change.finding.kind].alike(one, change, slack)
+        together = alike.synchrony is not None and alike.synchrony >= SYNCHRONY[sensitivity]
+        evidence = _evidence(one, change, uses.get(one.rank) or of_others, slack, limits)
+        kind = _class(change, evidence, together, bool(uses), limits)
+        if kind in shown:
+            attribution = _attribution(kind, one, change, evidence, alike)
+            explained.append(Explained(one.process, change, attribution))
+    return explained
 
 
 def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
@@ -102,91 +182,128 @@ def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
     uses: dict[int, list[_Use]] = defaultdict(list)
     for (rank, op, group), parts in by_key.items():
         sizes = [part.bytes for part in parts if part.bytes is not None]
-        use = _Use(
-            op,
-            group,
-            min(part.first_ns for part in parts),
-            max(part.last_ns for part in parts),
-            sum(sizes) if sizes else None,
-        )
+        firsts, lasts = np.array(sorted((part.first_ns, part.last_ns) for part in parts), np.int64).T
+        use = _Use(op, group, firsts, np.maximum.accumulate(lasts), sum(sizes) if sizes else None)
         uses[rank].append(use)
     for each_of in uses.values():
         each_of.sort(key=lambda use: (use.first_ns, use.op, use.group or ""))
     return uses
 
 
-def _attribute(
-    at: Alone,
-    change: Hidden,
-    uses: list[_Use],
-    hidden: list[tuple[Alone, Hidden]],
-    all_of: Sequence[Alone],
-    sensitivity: Sensitivity,
-    limits: MemoryLimits,
-) -> Attribution | None:
-    slack = at.interval_ns * (_WIDER if sensitivity == "high" else 1)
-    begin, end = change.begin_ns - slack, change.end_ns + slack
-    new = [use for use in uses if begin <= use.first_ns <= end]
-    active = [use for use in uses if use.first_ns <= end and use.last_ns >= begin]
-    others, same = _others(at, change, hidden, all_of, slack)
-    synchrony = same / others if others else None
-    together = synchrony is not None and synchrony >= SYNCHRONY[sensitivity]
+def _marks_of_any(collectives: Sequence[Collective]) -> list[_Use]:
+    """Return the collectives of all ranks as those of one, without those of groups: not all are in them."""
+    marks = [replace(each, rank=0, group=None) for each in collectives if each.group is None]
+    return _uses(marks).get(0, [])
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """The uses of collectives that a change of hidden memory stands with."""
+
+    new: list[_Use]
+    """Used for the first time then."""
+    marked: list[_Use]
+    """Used then, and else not for most of the time: both together are hardly chance."""
+    active: list[_Use]
+    """Used then."""
+    share: float
+    """Of the changes (a spike may come several times) that `marked` stands with."""
+
+    @property
+    def best(self) -> _Use | None:
+        """Return the use that says most."""
+        return next(iter([*self.new, *self.marked, *self.active]), None)
+
+
+def _evidence(one: Alone, change: Hidden, uses: list[_Use], slack: int, limits: MemoryLimits) -> _Evidence:
+    begins, ends = np.array(change.times, np.int64).T
+    begins, ends = begins - slack, ends + slack
+    hits_of = [(use, use.overlaps(begins, ends)) for use in uses]
+    often = [use for use, hits in hits_of if hits >= limits.marked_changes]
+    new = [use for use in often if begins[0] <= use.first_ns <= ends[0]]
+    active = [use for use, hits in hits_of if hits]
+    marked, share = [], 0.0
+    for use, hits in hits_of:
+        if hits >= limits.marked_changes and _coverage(one, change, use) <= limits.marked_share:
+            marked.append(use)
+            share = max(share, hits)
+    return _Evidence(new, marked, active, share)
+
+
+def _coverage(one: Alone, change: Hidden, use: _Use) -> float:
+    """Return the share of the time in which a change would stand with a use by chance, 0..1."""
+    if one.span is None or one.span[1] <= one.span[0]:
+        return 1.0
+    begin, end = change.times[0]
+    before, after = end - begin + one.interval_ns, one.interval_ns
+    highs = np.clip(use.lasts + before, *one.span)
+    earlier = np.concatenate([[one.span[0]], highs[:-1]])
+    lows = np.maximum(np.clip(use.firsts - after, *one.span), earlier)
+    return float(np.maximum(highs - lows, 0).sum()) / (one.span[1] - one.span[0])
+
+
+def _class(
+    change: Hidden, evidence: _Evidence, together: bool, any_known: bool, limits: MemoryLimits
+) -> AttributionKind | None:
+    """
+    Return how surely a change is of collectives; None: not at all.
+
+    Args:
+        change: of the hidden gap.
+        evidence: the collectives of its rank at the time.
+        together: enough other ranks changed alike at the time.
+        any_known: it is known when any rank was in which collectives.
+        limits: the thresholds.
+    """
+    sure = _CLASSES[0] if together else _CLASSES[1]
     if change.finding.kind == "persistent_drift":
-        groups = {use.group for use in new}
-        if len(groups) < limits.drift_groups:
-            return None
-        kind = _CLASSES[0] if together else _CLASSES[1]
-    elif new:
-        kind = _CLASSES[0] if together else _CLASSES[1]
-    elif active and together and not change.warm:
-        kind = _CLASSES[2]
-    else:
+        return sure if len({use.group for use in evidence.new}) >= limits.drift_groups else None
+    if evidence.new or evidence.marked:
+        return sure
+    if not together or (change.warm and change.finding.kind == "step_change"):
         return None
-    use = (new or active)[0]
+    return _CLASSES[2] if evidence.active or not any_known else None
+
+
+def _attribution(
+    kind: AttributionKind, one: Alone, change: Hidden, evidence: _Evidence, alike: _Alike
+) -> Attribution:
+    use = evidence.best
+    groups = len({each.group for each in evidence.new})
     return Attribution(
         kind=kind,
-        rank=at.rank,
-        device=at.device,
+        rank=one.rank,
+        device=one.device,
         finding=change.finding.kind,
         from_ns=change.finding.from_ns,
-        op=use.op,
-        group=use.group,
+        op=None if use is None else use.op,
+        group=None if use is None else use.group,
         bytes=round(change.delta),
         evidence={
-            "first_uses": len(new),
-            "groups": len({use.group for use in new}),
-            "apart_s": abs(use.first_ns - change.end_ns) / 1e9 if new else None,
-            "other_ranks": others,
-            "synchrony": synchrony,
+            "first_uses": len(evidence.new),
+            "groups": groups,
+            "marked_share": evidence.share if evidence.marked else None,
+            "apart_s": abs(use.first_ns - change.end_ns) / 1e9 if use and evidence.new else None,
+            "other_ranks": alike.others,
+            "synchrony": alike.synchrony,
             "over_noise": change.delta / change.noise if change.noise else None,
-            "collective_bytes": use.bytes,
+            "collective_bytes": None if use is None else use.bytes,
         },
-        why=_why(at, change, use, bool(new), len({each.group for each in new}), others, same),
+        why=_why(one, change, evidence, groups, alike),
     )
 
 
-def _others(
-    at: Alone, change: Hidden, hidden: list[tuple[Alone, Hidden]], all_of: Sequence[Alone], slack: int
-) -> tuple[int, int]:
-    """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
-    ranks = {each.rank for each in all_of if each.has_gap and each.rank != at.rank}
-    same = set()
-    for each, other in hidden:
-        if each.rank in ranks and other.finding.kind == change.finding.kind:
-            near = slack + max(each.interval_ns - at.interval_ns, 0) + each.bound_ns + at.bound_ns
-            if other.begin_ns - near <= change.end_ns and other.end_ns + near >= change.begin_ns:
-                same.add(each.rank)
-    return len(ranks), len(same)
-
-
-def _why(at: Alone, change: Hidden, use: _Use, new: bool, groups: int, others: int, same: int) -> str:
-    who = where(at.rank, at.node, at.device)
-    what = use.op if use.group in (None, WORLD) else f"{use.op} in group {use.group}"
-    also = f"; {same:,} of {text.count(others, 'other rank')} saw the same then" if others else ""
+def _why(one: Alone, change: Hidden, evidence: _Evidence, groups: int, alike: _Alike) -> str:
+    who, use = where(one.rank, one.node, one.device), evidence.best
+    saw = f"{alike.same:,} of {text.count(alike.others, 'other rank')} saw the same then"
+    also = f"; {saw}" if alike.others else ""
     if change.finding.kind == "persistent_drift":
         return (
             f"{who}: memory outside torch's allocator grew by {text.size(change.delta)} while "
             f"{groups:,} process groups were first used{also}."
         )
-    with_ = f"with the first {what}" if new else f"during {what}"
-    return f"{who}: memory outside torch's allocator rose by {text.size(change.delta)} {with_}{also}."
+    rose = f"{who}: memory outside torch's allocator rose by {text.size(change.delta)}"
+    if use is None:
+        return f"{rose}; {saw}, as with a collective, but none is recorded."
+    what = use.op if use.group in (None, WORLD) else f"{use.op} in group {use.group}"
+    return f"{rose} {'with the first' if evidence.new else 'during'} {what}{also}."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from traceml_ray import text
@@ -40,12 +41,17 @@ class _Grower:
     def at_ns(self) -> int:
         return self.rise.at_ns
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether chance (a random walk) hardly grows so: it came at once, or goes on as leaks do."""
+        return self.rise.end == "step" or bool(self.at.growths)
+
     def error_ns(self, other: _Grower) -> int:
         """Return how far the time between two onsets may be off: clocks, sampling, noise."""
         same = self.at.node == other.at.node != ""
         clocks = 0 if same else self.at.bound_ns + other.at.bound_ns
         sampling = max(self.at.interval_ns, other.at.interval_ns)
-        return clocks + sampling + max(self.rise.spread_ns, other.rise.spread_ns)
+        return clocks + sampling + round(math.hypot(self.rise.spread_ns, other.rise.spread_ns))
 
     def testifies(self, first: _Grower) -> bool:
         """
@@ -53,6 +59,10 @@ class _Grower:
         not seen to be flat before.
         """
         return not self.rise.from_start or self.at_ns <= first.at_ns
+
+    def follows(self, first: _Grower) -> bool:
+        """Whether this rank was flat when `first` began, and grew later by more than the error."""
+        return self.testifies(first) and self.at_ns - first.at_ns > first.error_ns(self)
 
 
 def incidents(all_of: Sequence[Alone]) -> list[Incident]:
@@ -92,30 +102,47 @@ def first_cause(
         return None, None
     for host in (False, True):
         places = [each for each in all_of if (each.device is None) == host]
+        others = len({each.rank for each in places}) - 1
         for growers in _clusters(places, limits):
             together = _together(growers)
-            near = _near(growers, places, limits)
-            alike = len(near) >= limits.near_ranks * (len({each.rank for each in places}) - 1) > 0
-            if len(together) > 1 or (near and alike):
-                onset = _onset(together, near if alike else set(), expected)
+            alike, later = _small_growth(growers, places, limits)
+            shared = len(alike) >= limits.near_ranks * others > 0
+            if len(together) > 1 or (alike and shared):
+                onset = _onset(together, alike if shared else {}, expected)
                 onsets.append((_gravity(together), onset))
-            else:
-                cause = _cause(growers, near, all_of, expected, limits)
-                causes.append((_gravity(growers[:1]), cause))
+                continue
+            growers = sorted([*growers, *later], key=lambda one: (one.at_ns, one.at.rank))
+            if len(growers) == 1 and growers[0].rise.end == "over":
+                continue  # a cache that has filled, say: the incident is listed, and nothing goes on
+            cause = _cause(growers, set(alike), all_of, expected, limits)
+            causes.append((_gravity(growers[:1]), cause))
     gravest = max(causes, key=lambda one: one[0], default=None)
     widest = max(onsets, key=lambda one: one[0], default=None)
     return gravest[1] if gravest else None, widest[1] if widest else None
 
 
-def _near(growers: Sequence[_Grower], places: Sequence[Alone], limits: MemoryLimits) -> set[int]:
-    """Return the ranks whose growth does not count, and is not far from that of the first."""
+def _small_growth(
+    growers: Sequence[_Grower], places: Sequence[Alone], limits: MemoryLimits
+) -> tuple[dict[int, _Grower | None], list[_Grower]]:
+    """
+    Return the ranks whose growth does not count though it is not much less than that of the first: those that
+    cannot be told from the first by time, or began before it (None: when is not known), and those that began
+    later.
+    """
     first, counted = growers[0], {one.at.rank for one in growers}
     least = limits.near_growth * first.delta
-    return {
-        each.rank
-        for each in places
-        if each.rank not in counted and each.grown.get(first.counter, 0.0) >= least
-    }
+    alike: dict[int, _Grower | None] = {}
+    later: dict[int, _Grower] = {}
+    for place in places:
+        if place.rank in counted or place.grown.get(first.counter, 0.0) < least:
+            continue
+        rise = place.small.get(first.counter)
+        grower = None if rise is None else _Grower(place, first.counter, rise, rise.delta)
+        if grower is not None and grower.follows(first):
+            later[place.rank] = grower
+        else:
+            alike[place.rank] = grower
+    return alike, [grower for rank, grower in later.items() if rank not in alike]
 
 
 def _gravity(growers: Sequence[_Grower]) -> _Gravity:
@@ -149,30 +176,34 @@ def _earliest_of_ranks(cluster: list[_Grower]) -> list[_Grower]:
 
 
 def _together(growers: list[_Grower]) -> list[_Grower]:
-    """Return those that cannot be told from the earliest: each within the error of one before it."""
+    """Return those that cannot be told from the earliest, by the error of when both began."""
     first = growers[0]
     together = [first]
     for one in growers[1:]:
         from_starts = first.rise.from_start and one.rise.from_start
-        last = together[-1]
-        near = one.testifies(first) and one.at_ns - last.at_ns <= last.error_ns(one)
+        near = one.testifies(first) and not one.follows(first)
         if near or from_starts:
             together.append(one)
     return together
 
 
-def _onset(together: list[_Grower], near: set[int], expected: int) -> CollectiveOnset:
-    most = max(together, key=lambda one: one.delta)
-    ranks = sorted({one.at.rank for one in together} | near)
+def _onset(together: list[_Grower], alike: Mapping[int, _Grower | None], expected: int) -> CollectiveOnset:
+    first, most = together[0], max(together, key=lambda one: one.delta)
+    ranks = sorted({one.at.rank for one in together} | alike.keys())
     who = "all ranks" if len(ranks) == expected else text.ranks(ranks)
     what = COUNTERS[most.counter]
+    others = [*together[1:], *alike.values()]
+    known = [first.error_ns(other) for other in others if other is not None]
+    bound = max(known) if len(known) == len(others) else None
+    within = "" if bound is None else f" to within {text.duration(bound / 1e9)}"
     return CollectiveOnset(
-        at_ns=together[0].at_ns,
+        at_ns=first.at_ns,
+        bound_ns=bound,
         ranks=ranks,
         delta_bytes=round(most.delta),
         counter=most.counter,
-        why=f"{what[0].upper()}{what[1:]} of {who} grew at the same time, as far as their clocks and samples "
-        f"can tell, by up to {text.size(most.delta)}: no rank is the cause.",
+        why=f"{what[0].upper()}{what[1:]} of {who} grew at the same time{within}, as far as their clocks and "
+        f"samples can tell, by up to {text.size(most.delta)}: no rank is the cause.",
     )
 
 
@@ -197,7 +228,7 @@ def _cause(
         lead_bound_ns=error,
         delta_bytes=round(first.delta),
         counter=first.counter,
-        confidence="low" if near else _confidence(first, leads, coverage, limits),
+        confidence="low" if near else _confidence(first, leads, bool(witnesses), coverage, limits),
         coverage=coverage,
         why=_why(first, lead, error, len(growers), coverage, expected, near),
         next=_NEXT,
@@ -217,12 +248,18 @@ def _coverage(all_of: Sequence[Alone], first: _Grower) -> int:
     )
 
 
-def _confidence(first: _Grower, leads: float, coverage: float, limits: MemoryLimits) -> Confidence:
-    """Return how sure it is; `leads` is the lead in error bounds."""
+def _confidence(
+    first: _Grower, leads: float, witnessed: bool, coverage: float, limits: MemoryLimits
+) -> Confidence:
+    """Return how sure it is; `leads` is the lead in error bounds, before others that grew, if `witnessed`."""
     settled = first.at.certain or _flat_s(first) >= limits.settled_s
     if coverage < limits.low_coverage or leads < limits.low_lead or not settled:
         return "low"
-    large = first.delta >= 2 * first.rise.threshold
+    if not (first.is_proven or witnessed):
+        return "low"
+    large = first.delta >= 2 * first.rise.threshold and first.rise.end in ("step", "grows")
+    if not first.is_proven:
+        return "medium"
     if leads >= limits.high_lead and coverage >= limits.high_coverage and large:
         return "high"
     return "medium"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.robust import lowered, noise, starts
+from traceml_ray.analysis.memory.robust import hinge, lowered, noise, starts
 from traceml_ray.analysis.memory.shapes import Float
 from traceml_ray.analysis.memory.tracks import Track
 
@@ -19,6 +20,24 @@ _LEVELS = 10
 """A rise begins where a tenth of the threshold is reached."""
 _FLAT_SHARE = 0.2
 """Slow growth takes its time from level to level: a pause is at least this share of all the time."""
+_SMALL = 0.25
+"""Growth from this share of the threshold on has a time at which it began, though it does not count."""
+_NOISY = 3
+"""Where noise moves the beginning by more samples than that, a fit to all samples tells it better."""
+_NEAR_TOP = 0.9
+_BENT = 0.7
+"""Growth is bent where its first half takes less than this share of the time that the same takes later,"""
+_BENT_ERROR = 0.25
+"""and when it began is then known to within this share of the time of its first half."""
+_MARGIN = 0.1
+"""A rise takes the time from this share of it to the same share below its top."""
+_LATE = 0.25
+"""How a rise ends is told by its slope in this last part of its time,"""
+_LATE_SAMPLES = 8
+"""of so many samples at least,"""
+_OVER, _SLOWING = 0.16, 0.65
+"""over that of the whole: it is over up to the first, and slows down up to the second (a root has 0.54)."""
+End = Literal["step", "grows", "slows", "over"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,8 @@ class Rise:
     from_start: bool
     """It grew from its first settled sample on: when that began is not known."""
     step: int | None
+    end: End = "grows"
+    """It came at once, still grows, grows more slowly than before, or grew for some time and is over."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +77,19 @@ class _Envelope:
     noise: float
 
 
-def rises(track: Track, limits: MemoryLimits) -> list[Rise]:
-    """Return every growth of a counter after warm-up that it has kept, the earliest first."""
+def rises(track: Track, limits: MemoryLimits, small: bool = False) -> list[Rise]:
+    """
+    Return every growth of a counter after warm-up that it has kept, the earliest first.
+
+    Args:
+        track: the counter.
+        limits: the thresholds.
+        small: also growth that does not count, beyond its noise.
+    """
     after = track.after
     if len(after.x) < _LEAST:
         return []
-    envelope = _envelope(after, limits)
+    envelope = _envelope(after, limits, least_growth(track, limits, small))
     if envelope is None:
         return []
     size, growth = envelope.size, envelope.growth
@@ -77,6 +105,12 @@ def rises(track: Track, limits: MemoryLimits) -> list[Rise]:
         kept = [(up, 0.0)]
     lowest = np.minimum.accumulate(after.x[::-1])[::-1]
     return [_rise(after, envelope, lowest, base, float(growth[part[-1]])) for part, base in kept]
+
+
+def least_growth(track: Track, limits: MemoryLimits, small: bool = False) -> float:
+    """Return from how many bytes on growth counts, but for noise; with `small`, from when on it is dated."""
+    share = _SMALL if small else 1.0
+    return share * max(limits.min_growth_bytes, limits.growth_of_peak * float(track.after.x.max(initial=0.0)))
 
 
 def floor_growth(track: Track) -> float | None:
@@ -95,13 +129,13 @@ def _size(track: Track) -> int:
     return max(1, min(size, n // 6))
 
 
-def _envelope(track: Track, limits: MemoryLimits) -> _Envelope | None:
-    """Return the envelope, None where nothing has grown and stayed."""
+def _envelope(track: Track, limits: MemoryLimits, least: float) -> _Envelope | None:
+    """Return the envelope, None where nothing has grown by `least` bytes beyond its noise, and stayed."""
     x, size = track.x, _size(track)
     at = starts(len(x), size)
     low, high = np.minimum.reduceat(x, at), np.maximum.reduceat(x, at)
     noisy = max(noise(low), noise(high))
-    threshold = max(limits.min_growth_bytes, limits.growth_of_peak * float(x.max()), limits.noise * noisy)
+    threshold = max(least, limits.noise * noisy)
     first = lowered(low, threshold)
     low, high = low[first:], high[first:]
     base = max(1, len(low) // 8)
@@ -119,19 +153,63 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
     delta = top - base
     noisy = 3 * max(envelope.noise, noise(track.x))
     mark = base + max(envelope.threshold / _LEVELS, min(noisy, delta / 3))
-    half = max(mark, base + delta / 2)
     last = len(lowest) - 1
-    begun = min(int(np.searchsorted(lowest, envelope.low + mark)), last)
-    midway = min(int(np.searchsorted(lowest, envelope.low + half)), last)
-    begun_s, across_s = float(track.s[begun]), float(track.s[midway] - track.s[begun])
-    slope = (half - mark) / across_s if across_s > 0 else float("inf")
-    began_s = max(begun_s - (mark - base) / slope, float(track.s[envelope.first]))
-    spread_s = min(noisy / slope, across_s)
+
+    def reached(growth: float) -> int:
+        return min(int(np.searchsorted(lowest, envelope.low + growth)), last)
+
+    begun = reached(mark)
+    begun_s = float(track.s[begun])
+
+    def along(high: float) -> tuple[float, float]:
+        """Return when a line from `mark` to `high` left the base, and the error by noise, in seconds."""
+        across_s = float(track.s[reached(high)]) - begun_s
+        slope = (high - mark) / across_s if across_s > 0 else float("inf")
+        return begun_s - (mark - base) / slope, min(noisy / slope, across_s)
+
+    half = max(mark, base + delta / 2)
+    (wide_s, spread_s), (near_s, _) = along(half), along((mark + half) / 2)
+    # Where growth is bent, the line through its beginning is nearer; how far both are apart is an error.
+    bent_s = max(near_s - wide_s, 0.0)
+    began_s = max(wide_s + bent_s, float(track.s[envelope.first]))
+    if spread_s > _NOISY * track.interval_s:
+        earliest = max(envelope.first, reached(base - envelope.threshold / _LEVELS) if base else 0)
+        halfway = reached(half)
+        fitted_s, error_s = hinge(
+            track.s[earliest : halfway + 1], track.x[earliest : halfway + 1], began_s, spread_s
+        )
+        early_s = float(track.s[halfway]) - fitted_s
+        later_s = float(track.s[reached(base + _NEAR_TOP * delta)] - track.s[halfway])
+        if early_s < _BENT * later_s / (
+            2 * _NEAR_TOP - 1
+        ):  # it is bent: a line through its beginning comes too early
+            error_s += _BENT_ERROR * early_s
+        if error_s < spread_s:
+            began_s, spread_s = fitted_s, error_s
     return Rise(
         at_ns=int(track.t_ns[0]) + round((began_s - float(track.s[0])) * 1e9),
-        spread_ns=round(spread_s * 1e9),
+        spread_ns=round((spread_s + bent_s) * 1e9),
         delta=delta,
         threshold=envelope.threshold,
         from_start=base == 0 and began_s <= track.s[envelope.first] + track.interval_s,
         step=track.step_at(int(np.searchsorted(track.s, began_s))),
+        end=_end(track, began_s, base + envelope.low, delta, lowest),
     )
+
+
+def _end(track: Track, began_s: float, level: float, delta: float, lowest: Float) -> End:
+    """Return how a rise by `delta` from `level` on goes on; `lowest` is the lowest value from a sample on."""
+    low, high = (int(np.searchsorted(lowest, level + share * delta)) for share in (_MARGIN, 1 - _MARGIN))
+    last = len(lowest) - 1
+    if min(high, last) - low <= _HELD:
+        return "step"
+    begun, late = (
+        int(np.searchsorted(track.s, track.s[-1] - part * (float(track.s[-1]) - began_s)))
+        for part in (1, _LATE)
+    )
+    held = last - _HELD  # what comes after may be given back
+    if held - late < _LATE_SAMPLES - _HELD:
+        return "grows"
+    late_slope = float(lowest[held] - lowest[late]) / float(track.s[held] - track.s[late])
+    ratio = late_slope * float(track.s[held] - track.s[min(begun, held - 1)]) / delta
+    return "over" if ratio <= _OVER else "slows" if ratio <= _SLOWING else "grows"

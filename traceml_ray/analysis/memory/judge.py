@@ -13,6 +13,7 @@ from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.alone import Alone, alone
 from traceml_ray.analysis.memory.attribution import explain
 from traceml_ray.analysis.memory.cause import first_cause, incidents
+from traceml_ray.analysis.memory.hosts import with_hosts
 from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
 from traceml_ray.analysis.memory.robust import median
 from traceml_ray.analysis.memory.shapes import (
@@ -63,7 +64,7 @@ def compare(
     limits: MemoryLimits = MEMORY,
 ) -> Memory:
     """Return the same from the judgements of the ranks by themselves; arguments as of `judge`."""
-    judged = _in_order(judged)
+    judged = with_hosts(_in_order(judged), limits)
     explained = explain(judged, collectives, sensitivity, limits)
     instead = {id(each.hidden.finding): (each.process, each.finding()) for each in explained}
     found = [
@@ -72,7 +73,7 @@ def compare(
     found += instead.values()  # of the warm-up
     found = _alike(found, judged, limits)
     found += _nearly_full(judged) + _imbalances(judged, limits)
-    found.sort(key=lambda each: _rank_of(each[1]))
+    found.sort(key=lambda each: order_of(each[1]))
     cause, onset = first_cause(judged, expected, limits)
     present = {each.rank for each in judged}
     return Memory(
@@ -102,8 +103,12 @@ def _in_order(judged: Sequence[Alone]) -> list[Alone]:
     return list(reversed(once.values()))
 
 
-def _rank_of(finding: Finding) -> tuple[int, int, int, int, str]:
-    return _ORDER[finding.severity], finding.from_ns, finding.rank, _device(finding.device), finding.kind
+def order_of(finding: Finding) -> tuple[int, float, int, int, int, str]:
+    """Sort key: the most severe first, then what fills memory soonest, then the earliest."""
+    until = finding.evidence.get("forecast_s", finding.evidence.get("full_s"))
+    full_s = until if isinstance(until, float) else float("inf")
+    order = _ORDER[finding.severity]
+    return order, full_s, finding.from_ns, finding.rank, _device(finding.device), finding.kind
 
 
 def _device(device: int | None) -> int:

@@ -51,6 +51,8 @@ class MemoryLimits:
     """of which this share has to be beyond all that was used before."""
     trend_points: int = 128
     """Blocks of samples that a slope is estimated from, at most."""
+    least_share: float = 0.4
+    """A ramp, with the level before it, must explain this share of the variance."""
     still_grows: float = 0.3
     """The slope of the last third must be this share of the whole's: growth that has ended is no creep."""
     forecast_growth_bytes: int = 16 * MIB
@@ -63,6 +65,11 @@ class MemoryLimits:
     """where it has grown for so long,"""
     trusted_share: float = 0.1
     """or for this share of the time that is left."""
+
+    host_share: float = 0.25
+    """A rank that grows by less than this share of the steepest of its host is judged by its own forecast."""
+    ended_s: float = 30.0
+    """A process without samples for so long has ended, or for `step_samples` of its own intervals."""
 
     held: float = 0.2
     """Live, growth is an event once it has been found for this share of the time that it has lasted."""
@@ -77,7 +84,9 @@ class MemoryLimits:
     max_steps: int = 8
     """Steps of a rank that are told apart."""
     spike_samples: int = 30
-    """Fewest samples after warm-up for a spike."""
+    """Fewest samples after warm-up for a spike,"""
+    marked_spike_samples: int = 6
+    """and for one of the hidden gap that stands with a collective."""
     step_of_total: float = 0.02
     """A step of a smaller share of the device's memory is no warning."""
 
@@ -110,6 +119,10 @@ class MemoryLimits:
     """this, it is low."""
     low_lead: float = 1.5
     """So is it with a shorter lead."""
+    marked_share: float = 0.34
+    """Marks of collectives that cover a larger share of the time stand with everything by chance,"""
+    marked_changes: float = 0.5
+    """and marks must stand with this share of the changes at least."""
     drift_groups: int = 3
     """New process groups during a drift from which on it stands with them."""
 
@@ -117,5 +130,5 @@ class MemoryLimits:
 MEMORY = MemoryLimits()
 SYNCHRONY = {"low": 0.75, "medium": 0.5, "high": 0.3}
 """Share of the other ranks that must see the same at the same time, by sensitivity."""
-SHOWN = {"low": 1, "medium": 2, "high": 3}
+SHOWN = {"low": 1, "medium": 3, "high": 3}
 """How many of the classes of attribution are shown, the surest first, by sensitivity."""

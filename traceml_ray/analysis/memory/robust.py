@@ -18,6 +18,12 @@ _STARTS = 8
 """A ramp may begin at each eighth of the points, up to"""
 _LATEST = 6
 """this one."""
+_HINGES = 48
+"""Times that are tried for the beginning of a growth."""
+_FITTED = 20
+"""Fewest samples that tell it."""
+_SIGMAS = 3.0
+"""The error of a beginning, in standard errors."""
 
 
 def median(x: Float) -> float:
@@ -141,6 +147,38 @@ def best_ramp(t: Float, y: Float, least: int) -> tuple[int, float]:
     if shares[0] >= shares[best] - 0.01:
         best = 0
     return begins[best], float(shares[best])
+
+
+def hinge(t: Float, y: Float, began: float, error: float) -> tuple[float, float]:
+    """
+    Return when y left its level to grow along a line, and the error of that: by the least squares of all n
+    points, with noise that goes on for some points counted as fewer of them.
+
+    Args:
+        t: (n,) seconds, ascending.
+        y: (n,) bytes.
+        began: what is known of it,
+        error: to within so much; returned where the points do not tell more.
+    """
+    tried = np.linspace(max(began - 3 * error, t[0]), min(began + 3 * error, t[-1]), _HINGES)
+    if len(t) < _FITTED or tried[0] >= tried[-1]:
+        return began, error
+    ramps = np.maximum(t[None, :] - tried[:, None], 0.0)
+    ramps -= ramps.mean(axis=1, keepdims=True)
+    around = y - y.mean()
+    sizes = np.maximum(np.einsum("ij,ij->i", ramps, ramps), 1e-9)
+    slopes = (ramps @ around) / sizes
+    rests = float(around @ around) - slopes**2 * sizes
+    best = int(np.argmin(rests))
+    rest = around - slopes[best] * ramps[best]
+    total = float(rest @ rest)
+    if slopes[best] <= 0 or total <= 0:
+        return began, error
+    lasting = min(max(float(rest[1:] @ rest[:-1]) / total, 0.0), 0.95)
+    points = max(len(t) * (1 - lasting) / (1 + lasting), 4.0)
+    near = np.flatnonzero(rests <= float(rests[best]) * (1 + _SIGMAS**2 / points))
+    low, high = tried[max(near[0] - 1, 0)], tried[min(near[-1] + 1, _HINGES - 1)]
+    return float(tried[best]), min(float(max(high - tried[best], tried[best] - low)), error)
 
 
 def steps_share(y: Float, depth: int = 2) -> float:

@@ -64,20 +64,37 @@ def next_of(kind: Kind, device: int | None) -> list[str]:
     return [*NEXT[kind], _NEXT_HISTORY] if kind == "creep" else NEXT[kind]
 
 
-def growing(place: Place, counter: Counter, ramp: Ramp, left: Forecast | None) -> str:
-    """Return the sentence of a creep or a drift."""
-    slope = text.size(ramp.slope, "/s")
+def growing(rank: int, node: str, device: int | None, counter: Counter, ramp: Ramp) -> str:
+    """Return what a creep or a drift is, without the end of the sentence: see `lasts`."""
+    slope = text.size(ramp.recent, "/s")
     if ramp.slope_step is not None:
-        slope = f"{text.size(ramp.slope_step)} a step"
+        slope = f"{text.size(ramp.slope_step * ramp.recent / ramp.slope)} a step"
+    how = {"line": "", "slows": " of late, more and more slowly", "quickens": " of late, faster and faster"}
     since = "" if ramp.from_step is None else f" since step {ramp.from_step:,}"
-    said = (
-        f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} grows by {slope}, "
+    return (
+        f"{where(rank, node, device)}: {COUNTERS[counter]} grows by {slope}{how[ramp.bend]}, "
         f"{text.size(ramp.grown)} in {text.duration(ramp.seconds)}{since}"
     )
+
+
+def lasts(left: Forecast | None, upper_bound: bool, host: tuple[int, float] | None) -> str:
+    """
+    Return the end of that sentence: how long memory lasts.
+
+    Args:
+        left: None: not known.
+        upper_bound: less may be left than is known.
+        host: how many ranks of the host grow, and by how many bytes a second all of it does.
+    """
     if left is None:
-        return f"{said}; how much is left is not known."
-    most = "" if place.device is None or place.asked_driver else "at most "
-    return f"{said}; at this rate {most}{left_words(left.s, left.steps)} of memory left."
+        return "; how much is left is not known."
+    rate = "at this rate"
+    if host is not None:
+        rate = (
+            f"{text.count(host[0], 'rank')} of this host grow, by {text.size(host[1], '/s')} together: {rate}"
+        )
+    bound = "at least " if left.earliest else "at most " if upper_bound else ""
+    return f"; {rate} {bound}{left_words(left.s, left.steps)} of memory left."
 
 
 def left_words(seconds: float, steps: int | None) -> str:
@@ -89,10 +106,12 @@ def left_words(seconds: float, steps: int | None) -> str:
 
 def shifted(place: Place, counter: Counter, shift: Shift) -> str:
     """Return the sentence of a step that is held."""
-    at = "" if shift.step is None else f" at step {shift.step:,}"
+    when = "" if shift.step is None else f" at step {shift.step:,}"
+    if shift.took_s:
+        when = f" in {text.duration(shift.took_s)}{when and f' from step {shift.step:,} on'}"
     return (
         f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} rose once by "
-        f"{text.size(shift.delta)}{at}, from {text.size(shift.level)}, and stayed there."
+        f"{text.size(shift.delta)}{when}, from {text.size(shift.level)}, and stayed there."
     )
 
 

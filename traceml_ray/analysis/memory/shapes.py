@@ -132,6 +132,8 @@ class CollectiveOnset(_Shape, frozen=True, kw_only=True):
     """Several ranks grew at once, as far as clocks and sampling can tell: no rank is the cause."""
 
     at_ns: int
+    bound_ns: int | None = None
+    """To within so much they began at the same time: clocks, sampling and noise; None: not known."""
     ranks: list[int]
     delta_bytes: int
     """The largest of theirs,"""
@@ -193,7 +195,7 @@ class Memory(_Shape, frozen=True, kw_only=True):
     first_cause: FirstCause | None = None
     collective_onset: CollectiveOnset | None = None
     findings: list[Finding] = []
-    """The most severe first, then the earliest."""
+    """The most severe first, then what fills memory soonest, then the earliest."""
     collectives: list[Attribution] = []
     incidents: list[Incident] = []
     """Every growth above a rank's baseline, the earliest first."""

@@ -15,19 +15,26 @@ from traceml_ray.analysis.memory.trend import Ramp
 
 _NOT_RAMP = 3
 """Once a ramp is found, a step must be so many times what the ramp grows within the same samples."""
+_GRADUAL = 0.25
+"""Two steps are one rise where in between each few samples rise by this share of them."""
 _LONG = 8
 """What lasts longer than this part of all samples is no spike."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A step that is held."""
+    """A step that is held, or a gradual rise that has ended."""
 
     at: int
-    """The first sample after it."""
+    """Index of the first sample that is higher."""
     from_ns: int
-    """The last sample before it."""
+    """Time of the last sample before it."""
     at_ns: int
+    """Time of the first sample that is higher."""
+    end_ns: int
+    """Time of the first sample that has all of it,"""
+    last_at: int
+    """and its index."""
     to_ns: int
     delta: float
     level: float
@@ -36,6 +43,11 @@ class Shift:
     warm: bool
     """It is part of the warm-up."""
     step: int | None
+
+    @property
+    def took_s(self) -> float:
+        """Return how long it took from its first higher sample to the last."""
+        return (self.end_ns - self.at_ns) / 1e9
 
 
 @dataclass(frozen=True)
@@ -51,42 +63,69 @@ class Spikes:
     peak: float
     """Bytes above the level."""
     noise: float
+    times: tuple[tuple[int, int], ...]
+    """(begin, end) ns of each: the last sample before it and its first sample."""
 
 
 def shifts(track: Track, limits: MemoryLimits, growing: Ramp | None = None) -> list[Shift]:
-    """Return the steps of a counter, also those of its warm-up, in order of time."""
+    """
+    Return the steps of a counter, also those of its warm-up, in order of time. Steps between which it rises
+    on are one; a rise that is part of `growing` is none.
+    """
     x, w = track.x, limits.step_samples
     n = len(x)
     if n < 2 * w:
         return []
     levels = _levels(x, w)
-    jumps = levels[w:] - levels[:-w]
-    if jumps.max() < limits.min_growth_bytes:
+    rises = levels[w:] - levels[:-w]
+    if rises.max() < limits.min_growth_bytes:
         return []
     noisy = noise(x)
     least = max(limits.min_growth_bytes, limits.noise * noisy)
     if growing is not None:
         least = max(least, _NOT_RAMP * growing.slope * track.interval_s * w)
-    found: list[Shift] = []
+    jumps, tops = rises.copy(), []
     for _ in range(limits.max_steps):
-        best = int(np.argmax(jumps))
-        if jumps[best] < least:
+        top = int(np.argmax(jumps))
+        if jumps[top] < least:
             break
-        base = float(levels[best])
-        if levels[best + w :].min() >= base + limits.step_kept * jumps[best]:
-            at = best + 1 + int(np.argmax(np.diff(x[best : best + 2 * w])))
-            found.append(_shift(track, at, base, float(jumps[best]), noisy))
-        jumps[max(best - w, 0) : best + w + 1] = 0.0
-    return sorted(found, key=lambda shift: shift.at)
+        if levels[top + w :].min() >= float(levels[top]) + limits.step_kept * jumps[top]:
+            tops.append(top)
+        jumps[max(top - w, 0) : top + w + 1] = 0.0
+    steps = [_shift(track, levels, rises, group, w, noisy) for group in _groups(sorted(tops), rises)]
+    return [step for step in steps if growing is None or not _is_part(step, rises, w, growing)]
 
 
-def spikes(track: Track, limits: MemoryLimits, growing: Ramp | None, steps: list[Shift]) -> Spikes | None:
-    """Return the short rises above the level of a counter after warm-up, None without any."""
+def _groups(tops: list[int], rises: Float) -> list[list[int]]:
+    """Return the steps that are one rise each: between them the counter rises all the time."""
+    groups: list[list[int]] = []
+    for top in tops:
+        if groups:
+            last = groups[-1][-1]
+            if rises[last : top + 1].min() >= _GRADUAL * min(rises[last], rises[top]):
+                groups[-1].append(top)
+                continue
+        groups.append([top])
+    return groups
+
+
+def _is_part(step: Shift, rises: Float, w: int, growing: Ramp) -> bool:
+    """Whether a step is the beginning of lasting growth: the counter rises on after it."""
+    if step.took_s and growing.bend == "slows":
+        return True
+    after = step.last_at + w // 2
+    return after < len(rises) and rises[after] >= _GRADUAL * step.delta
+
+
+def spikes(
+    track: Track, limits: MemoryLimits, growing: Ramp | None, steps: list[Shift], least: int
+) -> Spikes | None:
+    """Return the short rises above the level of a counter; None without any, or with too few samples."""
     after = track.after
     n = len(after.x)
-    if n < limits.spike_samples or after.x.max() - after.x.min() < limits.min_growth_bytes:
+    if n < least or after.x.max() - after.x.min() < limits.min_growth_bytes:
         return None
-    above = after.x - _level(track, growing, steps)
+    above = after.x - _level(track, growing, steps, limits.step_samples)
     sigma = mad_sigma(above)
     out = above > max(limits.min_growth_bytes, limits.noise * sigma)
     edges = np.diff(out.astype(np.int8), prepend=0, append=0)
@@ -103,6 +142,7 @@ def spikes(track: Track, limits: MemoryLimits, growing: Ramp | None, steps: list
         to_ns=int(after.t_ns[where[-1] + 1]),
         peak=float(above[where].max()),
         noise=sigma,
+        times=tuple((int(after.t_ns[max(begin - 1, 0)]), int(after.t_ns[begin])) for begin in begins[short]),
     )
 
 
@@ -112,7 +152,7 @@ def _levels(x: Float, w: int) -> Float:
     return middle
 
 
-def _level(track: Track, growing: Ramp | None, steps: list[Shift]) -> Float:
+def _level(track: Track, growing: Ramp | None, steps: list[Shift], rim: int) -> Float:
     """Return the level after warm-up: a ramp, pieces between steps, or the median."""
     after = track.after
     if growing is not None:
@@ -122,18 +162,37 @@ def _level(track: Track, growing: Ramp | None, steps: list[Shift]) -> Float:
     level = np.empty(len(after.x))
     for begin, end in zip([0, *ends], [*ends, len(level)], strict=True):
         level[begin:end] = median(after.x[begin:end])
+    for step in steps:
+        if step.last_at > step.at:  # a rise that took its time has no level
+            first, last = (max(n - track.settled, 0) for n in (step.at - rim, step.last_at + rim))
+            level[first:last] = after.x[first:last]
     return level
 
 
-def _shift(track: Track, at: int, base: float, delta: float, noisy: float) -> Shift:
+def _shift(track: Track, levels: Float, rises: Float, tops: list[int], w: int, noisy: float) -> Shift:
+    """Return a step at one of `tops`, or the rise that all of them are part of."""
+    low, high = tops[0], tops[-1]
+    steep = _GRADUAL * float(rises[tops].min())
+    while low > 0 and rises[low - 1] >= steep:
+        low -= 1
+    while high + 1 < len(rises) and rises[high + 1] >= steep:
+        high += 1
+    if len(tops) > 1 or high - low >= 2 * w:
+        first, last = min(low + w + 1, len(track.x) - 1), high + w - 1
+    else:
+        low = high = tops[0]
+        first = last = low + 1 + int(np.argmax(np.diff(track.x[low : low + 2 * w])))
+    level = float(levels[low])
     return Shift(
-        at=at,
-        from_ns=int(track.t_ns[at - 1]),
-        at_ns=int(track.t_ns[at]),
+        at=first,
+        from_ns=int(track.t_ns[first - 1]),
+        at_ns=int(track.t_ns[first]),
+        end_ns=int(track.t_ns[last]),
+        last_at=last,
         to_ns=int(track.t_ns[-1]),
-        delta=delta,
-        level=base,
+        delta=float(levels[high + w]) - level,
+        level=level,
         noise=noisy,
-        warm=at < track.settled,
-        step=track.step_at(at),
+        warm=last < track.settled,
+        step=track.step_at(first),
     )

@@ -135,6 +135,18 @@ class Place:
         return self._track(np.maximum(used - reserved, 0.0))
 
     @cached_property
+    def claimed(self) -> Track | None:
+        """
+        Return what is used of the device, without what torch's allocator holds for this process and does not
+        use.
+        """
+        columns = [self.columns.get(f"{name}_bytes") for name in ("device_used", "reserved", "allocated")]
+        used, reserved, allocated = columns
+        if used is None or reserved is None or allocated is None:
+            return None
+        return self._track(used - np.maximum(reserved - allocated, 0.0))
+
+    @cached_property
     def gap_from(self) -> str | None:
         """Return the counter that the gap is measured from: the process's own, or the whole device's."""
         for name in ("process_bytes", "device_used_bytes"):

@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from traceml_ray.analysis.memory.bends import SLOWER, Bend, bend, slowing_share, straight
 from traceml_ray.analysis.memory.limits import MemoryLimits
 from traceml_ray.analysis.memory.robust import (
     best_ramp,
@@ -28,6 +29,8 @@ _COARSE_POINTS = 24
 """Blocks of a second try, which see the floor of a slow saw."""
 _FEWEST = 5
 """Points that a slope needs."""
+_LATER = 1 / 3
+"""Of growth that slows down at first, what is after this share of its time may be a line."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Ramp:
     over_walk: float
     """How improbable it would be for a random walk, in standard deviations."""
     samples: int
+    bend: Bend = "line"
+    """Whether it follows a line, slows down or speeds up."""
+    recent: float = 0.0
+    """Bytes a second of late: of a line `slope`, else the slope of the last third."""
 
     @property
     def seconds(self) -> float:
@@ -69,12 +76,16 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is left at a slope."""
+    """How long the memory that is left lasts."""
 
     left: float
-    """Bytes."""
+    """Bytes that are free."""
     s: float
+    """Seconds until they are used."""
     steps: int | None
+    """Steps until then."""
+    earliest: bool = False
+    """Growth slows down: the time is a lower bound, at the slope of late."""
 
 
 def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) -> Ramp | None:
@@ -101,24 +112,36 @@ def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) ->
     return next((each for each in chain(whole, newest) if each is not None), None)
 
 
-def forecast(place: Place, growing: Ramp, limits: MemoryLimits) -> Forecast | None:
+def free(place: Place) -> float | None:
     """
-    Return when the device or the host is full; None: not known. Memory that torch's allocator holds and does
-    not use is counted as free; on a host, the others may grow as well.
+    Return the bytes that a device or a host has left; None: not known. Memory that torch's allocator holds
+    and does not use is free.
     """
     used, total = place.latest(place.used_total[0]), place.total
     if used is None or total is None:
         return None
-    left, slope = max(total - used, 0.0), growing.slope
+    left = max(total - used, 0.0)
     if place.device is not None:
         reserved, allocated = place.latest("reserved_bytes"), place.latest("allocated_bytes")
         if reserved is not None and allocated is not None:
             left += max(reserved - allocated, 0.0)
-    else:
-        slope = max(slope, _all_together(place, growing, limits))
+    return left
+
+
+def forecast(growing: Ramp, left: float | None, slope: float) -> Forecast | None:
+    """
+    Return when memory is full; None: not known.
+
+    Args:
+        growing: the growth of one counter.
+        left: bytes that are free; None: not known.
+        slope: bytes a second by which everything in that memory grows, this counter among it.
+    """
+    if left is None or slope <= 0:
+        return None
     seconds = left / slope
     steps = None if not growing.slope_step else int(seconds * growing.slope / growing.slope_step)
-    return Forecast(left, seconds, steps)
+    return Forecast(left, seconds, steps, growing.bend == "slows")
 
 
 def r2_limit(samples: int, limits: MemoryLimits) -> float:
@@ -135,7 +158,29 @@ def _newest(after: Track, few: int, limits: MemoryLimits, floor: bool) -> Ramp |
         return None
     first = len(after.x) - few + found.first
     beyond = after.last() - float(after.x[: first + 1].max())
-    return replace(found, first=first) if beyond >= limits.beyond * found.grown else None
+    if beyond < limits.beyond * found.grown:
+        return None
+    return replace(found, first=first, bend="slows" if _was_faster(after, first, found) else found.bend)
+
+
+def _was_faster(after: Track, first: int, newest: Ramp) -> bool:
+    """
+    Whether the newest growth, which begins with sample `first`, is the end of growth that slows down: as many
+    samples before it grew, too, and all samples before it grew faster.
+    """
+    before = max(first - newest.samples, 0)
+    if first - before < _FEWEST:
+        return False
+    all_before, just_before = _slope(after, 0, first), _slope(after, before, first)
+    faster = max(just_before, all_before if just_before >= newest.slope / 2 else 0.0)
+    return faster * SLOWER >= newest.slope
+
+
+def _slope(after: Track, first: int, end: int) -> float:
+    """Return the slope of the samples from `first` to `end`, by blocks."""
+    size = -(-(end - first) // _COARSE_POINTS)
+    t, y = after.s[first:end], after.x[first:end]
+    return theil_sen(block_means(t, starts(len(t), size)), block_medians(y, size))
 
 
 def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
@@ -148,9 +193,25 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
     if len(y) < _FEWEST or median(y[-part:]) - median(y[:part]) < limits.forecast_growth_bytes / 2:
         return None
     begin, share = best_ramp(t, y, max(_FEWEST, len(y) // 4))
-    if share <= steps_share(y):
+    if share < limits.least_share:
         return None
-    t, y, first = t[begin:], y[begin:], (skipped + begin) * size
+    by_steps = steps_share(y)
+    if share <= by_steps:
+        if slowing_share(t, y) <= by_steps:
+            return None
+        begin = 0
+    begun = _evident(after, t[begin:], y[begin:], (skipped + begin) * size, limits, floor)
+    if begun is None or begun.bend != "slows":
+        return begun
+    later = begin + int((len(t) - begin) * _LATER)
+    if not straight(t[later:], y[later:]):
+        return begun
+    lasting = _evident(after, t[later:], y[later:], (skipped + later) * size, limits, floor)
+    return begun if lasting is None or lasting.bend == "slows" else lasting
+
+
+def _evident(after: Track, t: Float, y: Float, first: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
+    """Return the growth of points from sample `first` on, None where they do not prove it."""
     n = len(after.x) - first
     slope = theil_sen(t, y)
     r2 = r_squared(t, y, slope)
@@ -161,6 +222,7 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
         return None
     per_step = after.s_per_step(first)
     from_step, to_step = after.steps_between(first, len(after.x) - 1)
+    bent, recent = bend(t, y, slope)
     return Ramp(
         slope=slope,
         slope_step=slope * per_step if per_step else None,
@@ -173,6 +235,8 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
         r2=r2,
         over_walk=over,
         samples=n,
+        bend=bent,
+        recent=recent,
     )
 
 
@@ -182,12 +246,11 @@ def _goes_on(t: Float, y: Float, slope: float, limits: MemoryLimits) -> bool:
     return theil_sen(t[-part:], y[-part:]) >= limits.still_grows * slope
 
 
-def _all_together(place: Place, growing: Ramp, limits: MemoryLimits) -> float:
+def slope_of_all(used: Track | None, growing: Ramp, limits: MemoryLimits) -> float:
     """
-    Return the slope of what is used of the host's memory since `growing` began, bytes a second; 0 while that
-    is not sure: other programs come and go.
+    Return the slope of all that is used of a host or a device since `growing` began, bytes a second; 0 while
+    that is not sure: other programs come and go.
     """
-    used = place.track("limit_used_bytes")
     if used is None:
         return 0.0
     first = int(np.searchsorted(used.t_ns, growing.from_ns))
@@ -197,4 +260,6 @@ def _all_together(place: Place, growing: Ramp, limits: MemoryLimits) -> float:
     size = -(-n // _COARSE_POINTS)
     t, y = block_means(used.s[first:], starts(n, size)), block_medians(used.x[first:], size)
     slope = theil_sen(t, y)
-    return slope if r_squared(t, y, slope) >= limits.r2_short else 0.0
+    if r_squared(t, y, slope) < limits.r2_short:
+        return 0.0
+    return bend(t, y, slope)[1]

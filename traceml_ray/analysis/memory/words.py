@@ -45,10 +45,15 @@ def left(memory: Memory, limits: MemoryLimits = MEMORY) -> str:
     if not ends:
         return ""
     seconds, rank, finding = ends[0]
-    steps = finding.evidence["forecast_steps"]
+    steps, ranks_of_host = (finding.evidence.get(name) for name in ("forecast_steps", "host_ranks"))
+    much = left_words(seconds, steps if isinstance(steps, int) else None)
+    if isinstance(ranks_of_host, int):
+        others = len({finding.node for _, _, finding in ends} - {finding.node})
+        also = f"; {text.count(others, 'other node')} not much more" if others else ""
+        growing = text.count(ranks_of_host, "rank")
+        return f"Node {finding.node}: {much} of host memory left, as {growing} grow{also}."
     others = len({rank for _, rank, _ in ends}) - 1
     also = f"; {text.count(others, 'other rank')} not much more" if others else ""
-    much = left_words(seconds, steps if isinstance(steps, int) else None)
     return f"Rank {rank}: {much} of memory left{also}."
 
 
