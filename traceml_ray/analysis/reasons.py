@@ -71,17 +71,17 @@ def with_reason(
     ranks = group.ranks[places]
     uneven = bool(loads) and loads[0].times_mean >= UNEVEN_EXPERTS
     sizes = find(ranks.tolist(), group.steps)
-    reason = reason_of(_work(group)[:, places], sizes, ranks, uneven_experts=uneven)
+    reason = reason_of(_work(group, places), sizes, ranks, uneven_experts=uneven)
     if before is not None and before.sizes_known and not reason.sizes_known:
         reason = before
     why, advice = f"{verdict.why} {_why(reason, loads)}", _advice(reason) or verdict.next
     return msgspec.structs.replace(verdict, reason=reason, why=why, next=advice)
 
 
-def _work(window: Window) -> Int64:
-    """Return the local stages of each rank in each step, ns (S, R, 6), 0 in a stage that is a wait."""
+def _work(window: Window, places: slice | Int64) -> Int64:
+    """Return the local stages of the ranks at `places` in each step, ns (S, R, 6), 0 where they wait."""
     rows = comparable(window)
-    return window.by_step(np.where(rows.waits[:, None, :], 0, rows.d))
+    return window.by_step(np.where(rows.waits[:, None, :], 0, rows.d[:, places]))
 
 
 def _longest_waits(window: Window) -> Window:
@@ -91,7 +91,7 @@ def _longest_waits(window: Window) -> Window:
         return groups[0]
 
     def waits_ns(group: Window) -> int:
-        work = _work(group).sum(axis=2)
+        work = _work(group, slice(None)).sum(axis=2)
         return int((work.max(axis=1, keepdims=True) - work).sum()) if work.size else 0
 
     return max(groups, key=waits_ns)
