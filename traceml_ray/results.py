@@ -250,7 +250,7 @@ class RoleInfo(TypedDict):
 
 class ReasonInfo(TypedDict):
     """
-    Why ranks are late in turn. Shares (0..1) are of the variance of their work beside the other ranks of the
+    Why ranks are late. Shares (0..1) are of the variance of their work beside the other ranks of the
     same step.
     """
 
@@ -271,6 +271,11 @@ class ReasonInfo(TypedDict):
     """The share that is in `forward` and `backward`."""
     sizes_known: bool
     """The sizes of enough batches are known."""
+    times: float | None
+    """
+    Of ranks that are named: how many times as many tokens, else samples, their batches have as those of the
+    others. Then the shares are of what they work longer, in proportion to that.
+    """
     steps: int
     """How many steps this is of."""
     unknown_ranks: list[int]
@@ -339,7 +344,7 @@ class VerdictInfo(TypedDict):
     machine: list[MachineInfo] | None
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
     reason: ReasonInfo | None
-    """Where ranks are late in turn: why their work is uneven."""
+    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
 
 
 class Episode(TypedDict):

@@ -41,12 +41,15 @@ class Uneven(Played):
 
     def rows(self, n: int) -> np.ndarray:
         steps = np.arange(self.step, self.step + n)
-        self._tokens = np.where((steps + np.arange(RANKS)[:, None]) % RANKS == 0, LONG, SHORT)
+        self._tokens = self.tokens(steps)
         local = np.array(QUIET) + self._rng.uniform(0, self._jitter, (RANKS, n, N_STAGES))
         local[:, :, self._stage] += PER_TOKEN_MS * self._tokens
         busy = local[:, :, :SYNC_WAIT].sum(axis=2)
         local[:, :, SYNC_WAIT] = busy.max(axis=0) - busy + QUIET[SYNC_WAIT]
         return (local * MS).astype("<i8")
+
+    def tokens(self, steps: np.ndarray) -> np.ndarray:
+        return np.where((steps + np.arange(RANKS)[:, None]) % RANKS == 0, LONG, SHORT)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         if rank in self._unknown:
@@ -80,6 +83,28 @@ def test_tokens_are_the_reason_live_and_stored(tmp_path: Path, stage: int) -> No
         assert reason["steps"] >= 200
         assert "tokens in the ranks' batches explains" in verdict["why"]
         assert "bucket by length" in verdict["next"]
+
+
+class Larger(Uneven):
+    """The batches of rank 1 are larger in every step."""
+
+    def tokens(self, steps: np.ndarray) -> np.ndarray:
+        return (
+            self._rng.integers(380, 421, (RANKS, len(steps))) * np.where(np.arange(RANKS) == 1, 2, 1)[:, None]
+        )
+
+
+def test_late_rank_with_larger_batches_says_so_live_and_stored(tmp_path: Path) -> None:
+    played = Larger(tmp_path / "s")
+    for _ in range(30):
+        played.play(10)
+    for verdict in (played.live(), played.stored()):
+        assert (verdict["label"], verdict["rank"], verdict["stage"]) == ("straggler", 1, "forward")
+        reason = verdict["reason"]
+        assert (reason["what"], reason["share"]) == ("tokens", 1)
+        assert reason["times"] == pytest.approx(2, rel=0.02)
+        assert "Its batches have 2 times as many tokens as those of the others" in verdict["why"]
+        assert verdict["next"].startswith("Give all ranks about as many tokens")
 
 
 def test_sizes_that_some_ranks_do_not_send_are_said_to_be_unknown(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from traceml_ray.analysis.uneven_work import (
     fit,
     pauses,
     reason_of,
+    reason_of_more,
     stage_shares,
     unevenness,
 )
@@ -172,6 +173,53 @@ def test_sizes_that_some_ranks_lack_are_of_the_others_and_say_so() -> None:
     reason = reason_of(work, {"samples": none, "tokens": tokens}, of_ranks(4))
     assert (reason.what, reason.sizes_known, reason.unknown_ranks) == ("unknown", False, (1, 2, 3))
     assert reason_of(work, {}, of_ranks(4)).what == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("times", "slower", "what", "share"),
+    [
+        *((1.3, 1.0, "tokens", 1.0), (1.3, 1.3, "tokens", 0.3 / 0.69), (1.0, 1.3, None, 0)),
+        *((1.5, 0.5, None, 0), (1.03, 1.5, None, 0)),
+    ],
+)
+def test_larger_batches_of_a_late_rank_are_told_from_a_slow_one(
+    times: float, slower: float, what: str | None, share: float
+) -> None:
+    rng = np.random.default_rng(0)
+    tokens = 5000 + lengths(rng, 400, 4)
+    tokens[:, 2] *= times
+    work = 0.1 * tokens * np.where(np.arange(4) == 2, slower, 1.0)
+    named = np.arange(4) == 2
+    sizes = {"tokens": tokens}
+    reason = reason_of_more(work * 1e6, sizes, named)
+    if what is None:
+        assert reason is None
+        return
+    assert reason is not None and (reason.what, reason.sizes_known, reason.samples) == (what, True, None)
+    assert reason.times == pytest.approx(times, rel=0.01)
+    assert reason.share == reason.tokens == pytest.approx(share, rel=0.1)
+
+
+@given(seeds, st.sampled_from([1, 5, 20]), st.sampled_from([50, 400]))
+def test_batches_that_are_larger_by_chance_are_not_mentioned(seed: int, stay: int, steps: int) -> None:
+    """Of a rank that is slow by itself."""
+    tokens = lengths(np.random.default_rng(seed), steps, 4, stay)
+    named = np.arange(4) == 2
+    assert reason_of_more(np.where(named, 1.2, 1) * tokens, {"tokens": tokens}, named) is None
+
+
+def test_larger_batches_are_not_said_of_sizes_that_are_not_known() -> None:
+    tokens = lengths(np.random.default_rng(0), 60, 4)
+    tokens[:, 2] *= 2
+    named = np.arange(4) == 2
+    assert reason_of_more(tokens, {"tokens": tokens}, named) is not None
+    for rank, known in ((2, 15), (2, 29), (0, 0)):
+        sizes = tokens.copy()
+        sizes[known:, rank] = np.nan
+        reason = reason_of_more(tokens, {"tokens": sizes}, named)
+        assert (reason is None) == (rank == 2), (rank, known)
+    assert reason_of_more(tokens, {"tokens": np.full(tokens.shape, np.nan)}, named) is None
+    assert reason_of_more(tokens, {}, named) is None
 
 
 def test_little_data_says_nothing() -> None:

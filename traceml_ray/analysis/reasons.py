@@ -10,14 +10,18 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.evidence import comparable
 from traceml_ray.analysis.experts import ExpertLoad, sentence
-from traceml_ray.analysis.uneven_work import FEW, Reason, reason_of
+from traceml_ray.analysis.uneven_work import FEW, MIN_STEPS, Reason, reason_of, reason_of_more
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64, Window
+from traceml_ray.stages import BACKWARD, FORWARD, STAGES
 
 MAX_RANKS = 64
 """Ranks whose batches are looked at, evenly chosen: with the steps of a window, enough for a share."""
 UNEVEN_EXPERTS = 1.5
 """From here on, how many times the mean an expert has, the load of experts is a reason."""
+_COMPUTE = {STAGES[FORWARD], STAGES[BACKWARD]}
+_HOLDS = 0.5
+"""Share of what takes longer from which larger batches are what to look at first."""
 _MENTIONED = 0.1
 """Share from which the sizes of batches are mentioned beside another reason."""
 Find = Callable[[Sequence[int], Int64], Mapping[str, Float]]
@@ -47,6 +51,12 @@ def is_imbalance(verdict: Verdict) -> bool:
     return verdict.label == "ambiguous" and verdict.pattern == "rotating"
 
 
+def has_reason(verdict: Verdict) -> bool:
+    """Whether there may be a reason for `verdict`: an imbalance, or ranks late in forward or backward."""
+    late = verdict.rank is not None and verdict.meaning.kind == "finding" and verdict.pattern == "lasting"
+    return is_imbalance(verdict) or (late and set(verdict.stages) <= _COMPUTE)
+
+
 def with_reason(
     verdict: Verdict,
     window: Window,
@@ -55,7 +65,8 @@ def with_reason(
     before: Reason | None = None,
 ) -> Verdict:
     """
-    Return `verdict`, if it says that ranks are late in turn, with why they are; else as it is.
+    Return `verdict` with its reason, see `has_reason`: why ranks are late in turn, or by how much the batches
+    of named ranks are larger than those of the others. Without one it is returned as it is.
 
     Args:
         verdict: of a window or of the whole run.
@@ -64,8 +75,10 @@ def with_reason(
         loads: of the experts of watched routers, the least even first.
         before: what was found before; it stays where the sizes of these batches are not known yet.
     """
-    if not is_imbalance(verdict) or verdict.reason is not None:
+    if not has_reason(verdict) or verdict.reason is not None:
         return verdict
+    if not is_imbalance(verdict):
+        return _with_more_work(verdict, window, find)
     group = _longest_waits(window)
     places = np.arange(len(group.ranks))[:: -(-len(group.ranks) // MAX_RANKS) or 1]
     ranks = group.ranks[places]
@@ -75,6 +88,30 @@ def with_reason(
     if before is not None and before.sizes_known and not reason.sizes_known:
         reason = before
     why, advice = f"{verdict.why} {_why(reason, loads)}", _advice(reason) or verdict.next
+    return msgspec.structs.replace(verdict, reason=reason, why=why, next=advice)
+
+
+def _with_more_work(verdict: Verdict, window: Window, find: Find) -> Verdict:
+    """Return a verdict that names ranks with whether their batches are larger than those of the others."""
+    if verdict.rank not in window.ranks:
+        return verdict
+    group = window.group_of(verdict.rank).since(verdict.from_step or 0)
+    named = np.isin(group.ranks, verdict.ranks)
+    peers = np.flatnonzero(~named)
+    places = np.union1d(np.flatnonzero(named)[:MAX_RANKS], peers[:: -(-len(peers) // MAX_RANKS) or 1])
+    if not len(peers) or len(group.starts) < MIN_STEPS:
+        return verdict
+    compute = group.by_step(group.d[:, places][..., [FORWARD, BACKWARD]].sum(axis=2))
+    reason = reason_of_more(compute, find(group.ranks[places].tolist(), group.steps), named[places])
+    if reason is None:
+        return verdict
+    their = "Its" if len(verdict.ranks) == 1 else "Their"
+    why = (
+        f"{verdict.why} {their} batches have {text.number(reason.times or 0)} times as many {reason.what} as "
+        f"those of the others, which explains {text.share(reason.share or 0)} of what takes longer."
+    )
+    most = (reason.share or 0) >= _HOLDS
+    advice = f"{_NEXT[reason.what]} Then: {verdict.next}" if most else f"{verdict.next} {_NEXT[reason.what]}"
     return msgspec.structs.replace(verdict, reason=reason, why=why, next=advice)
 
 
@@ -108,7 +145,7 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
     elif reason.what == "between_steps":
         why = f"The work between two steps makes up {share} of the differences{over}."
     elif reason.what == "experts":
-        why = f"The experts have unevenly many tokens: {sentence(loads[0])}."
+        why = f"The experts have unevenly many tokens: {sentence(loads[0])}." if loads else ""
     elif reason.what == "pauses":
         few = text.share(FEW)
         why = f"Pauses now and then: {few} of the ranks' steps make up {share} of the differences{over}."

@@ -34,6 +34,8 @@ FEW, _IN_FEW = 0.05, 0.7
 """Pauses: this share of all cells (steps × ranks) holds at least that share of the variance."""
 _KNOWN_STEPS, _KNOWN_RANKS = 0.5, 0.5
 """Least share of the steps in which a rank's sizes are known, and of the ranks of which they are."""
+_MORE, _IN_PART = 0.02, 0.1
+"""By this share the batches of a rank must be larger to be mentioned, and explain that much."""
 _OF_STAGES: tuple[ReasonKind, ...] = ("data", "between_steps")
 _GROUPS: Mapping[str, tuple[int, ...]] = {
     "data": (DATA, PREPARE),
@@ -63,6 +65,11 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     """The share that is in `forward` and `backward`."""
     sizes_known: bool = False
     """The sizes of enough batches are known."""
+    times: float | None = None
+    """
+    Of ranks that are named: how many times as many tokens, else samples, their batches have as those of the
+    others. Then the shares are of what they work longer, in proportion to that.
+    """
     steps: int = 0
     """How many steps this is of."""
     unknown_ranks: tuple[int, ...] = ()
@@ -214,6 +221,62 @@ def reason_of(
         return Reason(what=named, share=facts[named], **facts)
     what, share = _elsewhere(work, shares, uneven_experts, sizes is not None)
     return Reason(what=what, share=share, **facts)
+
+
+def reason_of_more(
+    work: Int64, amounts: Mapping[str, Float], named: Bool, *, least: float = _MORE
+) -> Reason | None:
+    """
+    Return what larger batches explain of what some ranks work longer than the others in every step; None
+    where their batches are not larger, or only by chance, explain a tenth at most, or are not known of most
+    steps.
+
+    Args:
+        work: forward and backward of each rank in each step, ns (S, R).
+        amounts: as for `reason_of`.
+        named: which ranks work longer (R,).
+        least: by which share their batches must be larger.
+    """
+    longer = _times(work.astype(np.float64), named) - 1
+    by_name: dict[str, float] = {}
+    for name, values in amounts.items():
+        known = ~np.isnan(values)
+        enough = (known.sum(axis=0) >= MIN_STEPS) & (known.mean(axis=0) >= _KNOWN_STEPS)
+        if enough[named].all() and enough[~named].mean() >= _KNOWN_RANKS and _is_larger(values, named):
+            by_name[name] = _times(values[:, enough], named[enough])
+    if not by_name or not longer > 0:
+        return None
+    what: ReasonKind = "samples" if by_name.get("samples", 0.0) >= by_name.get("tokens", 0.0) else "tokens"
+    times = by_name[what]
+    share = min(1.0, (times - 1) / longer)
+    if times - 1 < least or share < _IN_PART:
+        return None
+    shares = {name: min(1.0, max(0.0, (each - 1) / longer)) for name, each in by_name.items()}
+    return Reason(what=what, share=share, times=times, sizes_known=True, steps=len(work), **shares)
+
+
+def _is_larger(values: Float, named: Bool) -> bool:
+    """Whether the named ranks have more per step (S, R) than the others, and not by chance."""
+    with np.errstate(invalid="ignore"):
+        apart = values[:, named].mean(axis=1) - np.nanmean(values[:, ~named], axis=1)
+    apart = apart[~np.isnan(apart)]
+    if len(apart) < MIN_STEPS or apart.mean() <= 0:
+        return False
+    around = apart - apart.mean()
+    squares = float((around * around).sum())
+    if squares <= 0:
+        return True
+    lags = range(1, min(len(apart) // 2, _LAGS))
+    persists = sum(max(0.0, _lagged(around[:, None], lag, squares)) for lag in lags)
+    independent = len(apart) / (1 + 2 * persists)
+    return bool(apart.mean() >= _SIGMAS * np.sqrt(squares / len(apart) / max(independent, 1.0)))
+
+
+def _times(values: Float, named: Bool) -> float:
+    """Return how many times as much the named ranks have, per step, as the median of the others."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.nanmean(values, axis=0)
+        return float(mean[named].mean() / np.median(mean[~named]))
 
 
 def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:

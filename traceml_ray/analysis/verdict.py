@@ -121,7 +121,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[RoleShare, ...] = ()
     """Where ranks do different work: what each role waits for the others."""
     reason: Reason | None = None
-    """Where ranks are late in turn: why their work is uneven."""
+    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
     also: tuple[Verdict, ...] = ()
     """Other findings, the costliest first, each with its own cost and no `also`."""
 

@@ -18,7 +18,7 @@ from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.peers import median_rank
-from traceml_ray.analysis.reasons import is_imbalance, with_reason
+from traceml_ray.analysis.reasons import has_reason, is_imbalance, with_reason
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_spans
 from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.thresholds import Thresholds
@@ -293,11 +293,11 @@ class LiveJudge:
     def _with_reason(
         self, state: _LiveRun, verdict: Verdict, window: Window, processes: dict[int, RankProcess]
     ) -> Verdict:
-        """Return `verdict`, or what it names `also`, with why ranks are late in turn; an error is counted."""
-        if any(map(is_imbalance, verdict.also)):
+        """Return `verdict`, and what it names `also`, with their reasons, if any; an error is counted."""
+        if any(map(has_reason, verdict.also)):
             also = tuple(self._with_reason(state, one, window, processes) for one in verdict.also)
             verdict = msgspec.structs.replace(verdict, also=also)
-        if not is_imbalance(verdict):
+        if not has_reason(verdict):
             return verdict
 
         def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
@@ -310,7 +310,7 @@ class LiveJudge:
             verdict = with_reason(verdict, window, sizes, uneven, state.reason)
         except Exception as error:
             self.errors.swallow("reason", error)
-        state.reason = verdict.reason
+        state.reason = verdict.reason if is_imbalance(verdict) else state.reason
         return verdict
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:

@@ -1,11 +1,11 @@
-"""Why ranks are late in turn, from the steps and the sizes of batches that are stored."""
+"""Why ranks are late, from the steps and the sizes of batches that are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from traceml_ray.analysis.experts import loads
-from traceml_ray.analysis.reasons import is_imbalance, with_reason
+from traceml_ray.analysis.reasons import has_reason, with_reason
 from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
@@ -14,8 +14,8 @@ from traceml_ray.reports.whole import Whole
 
 
 def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -> Verdict:
-    """Return `verdict`, where ranks are late in turn, with why they are. Raises `SessionFileError`."""
-    if whole is None or not is_imbalance(verdict):
+    """Return `verdict` with its reason, where it has one. Raises `SessionFileError`."""
+    if whole is None or not has_reason(verdict):
         return verdict
 
     def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:

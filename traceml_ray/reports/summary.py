@@ -216,15 +216,13 @@ def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdic
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:
-    """Return `verdict` with the span that explains it, if one does, or with why ranks are late in turn."""
+    """Return `verdict` with the span that explains it, if one does, and with its reason, if it has one."""
     if whole is None:
-        return with_stored_reason(verdict, facts, whole)
+        return verdict
     also = tuple(_with_span(one, facts, whole, spans) for one in verdict.also)
-    if verdict.rank is None:
-        verdict = with_stored_reason(verdict, facts, whole)
-    else:
+    if verdict.rank is not None:
         verdict = with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
-    return msgspec.structs.replace(verdict, also=also)
+    return msgspec.structs.replace(with_stored_reason(verdict, facts, whole), also=also)
 
 
 def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:

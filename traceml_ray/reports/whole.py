@@ -69,7 +69,7 @@ class Whole:
 
     def sampled(self, verdict: Verdict) -> Window:
         """Return the steps of a verdict that are in the sample of the run; `window` where these are few."""
-        first, last = verdict.from_step or 0, verdict.to_step or 0
+        first, last = verdict.from_step or 0, 1 << 62 if verdict.to_step is None else verdict.to_step
         if self._sample is not None:
             steps = self._sample.keys >> SEGMENT_BITS
             part = self._sample.take((steps >= first) & (steps <= last))
