@@ -93,7 +93,7 @@ def with_reason(
 
 def _with_more_work(verdict: Verdict, window: Window, find: Find) -> Verdict:
     """Return a verdict that names ranks with whether their batches are larger than those of the others."""
-    if verdict.rank not in window.ranks:
+    if verdict.rank is None or verdict.rank not in window.ranks:
         return verdict
     group = window.group_of(verdict.rank).since(verdict.from_step or 0)
     named = np.isin(group.ranks, verdict.ranks)

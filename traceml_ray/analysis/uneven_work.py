@@ -252,7 +252,15 @@ def reason_of_more(
     if times - 1 < least or share < _IN_PART:
         return None
     shares = {name: min(1.0, max(0.0, (each - 1) / longer)) for name, each in by_name.items()}
-    return Reason(what=what, share=share, times=times, sizes_known=True, steps=len(work), **shares)
+    return Reason(
+        what=what,
+        share=share,
+        times=times,
+        tokens=shares.get("tokens"),
+        samples=shares.get("samples"),
+        sizes_known=True,
+        steps=len(work),
+    )
 
 
 def _is_larger(values: Float, named: Bool) -> bool:
