@@ -101,12 +101,26 @@ def _of_run(run: RunState) -> Iterator[Metric]:
         series = [((name, *(verdict[key] for key in named)), 1.0)]
         yield _gauge("verdict", "1 for the verdict at present.", ["run", *named], series)
         cost = verdict["cost_pct"] if verdict["label"] != "healthy" else 0.0
-        about = "Cost of what the verdict names, as a share of the step."
+        about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
+        yield from _findings(name, verdict)
     ranks = {"expected": run.world or None, "reporting": len(run.reporting())}
     series_of = [((name, which), count) for which, count in ranks.items()]
     yield _gauge("ranks", "Ranks of the run.", ["run", "which"], series_of)
     yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run.last_step)])
+
+
+def _findings(run: str, verdict: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield the cost of each finding: of the headline, and of what is named beside it."""
+    named = ("label", "stage", "rank", "node")
+    costs: dict[tuple[object, ...], float] = {}
+    for one in (verdict, *(verdict.get("also") or ())):
+        if one["cost_pct"] and one["label"] != "healthy":
+            costs.setdefault((run, *(one[key] for key in named)), one["cost_pct"] / 100)
+    about = (
+        "Cost of each finding that is named, or watched, as a share of the time, see traceml_verdict_cost."
+    )
+    yield _gauge("finding_cost", about, ["run", *named], costs.items(), "ratio")
 
 
 def _of_steps(run: RunState) -> Iterator[Metric]:

@@ -10,7 +10,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.reports.conclusion import Conclusion
-from traceml_ray.reports.headlines import cost, lost, named, wasted
+from traceml_ray.reports.headlines import also, cost, lost, named, part_of, wasted
 from traceml_ray.reports.layer_report import sentence
 from traceml_ray.reports.severity import sign_of
 from traceml_ray.store.profiles import Profile
@@ -270,6 +270,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
             steps = [html.B("Steps "), *marked(f"{verdict['headline']}. {of_steps}")]
     to_do = html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next")
     of_layer = html.P(_layer(header["by_layer"], route), id="verdict-layer")
+    beside = [html.P([html.B("Also "), *marked(line)], className="also") for line in also(verdict or {})]
     details = [html.P(_operation(header["by_operation"], route), id="verdict-operation"), of_layer]
     return [
         html.Div(
@@ -279,6 +280,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
         html.P(marked(why), id="verdict-why"),
         # What to do is said before another verdict begins.
         *([to_do, html.P(steps, id="verdict-steps"), *details] if steps else [*details, to_do]),
+        html.Div(beside, id="verdict-also"),
         html.P(marked(began), id="verdict-since"),
         html.P(header["session"]["restarted"] or None, id="verdict-restarts"),
     ]
@@ -310,7 +312,8 @@ def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     of_profile = header["by_operation"]
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
     layer = f"By layer: {header['by_layer']}" if header["by_layer"] else ""
-    every = (first.headline, began, spent, why, steps, operation, layer, following, "{link}")
+    beside = "\n".join(f"Also: {line}" for line in also(verdict))
+    every = (first.headline, began, spent, why, steps, operation, layer, following, beside, "{link}")
     copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if first.rank is not None:
@@ -335,7 +338,7 @@ def _cost(header: Mapping[str, Any]) -> list[Any]:
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         lines += [
             html.Span(text.percent(verdict["cost_pct"]), className="value"),
-            html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
+            html.Span(f"{part_of(verdict)}{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
         if incident:
             lines.append(html.Div(cost(incident, gpus)))

@@ -32,6 +32,7 @@ from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
 from traceml_ray.printing import say
 from traceml_ray.ray.config import ActorConfig
+from traceml_ray.reports.headlines import also
 from traceml_ray.session import SessionError, SessionFolder, SessionHeldError, prepare
 from traceml_ray.session_state import Live, MonitorState, write_live
 from traceml_ray.settings import Settings
@@ -373,6 +374,8 @@ def _report(session: SessionFolder) -> None:
         say(f"next: {first['next']}")
     if first["subject"] != "steps":
         say(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
+    for line in also(verdict):
+        say(f"also: {line}")
     say(f"files: {session.path}")
 
 

@@ -202,6 +202,8 @@ class Suspect(TypedDict):
     """Of the mean step."""
     gain_ms: float
     """What a step gets shorter when this one alone is fixed."""
+    cost_pct: float
+    """The same as a share of the time; where a finding names just this, the cost of that finding."""
 
 
 class ExpertInfo(TypedDict):
@@ -299,9 +301,9 @@ class VerdictInfo(TypedDict):
     excess_pct: float | None
     """By how much `rank` is late out of `stage`, of the mean step; of `group_wide`, all ranks together."""
     gain_pct: float | None
-    """What fixing `stage` alone saves, of the step."""
+    """What fixing `stage` alone saves; of what, says `about`."""
     cost_pct: float | None
-    """What all that is named costs together, of the step."""
+    """What all that is named costs together; of what, says `about`."""
     cost_range_pct: list[float] | None
     """Between what `cost_pct` was in most windows (p10, p90)."""
     about: str
@@ -367,6 +369,7 @@ class Episode(TypedDict):
     rank_hours: float
     """That, on all ranks that exchange gradients with the late ones."""
     cost_pct: float | None
+    """As a share of its time; of a run that is over, and in a summary, of the run's."""
     cost_range_pct: list[float] | None
     goes_on: bool
     why: str

@@ -58,6 +58,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "severities": {name: severities[name] for name in SIGNS if severities[name]},
         "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
         "brief": brief(verdict.get("brief") or NO_BRIEF),
+        "share_of": "of the run" if verdict.get("about") == "run" else "of its time",
         "bundles": bundles.data(cache),
     }
 
@@ -98,7 +99,7 @@ def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
         ],
         ">lasted": lambda one: text.duration(one["seconds"]),
         ">cost": lambda one: text.duration(one["cost_s"]),
-        ">of each step": lambda one: text.percent(one["cost_pct"]),
+        f">{view['share_of']}": lambda one: text.percent(one["cost_pct"]),
         f">{hours_of(view['session']['gpus'])}": lambda one: text.number(one["rank_hours"]),
     }
     rows = table(columns, view["episodes"][:_SHOWN], empty="No cause was named.", label="Episodes")

@@ -326,9 +326,9 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
 
 
 def _suspect(suspect: Mapping[str, Any]) -> html.P:
-    late, share = text.ms(suspect["excess_ms"]), text.share(suspect["share"])
-    sentence = f"▲ Late out of {suspect['stage']} by {late} a step ({share} of it); "
-    sentence += f"fixing it saves {text.ms(suspect['gain_ms'])}."
+    late, saves = text.ms(suspect["excess_ms"]), text.ms(suspect["gain_ms"])
+    sentence = f"▲ Late out of {suspect['stage']} by {late} a step; "
+    sentence += f"fixing it saves {saves} a step, {text.percent(suspect['cost_pct'])}."
     return html.P(sentence, className="callout warning")
 
 

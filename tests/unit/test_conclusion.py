@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from played import Played
 from plotly.io.json import to_json_plotly
 
+from traceml_ray import text
 from traceml_ray.analysis.layer_times import LayerFinding, Layers
 from traceml_ray.analysis.memory.shapes import Finding, Memory
+from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.shell import _cost
@@ -116,7 +119,77 @@ def test_cost_is_of_whom_it_names() -> None:
         header = {"verdict": steps, "first": conclude(steps, memory, None), "incident": None}
         return [element.children for element in _cost({**header, "session": {"gpus": 0}})]
 
-    of_cost = ["33 %", "of each step", "confidence high"]
+    of_cost = ["33 %", "of the time", "confidence high"]
     assert shown(late, None) == of_cost
     assert shown(late, of_memory("critical")) == ["straggler: rank 5 in data:", *of_cost]
     assert shown(healthy, of_memory("critical")) == []
+
+
+FIGURE = re.compile(r"([\d.,]+ %) of (?:the|each) (?:run|time|step)\b")
+
+
+def faces(source: Any) -> dict[str, str]:
+    """What a person, or a program, reads of a session on pages, in the terminal and in `/metrics`."""
+    pages = SessionPages(source)
+    pages.poll()
+    poll = SessionPoll(source)
+    poll.poll()
+    _, of = poll.made(lambda: take(poll, poll.newest, Choice()))
+    found = {
+        path: to_json_plotly(Refresher(pages).refresh(path, "", {})).replace("\\u002f", "/")
+        for path in ("/", "/events", "/rank/5")
+    }
+    lines = " ".join(one.plain.strip("│ ") for one in panel(of, Choice(), 200, 60))
+    found["top"] = lines[lines.index("VERDICT") : lines.index("NODE SUMMARY")]
+    return {**found, "metrics": metrics.exposition(pages)[0].decode()}
+
+
+def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
+    """Whether `verdict` has one cost, in its own fields and sentence and on all faces."""
+    cost = text.percent(verdict["cost_pct"])
+    assert (verdict["label"], verdict["rank"], verdict["about"]) == ("straggler", 5, about)
+    assert text.percent(verdict["gain_pct"]) == cost
+    assert set(FIGURE.findall(verdict["why"])) == {cost}
+    (suspect,) = (one for one in verdict["suspects"] if one["rank"] == 5 and one["stage"] == "data")
+    assert text.percent(suspect["cost_pct"]) == cost
+    assert suspect["gain_ms"] == pytest.approx(verdict["cost_pct"] / 100 * verdict["mean_step_ms"], rel=1e-3)
+    assert text.percent(sum(one["cost_pct"] for one in verdict["episodes"])) == cost
+    assert verdict["cost_s"] == pytest.approx(sum(one["cost_s"] for one in verdict["episodes"]), rel=1e-3)
+    for place in ("/", "top"):
+        assert {*FIGURE.findall(shown[place])} <= {cost}, place
+        assert cost in shown[place], place
+    assert cost in shown["/events"] and f"a step, {cost}." in shown["/rank/5"]
+    for name in ("verdict_cost", "finding_cost"):
+        (ratio,) = re.findall(rf"^traceml_{name}_ratio{{.*}} (.*)$", shown["metrics"], re.MULTILINE)
+        assert float(ratio) == pytest.approx(verdict["cost_pct"] / 100, rel=1e-3), name
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Rank 5 is late from step 40 to the end; its cost over the run is not that of a window."""
+    played = Played(tmp_path_factory.mktemp("out") / "demo", onset=40, jitter_ms=1.0)
+    for _ in range(60):
+        played.play(5)
+    return played
+
+
+def test_cost_is_the_same_on_all_faces_live_and_stored(late: Played) -> None:
+    now = late.aggregator._judge.answer()
+    assert now is not None
+    one_cost(now, faces(late.source), "now")
+    late.end()
+    source = StoredSource(late.folder)
+    pages = SessionPages(source)
+    pages.poll()
+    whole = pages.newest.verdict if pages.newest else None
+    assert whole is not None
+    one_cost(whole, faces(source), "run")
+    cost = text.percent(whole["cost_pct"])
+    assert cost != text.percent(now["cost_pct"]), "of the run, not of the time since it began"
+    assert whole["cost_pct"] == pytest.approx(100 * whole["cost_s"] / whole["elapsed_s"], rel=1e-3)
+    report = " ".join((late.folder / "report.txt").read_text().split())
+    page = re.sub(r"<[^>]*>", "", (late.folder / "report.html").read_text())
+    for said in (report, page):
+        assert {*FIGURE.findall(said)} == {cost}
+    summary = json.loads((late.folder / "summary.json").read_bytes())
+    assert summary["conclusion"]["why"] == summary["verdict"]["why"] == whole["why"]

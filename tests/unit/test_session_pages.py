@@ -998,7 +998,7 @@ def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None
         path: to_json_plotly(Refresher(pages).refresh(path, "", {})).replace("\\u002f", "/")
         for path in ("/", "/events", "/rank/5")
     }
-    assert ">of it" not in shown["/events"] and "of each step" in shown["/events"]
+    assert ">of it" not in shown["/events"] and "of its time" in shown["/events"]
     assert "rank-hours" in shown["/events"]
     poll = SessionPoll(StoredSource(played.folder))
     poll.poll()

@@ -9,7 +9,7 @@ import msgspec
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.text import percent
 
-_FIGURE = re.compile(r"(?P<figure>[\d.,−]+ %)(?P<of> of the step(?!s))?")
+_FIGURE = re.compile(r"(?P<figure>[\d.,−]+ %)(?P<of> of (?:the|each) step(?!s))?")
 _SAVING = re.compile(
     r" Fixing [a-z ]+? saves (at most )?[\d.,]+ % of the (step|run)(, fixing all together [\d.,]+ %)?"
     r"(, probably much less)?\."
@@ -65,6 +65,23 @@ def _restated(verdict: Verdict, gain: float, cost: float) -> str:
         return f"{new.get(figure, figure)}{of and what}" if is_cost and figure in new else match[0]
 
     return _FIGURE.sub(restate, verdict.why)
+
+
+def with_suspects(verdict: Verdict) -> Verdict:
+    """Return `verdict` with the cost of what it names, where that is one suspect, in the suspect, too."""
+    known = {
+        (one.rank, one.stage): one.cost_pct or 0.0
+        for one in (*reversed(verdict.also), verdict)
+        if len(one.ranks) == len(one.stages) == 1
+    }
+    step_ms = verdict.mean_step_ms or 0.0
+    suspects = [
+        msgspec.structs.replace(one, cost_pct=cost, gain_ms=cost / 100 * step_ms)
+        if (cost := known.get((one.rank, one.stage))) is not None
+        else one
+        for one in verdict.suspects
+    ]
+    return msgspec.structs.replace(verdict, suspects=tuple(suspects))
 
 
 def without_saving(why: str) -> str:

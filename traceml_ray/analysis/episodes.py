@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis import notes
+from traceml_ray.analysis.costs import with_suspects
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import PATTERNS
 from traceml_ray.analysis.thresholds import Thresholds
@@ -403,7 +404,8 @@ class Episodes:
         )
         beside = (without_window(track.costed()) for track in others[:MAX_ALSO])
         headline = msgspec.structs.replace(first.costed(), **verdict.of_window, from_step=first.began)
-        return msgspec.structs.replace(headline, also=tuple(beside), note="; ".join(filter(None, parts)))
+        note = "; ".join(filter(None, parts))
+        return with_suspects(msgspec.structs.replace(headline, also=tuple(beside), note=note))
 
     def _without_name(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict that names no rank."""

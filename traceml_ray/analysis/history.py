@@ -10,7 +10,7 @@ import numpy as np
 
 from traceml_ray.analysis import notes
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.costs import with_cost, without_saving
+from traceml_ray.analysis.costs import with_cost, with_suspects, without_saving
 from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.over_run import Sample, findings_of_run, same
@@ -173,13 +173,14 @@ class RunJudge:
         facts = sample.of_window
         if not headline.window_steps:  # of episodes
             facts["to_step"] = headline.to_step
-        return msgspec.structs.replace(
+        verdict = msgspec.structs.replace(
             headline,
             **facts,
             also=tuple(without_window(one) for one in others[:MAX_ALSO]),
             note="; ".join(filter(None, (notes.more(len(others) - MAX_ALSO), note))),
             **total,
         )
+        return with_suspects(verdict)
 
     def _often(self, verdict: Verdict) -> int:
         """Return how many windows have shown what `verdict` names."""

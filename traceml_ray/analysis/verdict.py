@@ -34,7 +34,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
 
     `excess_ms` is its lasting excess over its peers per step or, where that is more, the time per step that
     the others waited for it; `share` is that over the mean step (0..1); `gain_ms` is by how much a step gets
-    shorter when this one alone is fixed.
+    shorter when this one alone is fixed, `cost_pct` that as a share of the time.
     """
 
     stage: str
@@ -43,6 +43,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     excess_ms: float
     share: float
     gain_ms: float
+    cost_pct: float = 0.0
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +73,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     excess_pct: float | None = None
     """By how much `rank` is late out of `stage`, % of the mean step; of `group_wide`, all ranks together."""
     gain_pct: float | None = None
-    """What fixing `stage` alone saves, % of the step."""
+    """What fixing `stage` alone saves, %; of what, says `about`."""
     cost_pct: float | None = None
-    """Cost of all that is named together, % of the step."""
+    """Cost of all that is named together, %; of what, says `about`."""
     cost_range_pct: tuple[float, float] | None = None
     """Range of `cost_pct` over the windows (p10, p90), where there were several."""
     about: Literal["now", "run"] = "now"
@@ -359,6 +360,7 @@ def _suspects(evidence: Evidence, thresholds: Thresholds) -> tuple[Suspect, ...]
         share = float(score[place, stage])
         if share < thresholds.suspect_excess:
             break
+        gain = evidence.gain(Cause(stage, (place,)))
         suspects.append(
             Suspect(
                 stage=STAGES[evidence.seen_in(Cause(stage, (place,)))],
@@ -366,7 +368,8 @@ def _suspects(evidence: Evidence, thresholds: Thresholds) -> tuple[Suspect, ...]
                 node=evidence.window.nodes[place],
                 excess_ms=share * evidence.mean_step_ns / 1e6,
                 share=share,
-                gain_ms=evidence.gain(Cause(stage, (place,))) * evidence.mean_step_ns / 1e6,
+                gain_ms=gain * evidence.mean_step_ns / 1e6,
+                cost_pct=100 * gain,
             )
         )
     return tuple(suspects)

@@ -8,7 +8,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
-from traceml_ray.reports.headlines import brief, lost, named, restarted, wasted
+from traceml_ray.reports.headlines import also, brief, costs, lost, named, part_of, restarted, wasted
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.present import present
 
@@ -48,7 +48,16 @@ def verdict_facts(summary: dict[str, Any]) -> Facts:
         ("", verdict["note"]),
         *evidence(verdict["machine"] or ()),
         ("Next", verdict["next"] if is_first or meaning(verdict).kind == "finding" else ""),
+        *_also(verdict),
     )
+
+
+def _also(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what else is named, with its cost, and what to do about it."""
+    lines: list[tuple[str, str]] = []
+    for line, one in zip(also(verdict), verdict.get("also") or (), strict=True):
+        lines += [("" if lines else "Also", line), ("", one["next"])]
+    return lines
 
 
 def about_verdict(summary: Mapping[str, Any]) -> list[str]:
@@ -60,10 +69,10 @@ def about_verdict(summary: Mapping[str, Any]) -> list[str]:
     if verdict["chronic"] is not None or transient:
         about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
     if verdict["cost_pct"]:
-        about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
+        about.append(f"costs {costs(verdict)}")
         about.append(wasted(verdict["rank_hours_per_hour"], has_gpus(summary)))
-    if verdict["lost_s"]:
-        about.append(lost(verdict))
+    if verdict["lost_s"] and verdict["lost_s"] != verdict.get("cost_s"):
+        about.append(f"all causes together {lost(verdict)}")
     return about
 
 
@@ -309,9 +318,9 @@ def suspects_table(summary: dict[str, Any]) -> Table:
         "rank": lambda suspect: f"rank {suspect['rank']}",
         "node": lambda suspect: suspect["node"],
         "stage": lambda suspect: suspect["stage"],
-        ">late by ms": lambda suspect: _figure(suspect["excess_ms"]),
-        ">of each step": lambda suspect: text.share(suspect["share"]),
-        ">fixing saves ms": lambda suspect: _figure(suspect["gain_ms"]),
+        ">late by ms a step": lambda suspect: _figure(suspect["excess_ms"]),
+        ">fixing saves ms a step": lambda suspect: _figure(suspect["gain_ms"]),
+        f">{part_of(summary['verdict'])}": lambda suspect: text.percent(suspect["cost_pct"]),
     }
     return Table("Suspects", columns, [] if healthy else summary["suspects"])
 
@@ -330,7 +339,7 @@ def history_table(summary: dict[str, Any]) -> Table:
         "who": lambda one: text.ranks(one["ranks"]),
         ">lasted": _lasted,
         ">cost": lambda one: text.duration(one["cost_s"]) if "seconds" in one else "",
-        ">of each step": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
+        ">of the run": lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "",
     }
     title = "Episodes, the costliest first"
     return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))

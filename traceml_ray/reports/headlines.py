@@ -27,6 +27,24 @@ def named(verdict: Mapping[str, Any]) -> str:
     return line
 
 
+def part_of(verdict: Mapping[str, Any]) -> str:
+    """Return what the cost of a verdict is a share of: "of the run", or of the time since it began."""
+    return "of the run" if verdict.get("about") == "run" else "of the time"
+
+
+def costs(verdict: Mapping[str, Any]) -> str:
+    """Return "28 % of the run, 41 s": what is named costs; "" where that is not known."""
+    if not verdict["cost_pct"]:
+        return ""
+    spent = f", {text.duration(verdict['cost_s'])}" if verdict.get("cost_s") else ""
+    return f"{text.percent(verdict['cost_pct'])} {part_of(verdict)}{spent}"
+
+
+def also(verdict: Mapping[str, Any]) -> list[str]:
+    """Return what else is named, each in a line: "straggler: rank 1 in forward, 5 % of the run, 3 s"."""
+    return [", ".join(filter(None, (named(one), costs(one)))) for one in verdict.get("also") or ()]
+
+
 def lost(verdict: Mapping[str, Any]) -> str:
     """Return the cost of all that was named in the run: "cost 41 s of 16 min"."""
     return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"

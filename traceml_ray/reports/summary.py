@@ -27,6 +27,7 @@ from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_times import Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import throughput
@@ -240,7 +241,9 @@ def _episodes(
     """Return the episodes, the costliest first, with when they were and the span that was late."""
     known = {(change.label, change.stage, change.from_step): change.span for change in changes}
     found = []
-    for episode in judged.episodes.episodes[:_MAX_EPISODES] if judged else ():
+    if judged is None:
+        return []
+    for episode in judged.episodes.episodes[:_MAX_EPISODES]:
         rank = min(lines) if episode.rank is None else episode.rank
         last_ns = facts.ranks[rank].last_rows_ns if rank in facts.ranks else None
         when: tuple[int | None, int | None] = (None, None)
@@ -248,8 +251,14 @@ def _episodes(
             when = span(lines[rank], last_ns, episode.from_step, episode.to_step) or when
         inside = known.get((episode.label, episode.stage, episode.from_step))
         times = {"started_at": moment(when[0]), "ended_at": moment(when[1])}
-        found.append({**msgspec.to_builtins(episode), "span": inside, **times})
+        found.append({**_of_the_run(episode, judged), "span": inside, **times})
     return found
+
+
+def _of_the_run(episode: Episode, judged: RunJudge) -> dict[str, Any]:
+    """Return an episode with its cost as a share of the run, as the verdict on the run has it."""
+    cost_pct = 100 * episode.cost_s / max(judged.episodes.clock.now_ns / 1e9, 1e-9)
+    return {**msgspec.to_builtins(episode), "cost_pct": min(100.0, cost_pct), "cost_range_pct": None}
 
 
 def _spans(spans: StoredSpans, whole: Whole | None) -> list[dict[str, Any]]:

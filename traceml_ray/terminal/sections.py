@@ -11,6 +11,7 @@ from rich.text import Text
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.conclusion import Conclusion
+from traceml_ray.reports.headlines import also, part_of
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.severity import tone_of
 from traceml_ray.stages import STAGES
@@ -121,6 +122,7 @@ def verdict(of: Snapshot, width: int, most: int) -> Section:
         ("Why", known["why"], ""),
         ("Next", known["next"] if known["label"] != "healthy" else "", ""),
         ("Cost", known["cost"], ""),
+        *(("" if at else "Also", line, "") for at, line in enumerate(also(known))),
         ("", known["began"], ""),
         ("Restarts", of.facts["restarted"], ""),
     ]  # fmt: skip
@@ -143,7 +145,7 @@ def headline(known: Mapping[str, Any]) -> str:
     """Return the verdict on the steps in one line, with its cost."""
     cost = known["cost_pct"] if known["label"] != "healthy" else None
     return f"{tone_of(known)[1]} {known['headline']}" + (
-        f", {text.percent(cost)} of each step" if cost else ""
+        f", {text.percent(cost)} {part_of(known)}" if cost else ""
     )
 
 

@@ -12,7 +12,7 @@ from traceml_ray.reports import contents
 from traceml_ray.reports.charted import Charted
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.heading import about_session, bundles_in, run_of
-from traceml_ray.reports.headlines import cost, named, since
+from traceml_ray.reports.headlines import also, cost, named, part_of, since
 from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
@@ -62,6 +62,7 @@ def verdict(found: Charted) -> Markup:
     episode = _episode(summary)
     began = since(episode) if episode else ""
     operation = by_operation(summary)
+    others = list(zip(also(one), one.get("also") or (), strict=True))
     sentences = [
         tag("h2", headline[:1].upper() + headline[1:]),
         *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
@@ -70,6 +71,7 @@ def verdict(found: Charted) -> Markup:
         *(tag("p", said) for _, said in contents.evidence(one["machine"] or ())),
         tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
         tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
+        *(tag("p", tag("b", "Also "), sentence(f"{line}. {other['next']}")) for line, other in others),
         tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
@@ -91,7 +93,7 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
     one = summary["verdict"]
     shown = []
     if one["cost_pct"] and one["label"] != "healthy":
-        shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), " of each step"))
+        shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), f" {part_of(one)}"))
     if episode:
         shown.append(tag("p", f"cost {cost(episode, contents.has_gpus(summary))}"))
     told = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
