@@ -215,11 +215,11 @@ class Episodes:
         return track
 
     def _forget(self) -> None:
-        for track in [one for one in self._named if one.gone(self.clock, self._limits)]:
+        for track in [one for one in self._named if one.gone(self.clock, self._limits, named=True)]:
             self._end(track)
         most = 1 / self._limits.hold_share - 1
         for track in list(self._candidates):
-            if track.gone(self.clock, self._limits) or track.missed > most * track.seen:
+            if track.gone(self.clock, self._limits, named=False) or track.missed > most * track.seen:
                 self._drop(track)
         while len(self._candidates) > _MAX_CANDIDATES:
             self._drop(min(self._candidates, key=lambda track: track.cost_ns))

@@ -95,14 +95,16 @@ def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     others = [known[rank] for rank in peers if rank in known]
     if not others:
         return verdict
-    explain = []
+    explain: list[tuple[float, str, float, float]] = []
     for (name, where), rate in known.get(verdict.rank, {}).items():
         more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
         lasts = transient or rate.times >= thresholds.span_often
         if where == stage and lasts and more_ns >= thresholds.span_share * excess_ns > 0:
-            explain.append((rate.ns, name, more_ns))
+            explain.append((rate.ns, name, more_ns, rate.times))
     if not explain:
         return verdict
-    _, span, more_ns = min(explain)  # the innermost: never longer than those around it
-    why, advice = wording.with_span(verdict.why, verdict.next, verdict.rank, verdict.stage, span, more_ns)
+    _, span, more_ns, times = min(explain)  # the innermost: never longer than those around it
+    seldom = transient and 0 < times < thresholds.span_often
+    per = (more_ns / times, "each time") if seldom else (more_ns, "a step")
+    why, advice = wording.with_span(verdict.why, verdict.next, verdict.rank, verdict.stage, span, *per)
     return msgspec.structs.replace(verdict, span=span, why=why, next=advice)

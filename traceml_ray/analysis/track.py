@@ -17,6 +17,10 @@ from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.stages import STAGES
 
 MAX_LEVELS = 1000
+_APART, _RECURS = 10, 3
+"""What is late so many steps apart has to be so often before it is named: two stalls recur by chance."""
+_MISSES = 1.5
+"""So many times as long without a late step, what recurs is gone."""
 TURNS = 10
 """Windows in a row after which another stage, or rank, of a finding is its first."""
 
@@ -117,6 +121,10 @@ class Track:
         self.levels: list[tuple[int, Float]] = []
         """`level_of` each full window that shows it, and the place in it of what it was found by."""
         self.ranks = 1
+        self.events = 1
+        """How often it was late, with more than ten steps in between that were not."""
+        self.gap = 0
+        """The most steps from one late step to the next."""
         self.shown = True
         """Whether the newest window shows it."""
         self._counted_to = -1
@@ -165,6 +173,9 @@ class Track:
         if self._counted_to >= 0 and clock.skipped_ns:
             cost_ns += int(clock.skipped_ns * waited.sum() / max(clock.every * evidence.total_ns, 1))
         if len(late):
+            gaps = np.diff(np.concatenate([[self.last], late[late > self.last]]))
+            self.events += int(np.count_nonzero(gaps > clock.every * _APART))
+            self.gap = max(self.gap, int(gaps.max(initial=0)))
             self.last, self.last_ns = int(late[-1]), clock.begin_ns(int(late[-1]) + 1)
             self._after_ns = int(waited[steps > self.last].sum())
         else:
@@ -184,17 +195,28 @@ class Track:
         if self._turned in (0, TURNS):
             self.verdict, self._turned = found, 0
 
+    @property
+    def recurs(self) -> bool:
+        """Whether it is no passing thing: late in a stretch of steps, or again and again."""
+        return self.verdict.pattern != "transient" or self.events not in range(2, _RECURS)
+
     def held(self, clock: Clock, thresholds: Thresholds) -> bool:
         """Whether it has lasted long enough, and cost enough, to be named."""
         ns, steps = self.last_ns - self.began_ns, clock.timed(self.last - self.began) + 1
-        lasted = thresholds.lasted(self.verdict.label, ns, steps)
+        lasted = thresholds.lasted(self.verdict.label, ns, steps) and self.recurs
         return lasted and self.cost_ns >= thresholds.hold_cost_s * 1e9
 
-    def gone(self, clock: Clock, thresholds: Thresholds) -> bool:
-        """Whether no step has been late for as long as it takes to be named."""
+    def gone(self, clock: Clock, thresholds: Thresholds, *, named: bool) -> bool:
+        """
+        Whether no step has been late for as long as it takes to be named. What recurs (a checkpoint every 20
+        steps) is not gone while windows show it, and, once it is `named`, its late steps come as before.
+        """
         hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
-        steps = clock.timed(int(clock.steps[-1]) - self.last)
-        return clock.now_ns - self.last_ns > hold_ns and steps > thresholds.hold_steps
+        silent = int(clock.steps[-1]) - self.last
+        if clock.now_ns - self.last_ns <= hold_ns or clock.timed(silent) <= thresholds.hold_steps:
+            return False
+        recurs = self.verdict.pattern == "transient" and self.shown
+        return not recurs or (named and silent > _MISSES * self.gap)
 
     def cut(self, step: int) -> None:
         """End it before `step`."""

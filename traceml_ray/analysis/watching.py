@@ -152,6 +152,8 @@ def lacking(
         return f"it has lasted {duration(lasted_s)} of the {duration(hold_s)} that are needed"
     if (steps := clock.timed(track.last - track.began) + 1) < limits.hold_steps:
         return f"it has lasted {steps:,} of the {limits.hold_steps:,} steps that are needed"
+    if not track.recurs:
+        return "it was late twice, with more than ten steps in between: three times are needed"
     if track.cost_ns < limits.hold_cost_s * 1e9:
         cost, least = unit(track.cost_ns / 1e9, "s"), unit(limits.hold_cost_s, "s")
         return f"it has cost {cost} of the {least} that are needed"

@@ -264,9 +264,11 @@ def baseline_is(baseline: Baseline) -> str:
     return f"the baseline ({where})"
 
 
-def with_span(why: str, advice: str, rank: int, stage: str, name: str, ns: float) -> tuple[str, str]:
+def with_span(
+    why: str, advice: str, rank: int, stage: str, name: str, ns: float, per: str
+) -> tuple[str, str]:
     """Return (why, next) with the span of `stage` that makes `rank` late, instead of the stage as a whole."""
-    why += f" Of the time that rank {rank} is late, {text.ns(ns)} a step are in `{name}`."
+    why += f" Of the time that rank {rank} is late, {text.ns(ns)} {per} are in `{name}`."
     look = _SPANS.get(name, f"`{name}` of rank {{}}").format(rank)
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 
