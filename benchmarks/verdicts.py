@@ -5,7 +5,8 @@ Runs of the families in `tests/work_families.py` are judged as a session file is
 is at every stride (*live*), and by single windows of 50 and 200 steps. What a cause costs is the time of the
 run with it against the same draws without it. Tables in Markdown for RESULTS.md have a line for each group of
 families (`--families`: for each family); `--notes` lists every run that is not right. `--random N` judges so
-many random jobs instead.
+many random jobs instead. Where large sizes are rare and stay for long, a rank with one looks as if it had
+become late, and so it is as long as it lasts: these runs are counted by themselves.
 
 A run is *right* where the costliest cause is named with all its ranks and a stage of it, in the headline or
 beside it; or where no rank needs a name, none is named, and the label is that of the ranks' imbalance:
@@ -34,13 +35,14 @@ from judged_work import (
     FREE,
     POINTS,
     UNEVEN,
+    WATCHING,
     claims_of,
     errors_of,
     naming,
     outcome,
     replayed,
 )
-from random_work import kind_of, random_run
+from random_work import random_job
 from varying_work import Played
 from work_families import FAMILIES
 
@@ -90,6 +92,8 @@ class Score:
     """Runs in which some stride names a healthy rank."""
     strides: int = 0
     wrong_strides: int = 0
+    watched: int = 0
+    """Strides at which a healthy rank is watched."""
     unnamed_strides: int = 0
     """Strides at which a costly cause has gone on for GRACE_STEPS and was never named; of these"""
     green: int = 0
@@ -116,8 +120,8 @@ class Score:
 
 def judged(name: str, seed: int, modes: Sequence[str]) -> Score:
     """Return the score of one run: of a family, or of a random job."""
-    run = random_run(seed) if name == RANDOM else FAMILIES[name].run(seed)
-    score = Score(runs=1, group=kind_of(run) if name == RANDOM else FAMILIES[name].group)
+    run, group = random_job(seed) if name == RANDOM else (FAMILIES[name].run(seed), FAMILIES[name].group)
+    score = Score(runs=1, group=group)
     note = f"{name}, seed {seed} ({_truth(run)})"
     if {"live", "whole"} & set(modes):
         live, whole = replayed(run.window)
@@ -161,6 +165,7 @@ def _add_live(score: Score, live: list[tuple[int, Verdict]], run: Played, note: 
             wrong += 1
             if wrong == 1:
                 score.notes.append(f"wrong live at step {step}: {note}: {_line(verdict)}")
+        score.watched += str(verdict.label) == WATCHING and bool(set(verdict.ranks) - begun)
         if cause is None or step < cause.first or named:
             continue
         if naming(claims, cause):
@@ -219,7 +224,8 @@ WHOLE = [
 ]
 LIVE = [
     "live", "runs that cost ≥ 8 %", "named", "after steps: median / p90", "`healthy` while not named",
-    "runs with a wrong rank", "strides with one", "single windows", "with a wrong rank",
+    "runs with a wrong rank", "strides with one", "strides that watch one", "single windows",
+    "with a wrong rank",
 ]  # fmt: skip
 
 
@@ -247,6 +253,7 @@ def live_cells(name: str, score: Score) -> list[object]:
         share(score.green, score.unnamed_strides),
         score.live_wrong or "",
         share(score.wrong_strides, score.strides),
+        score.watched or "",
         score.windows or "",
         score.wrong_windows or "",
     ]
@@ -270,7 +277,7 @@ def report(scores: Sequence[tuple[str, Score]], modes: Sequence[str], by_family:
     for name, score in scores:
         lines.setdefault(name if by_family else score.group, Score()).add(score)
         total.add(score)
-        if score.group.startswith(("healthy", "imbalance")):
+        if score.group.startswith(("healthy", "imbalance")) and "rare" not in score.group:
             calm.add(score)
     lines["**all**"] = total
     parts = []

@@ -15,6 +15,7 @@ COSTLY, FREE = 0.08, 0.02
 """A cause that costs so much must be named; one that costs less need not be."""
 UNEVEN, EVEN = 0.12, 0.08
 """From so much on the ranks' uneven work is `imbalance`, up to so much it is `healthy`."""
+WATCHING = "watching"
 POINTS = 2.0
 """A cost that is off by no more is right; percentage points of the run."""
 
@@ -29,8 +30,10 @@ class Claim(NamedTuple):
 
 
 def claims_of(verdict: Verdict) -> list[Claim]:
-    """Return the headline of a verdict and what it names beside it."""
+    """Return the headline of a verdict and what it names beside it; `watching` names nobody as yet."""
     findings: list[Any] = [verdict, *getattr(verdict, "also", ())]
+    if str(verdict.label) == WATCHING:
+        return [Claim(WATCHING, frozenset(), (), None)]
     return [
         Claim(
             str(finding.label),
@@ -82,7 +85,7 @@ def outcome(verdict: Verdict, run: Played) -> str:
 
 def abstains(verdict: Verdict) -> bool:
     """Whether the verdict neither names anything nor calls the run healthy."""
-    return str(verdict.label) == "watching" or verdict.meaning.kind == "abstention"
+    return str(verdict.label) == WATCHING or verdict.meaning.kind == "abstention"
 
 
 def _without_cause(verdict: Verdict, run: Played) -> str:

@@ -29,31 +29,39 @@ Rng = np.random.Generator
 _JOBS = 77_001
 _HEALTHY, _TWO, _LASTING, _NOW_AND_THEN, _PART = 0.4, 0.47, 0.7, 0.8, 0.92
 """Shares of the jobs, added up; what remains has two kinds of ranks."""
+_LONG = 8
+"""Where sizes stay for so many steps, a rank with a rare large one looks as if it had become late."""
 _VARIES = ((FORWARD, BACKWARD), (FORWARD, BACKWARD), (FORWARD,), (DATA,), (BACKWARD,))
 _STAGES = ((POST_SYNC,), (DATA,), (PREPARE,), (FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
 
 
 def random_run(seed: int) -> Played:
     """Return the run of a seed: always the same one."""
+    return random_job(seed)[0]
+
+
+def random_job(seed: int) -> tuple[Played, str]:
+    """Return the run of a seed, and what kind of run it is by the truth about it."""
     rng = np.random.default_rng((_JOBS, seed))
-    work = random_work(rng)
-    return play(work, random_causes(rng, work, seed), seed)
+    work, rare = random_work(rng)
+    run = play(work, random_causes(rng, work, seed), seed)
+    return run, kind_of(run) + ", rare and long sizes" * (rare and work.stay >= _LONG)
 
 
-def random_work(rng: Rng) -> Work:
-    """Return any job of 2 to 48 ranks with steps of 40 to 600 ms."""
+def random_work(rng: Rng) -> tuple[Work, bool]:
+    """Return any job of 2 to 48 ranks with steps of 40 to 600 ms, and whether large sizes are rare in it."""
     ranks = int(rng.choice([2, 3, 4, 6, 8, 12, 16, 24, 32, 48]))
     step_ms = _between(rng, 40, 600)
     base_ms = tuple((step_ms * rng.dirichlet((0.8, 0.6, 0.4, 5, 9))).tolist())
     stay = int(rng.choice([1, 1, 1, 1, 2, 4, 8, 15, 30]))
-    sizes, stays = _sizes(rng, stay)
+    sizes, stays, rare = _sizes(rng, stay)
     steps = int(rng.choice([300, 500, 800] if stays <= 5 else [800, 1200]))
     varies = _VARIES[int(rng.integers(len(_VARIES)))]
     stalls = None
     if rng.random() < 0.15:
         often, stage = float(rng.choice([0.002, 0.01, 0.03])), int(rng.choice([DATA, FORWARD, BACKWARD]))
         stalls = Stalls(often, step_ms / 2, 2 * step_ms, stage)
-    return Work(
+    work = Work(
         ranks=ranks,
         steps=steps,
         base_ms=base_ms,
@@ -66,6 +74,7 @@ def random_work(rng: Rng) -> Work:
         stay=stays,
         stalls=stalls,
     )
+    return work, rare
 
 
 def random_causes(rng: Rng, work: Work, seed: int) -> list[Cause]:
@@ -101,8 +110,8 @@ def kind_of(run: Played) -> str:
     return f"random, {size}" + (", not sure" if not run.sure[place] else "")
 
 
-def _sizes(rng: Rng, stay: int) -> tuple[Sizes | None, float]:
-    """Return how sizes are drawn, and for how long they stay."""
+def _sizes(rng: Rng, stay: int) -> tuple[Sizes | None, float, bool]:
+    """Return how sizes are drawn, for how long they stay, and whether large ones are rare."""
     memory = float(rng.uniform(0.3, 0.93))
     width, sigma = float(rng.uniform(0.15, 0.85)), float(rng.uniform(0.1, 0.7))
     kinds: list[tuple[Sizes | None, float]] = [
@@ -116,7 +125,8 @@ def _sizes(rng: Rng, stay: int) -> tuple[Sizes | None, float]:
         (None, 1),
         (None, 1),
     ]
-    return kinds[int(rng.integers(len(kinds)))]
+    which = int(rng.integers(len(kinds)))
+    return *kinds[which], which in (2, 3)
 
 
 def _part(rng: Rng, steps: int) -> dict[str, int]:
