@@ -48,7 +48,7 @@ _NEXT = {
 
 def is_imbalance(verdict: Verdict) -> bool:
     """Whether `verdict` says that ranks are late in turn."""
-    return verdict.label == "ambiguous" and verdict.pattern == "rotating"
+    return verdict.pattern == "rotating" and verdict.meaning.kind == "finding"
 
 
 def has_reason(verdict: Verdict) -> bool:
