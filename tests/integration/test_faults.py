@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+
+from traceml_ray.analysis.step_sizes import amounts
+from traceml_ray.store.session_file import SessionFile
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -58,19 +66,46 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
     assert ledger["dropped"] == {"agent": 0, "relay": 0, "aggregator": 0}
 
 
-def check_throughput(found: dict[str, Any], ranks: int, printed: str) -> None:
+def lengths_of(ranks: int, steps: int) -> list[list[int]]:
+    """How long the batches of each rank are in each step (S, R), with --lengths."""
+    example = runpy.run_path(str(SCRIPT))
+    _, _, context, batch = (int(number) for number in SMALL[1::2])
+    args = argparse.Namespace(context=context, batch_size=batch, seed=0, workers=0, lengths=True)
+    made = []
+    for rank in range(ranks):
+        me = example["Process"](rank, ranks, torch.device("cpu"))
+        batches, _ = example["loaders"](args, me, example["Faults"]([], None, rank))
+        made.append([tokens.shape[1] for tokens, _ in itertools.islice(batches, steps)])
+    return [list(step) for step in zip(*made, strict=True)]
+
+
+def check_sizes(out: Path, lengths: list[list[int]]) -> None:
+    """Check that the size of each rank's batch is stored for each step."""
+    batch = int(SMALL[-1])
+    with SessionFile(out / "s" / "session.sqlite") as file:
+        processes = {process.id: rank for rank, process in file.ranks().items()}
+        stored = file.step_sizes(processes, np.arange(len(lengths)))
+    pieces = {processes[process]: each for process, each in stored.items()}
+    found = amounts(pieces, range(len(processes)), np.arange(len(lengths)))
+    assert found["tokens"].tolist() == [[batch * length for length in step] for step in lengths]
+    assert (found["samples"] == batch).all()
+
+
+def check_throughput(found: dict[str, Any], ranks: int, printed: str, lengths: list[list[int]]) -> None:
     """Check it against a count by hand, and the pace that the script itself prints."""
-    layers, width, context, batch = (int(number) for number in SMALL[1::2])
-    tokens = ranks * batch * context
+    layers, width, _, batch = (int(number) for number in SMALL[1::2])
+    warm = lengths[10:]
+    tokens = batch * sum(map(sum, warm)) / len(warm)
     weights = layers * 12 * width * width + width * 256
-    attention = layers * (2 + 5) * 2 * batch * context * context * width  # products forward, and backward
-    flops = 3 * 2 * weights * tokens + ranks * attention
-    assert (found["tokens_per_step"], found["samples_per_step"]) == (tokens, ranks * batch)
+    products = layers * (2 + 5) * 2 * batch * width  # of attention, forward and backward
+    flops = 3 * 2 * weights * batch * sum(lengths[2]) + products * sum(length**2 for length in lengths[2])
+    assert found["samples_per_step"] == ranks * batch
+    assert found["tokens_per_step"] == pytest.approx(tokens, rel=0.05)  # of pieces that are partly inside
     assert (found["step_flops"], found["flops_step"], found["dtype"]) == (flops, 2, "float32")
     pace = [float(ms) for ms in re.findall(r"([\d.]+) ms/step", printed)][1:]
-    by_hand = tokens / (sum(pace) / len(pace) / 1e3)
-    assert found["tokens_per_s"] == pytest.approx(by_hand, rel=0.05)
-    assert found["mfu_pct"] == pytest.approx(100 * flops * by_hand / tokens / (ranks * 0.5e12), rel=0.05)
+    steps_per_s = 1e3 * len(pace) / sum(pace)
+    assert found["tokens_per_s"] == pytest.approx(found["tokens_per_step"] * steps_per_s, rel=0.05)
+    assert found["mfu_pct"] == pytest.approx(100 * flops * steps_per_s / (ranks * 0.5e12), rel=0.05)
     assert (found["why"], found["total_steps"], found["eta_s"]) == ({}, 80, None)
 
 
@@ -103,10 +138,11 @@ def test_healthy_run_names_no_rank(tmp_path: Path) -> None:
     ranks = 2
     alike = [f"--slow=data:{rank}:30" for rank in range(ranks)]  # a core that another takes costs little
     flags = "--flops", "--device-peak-tflops", "0.5", "--total-steps", "80"
-    done = launch(tmp_path, "s", ranks, 80, *alike, *SMALL, flags=flags)
+    done = launch(tmp_path, "s", ranks, 80, *alike, "--lengths", *SMALL, flags=flags)
     assert done.returncode == 0, done.stderr[-4000:]
-    summary = summary_of(tmp_path, "s")
-    check_throughput(summary["throughput"], ranks, done.stdout)
+    summary, lengths = summary_of(tmp_path, "s"), lengths_of(ranks, 80)
+    check_throughput(summary["throughput"], ranks, done.stdout, lengths)
+    check_sizes(tmp_path, lengths)
     verdict = summary["verdict"]  # where others use the cores, one or the other may well be late in turn
     assert (verdict["label"], verdict["rank"]) in (("healthy", None), ("ambiguous", None)), verdict["why"]
     check_ledger(summary, ranks, 80)
