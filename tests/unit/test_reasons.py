@@ -21,7 +21,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.summary import summarize
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.session_file import SessionFile, SessionFileError
 
 RANKS, LONG, SHORT = 4, 1000, 200
 PER_TOKEN_MS = 0.02
@@ -118,15 +118,28 @@ def test_sizes_that_some_ranks_do_not_send_are_said_to_be_unknown(tmp_path: Path
         assert "traceml_ray.count" in verdict["next"]
 
 
-def test_sizes_that_cannot_be_read_are_counted_and_the_verdict_stays(tmp_path: Path) -> None:
+def test_sizes_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
     played = Uneven(tmp_path / "s", unknown=tuple(range(RANKS)))
     for second in range(15):
         sizes = wire.StepSizes(10 * second, 10 * second + 9, b"nonsense")
         played.play(10, sizes=[sizes])
-    found = played.live()
-    assert (found["pattern"], found["rank"], found["reason"]) == ("rotating", None, None)
-    assert played.aggregator.errors["reason: ValueError"] > 0
-    played.aggregator.close()
+    assert dict(played.aggregator.errors) == {"sizes of batches: ValueError": 15 * RANKS}
+    for verdict in (played.live(), played.stored()):
+        assert (verdict["rank"], verdict["reason"]["what"]) == (None, "unknown")
+
+
+def test_sizes_that_are_damaged_in_the_file_are_said_to_be(tmp_path: Path) -> None:
+    played = Uneven(tmp_path / "s")
+    for _ in range(15):
+        played.play(10)
+    played.stored()
+    with sqlite3.connect(played.folder / "session.sqlite") as connection:
+        connection.execute("UPDATE step_sizes SET body = x'789c'")
+    with (
+        SessionFile(played.folder / "session.sqlite") as file,
+        pytest.raises(SessionFileError, match="the session file is damaged"),
+    ):
+        summarize(file, LIMITS)
 
 
 def test_sizes_are_found_by_their_steps(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.analysis.step_sizes import unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
@@ -146,9 +147,7 @@ class RelayIntake:
             writer.add_layers(process, window)
         for work in batch.work:
             writer.add_work(process, work)
-        for sizes in batch.sizes:
-            writer.add_sizes(process, sizes)
-            self.recent.add_sizes(process.id, sizes)
+        self._take_sizes(process, batch.sizes)
         self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
@@ -174,6 +173,17 @@ class RelayIntake:
     def _add_output(self, output: list[wire.Output], process: RankProcess, node_id: str | None) -> None:
         for each in output:
             self.writer.add_output(process, self._clocks.on_ours(each, node_id))
+
+    def _take_sizes(self, process: RankProcess, pieces: list[wire.StepSizes]) -> None:
+        """Take sizes of batches; what cannot be read is counted, and left out."""
+        for sizes in pieces:
+            try:
+                unpacked(sizes)
+            except ValueError as error:
+                self.errors.note("sizes of batches", error)
+                continue
+            self.writer.add_sizes(process, sizes)
+            self.recent.add_sizes(process.id, sizes)
 
     def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""

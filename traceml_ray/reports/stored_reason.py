@@ -11,6 +11,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.whole import Whole
+from traceml_ray.store.schema import legible
 
 
 def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -> Verdict:
@@ -21,7 +22,8 @@ def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -
     def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
         processes = {facts.ranks[rank].id: rank for rank in ranks if rank in facts.ranks}
         stored = facts.session.step_sizes(processes, steps)
-        return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
+        with legible(facts.session.path):
+            return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
 
     uneven = loads(process.experts for process in facts.ranks.values())
     return with_reason(verdict, whole.sampled(verdict), sizes, uneven)
