@@ -516,6 +516,17 @@ class TestSideBySide:
         last_s = next(at for end, at, one in verdicts if end > 1000 and not names(one))
         assert since(d, 1000, last_s) < 2 + 2.5 * every * 0.06
 
+    @pytest.mark.parametrize("every", [10, 13])
+    def test_cost_before_a_name_counts_once_over_the_run(self, every):
+        """It is followed for long before it is named, and in between no step is late for two seconds."""
+        d = played(480, 60, ranks=4, noise=0.02)
+        d[::every, 0, POST_SYNC] += 2_400_000_000
+        d[::every, 1:, SYNC_WAIT] += 2_400_000_000
+        run = judge_run(processes(d), 4)
+        cost_s = 2.4 * len(range(10, 480, every))
+        assert run.whole().cost_s == pytest.approx(cost_s, rel=0.1)
+        assert sum(one.cost_s for one in [*run.episodes.episodes, *run.episodes.passed]) <= 1.05 * cost_s
+
     def test_more_than_eight_are_counted(self):
         d = played(1200, 100, ranks=12, noise=0.005)
         for rank in range(12):

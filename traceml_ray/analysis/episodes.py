@@ -30,7 +30,7 @@ from traceml_ray.analysis.track import (
     overlap,
 )
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.watching import Watch, lacking, over, pending, without_window
+from traceml_ray.analysis.watching import Watch, lacking, pending, without_window
 from traceml_ray.analysis.window import Float, Window
 
 _MAX_EPISODES = 1000
@@ -351,16 +351,21 @@ class Episodes:
             watch.follow(self._candidates)
         for watch in list(self._watches):
             is_named = any(map(watch.is_of, named))
-            if is_named or watch.gone(self.clock, self._limits) or watch.rare(self._limits):
+            followed = any(watch.is_of(track.verdict) for track in self._candidates)
+            over = watch.gone(self.clock, self._limits) or watch.rare(self._limits)
+            if is_named or (over and not followed):  # else its cost is not known yet
                 self._watches.remove(watch)
                 self._pass(watch, named=is_named)
         for track in self._candidates:
             known = [*named, *(watch.verdict for watch in self._watches)]
-            silent = over(track.last, track.last_ns, self.clock, self._limits)
-            if not silent and not any(alike(track.verdict, one) for one in known):
+            shown = any(alike(track.verdict, finding) for finding in findings)
+            if shown and not any(alike(track.verdict, one) for one in known):
                 self._watches.append(Watch(track))
         before = self._watched
         long = [watch for watch in self._watches if watch.lasts(self.clock, self._limits)]
+        for watch in long:
+            watch.long = True
+        long = [watch for watch in long if not watch.gone(self.clock, self._limits)]
         if named:
             self._watched = None
         elif long:
@@ -375,7 +380,11 @@ class Episodes:
         """Keep what was watched for long, and is over or `named` now: the run has lost time to it."""
         episode = watch.passed(self._ranks, named=named)
         ns, steps = episode.seconds * 1e9, self.clock.timed(watch.last - watch.began) + 1
-        if self._limits.lasted(episode.label, ns, steps) and episode.cost_s >= self._limits.hold_cost_s:
+        if (
+            watch.long
+            and self._limits.lasted(episode.label, ns, steps)
+            and episode.cost_s >= self._limits.hold_cost_s
+        ):
             self.passed.append(episode)
             if len(self.passed) > _MAX_PASSED:
                 self.passed.remove(min(self.passed, key=lambda one: one.cost_s))

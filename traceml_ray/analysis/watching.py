@@ -32,6 +32,8 @@ class Watch:
         """The last late step, and its end."""
         self.seen, self.missed = 1, 0
         """Windows that show it, and that do not."""
+        self.long = False
+        """Whether it has been watched: as long as any verdict must last."""
         self.shown = True
         """Whether the newest window shows it."""
         self.cost_ns = 0
@@ -73,8 +75,10 @@ class Watch:
         return self.seen < _WINDOWS * limits.hold_share * (self.seen + self.missed)
 
     def gone(self, clock: Clock, limits: Thresholds) -> bool:
-        """Whether no step has been late for as long as any verdict must last."""
-        return over(self.last, self.last_ns, clock, limits)
+        """Whether no step has been late for as long as any verdict must last; what recurs goes on."""
+        steps = clock.timed(int(clock.steps[-1]) - self.last)
+        silent = clock.now_ns - self.last_ns > limits.hold_s * 1e9 and steps > limits.hold_steps
+        return silent and not (self.shown and self.verdict.pattern == "transient")
 
     def passed(self, ranks: int, *, named: bool) -> Episode:
         """
@@ -121,12 +125,6 @@ class Watch:
 
 
 _NAMES = ("stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "excess_pct", "host_bound")
-
-
-def over(last: int, last_ns: int, clock: Clock, limits: Thresholds) -> bool:
-    """Whether the `last` late step, and its end (`last_ns`), are longer ago than any verdict must last."""
-    steps = clock.timed(int(clock.steps[-1]) - last)
-    return clock.now_ns - last_ns > limits.hold_s * 1e9 and steps > limits.hold_steps
 
 
 def lacking(
