@@ -209,6 +209,13 @@ def test_each_reason_has_a_sentence_and_says_what_to_do(
 
 def test_reason_found_before_stays_while_newer_sizes_are_not_known() -> None:
     before = Reason(what="tokens", share=0.9, tokens=0.9, sizes_known=True, steps=300)
+    few = {"tokens": np.where(np.arange(60)[:, None] // 30 == np.arange(RANKS) % 2, 9.0, 1.0)}
+    rows = rows_of(FORWARD)
+    rows.d[:, :, FORWARD] = 10 * MS * few["tokens"]
+    told = with_reason(LATE_IN_TURN, rows, lambda *_: few)
+    assert told.reason is not None and told.reason.what == "unknown" and told.next == "Wait for more steps."
+    assert "may explain them: too few were seen to tell (60 steps)" in told.why
+    assert with_reason(LATE_IN_TURN, rows, lambda *_: few, before=before).reason == before
     kept = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: {}, before=before)
     assert kept.reason == before and "explains 90 % of the differences (300 steps)" in kept.why
     now = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: STEADY, before=before)

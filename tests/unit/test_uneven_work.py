@@ -80,6 +80,8 @@ def test_lengths_that_stay_are_told_from_chance_once_there_are_enough_of_them() 
     tokens = lengths(rng, 1000, 2, stay=20)
     work = 0.1 * tokens + 0.1 * noise(rng, tokens, 0.9)
     assert explained(work[:50], tokens[:50]) is None
+    few = reason_of(stages(work[:50]), {"tokens": tokens[:50]}, of_ranks(2))
+    assert (few.what, few.sizes_known, few.tokens) == ("unknown", True, None)
     found = explained(work, tokens)
     assert found is not None and found.share == pytest.approx(0.9, abs=0.02)
 

@@ -85,7 +85,11 @@ def with_reason(
     uneven = bool(loads) and loads[0].times_mean >= UNEVEN_EXPERTS
     sizes = find(ranks.tolist(), group.steps)
     reason = reason_of(_work(group, places), sizes, ranks, uneven_experts=uneven)
-    if before is not None and before.sizes_known and not reason.sizes_known:
+    if (
+        before is not None
+        and before.what != "unknown"
+        and (reason.what == "unknown" or not reason.sizes_known)
+    ):
         reason = before
     why, advice = f"{verdict.why} {_why(reason, loads)}", _advice(reason) or verdict.next
     return msgspec.structs.replace(verdict, reason=reason, why=why, next=advice)
@@ -167,6 +171,8 @@ def _in_part(reason: Reason) -> str:
 
 def _lacking(reason: Reason) -> str:
     """Return that sizes of batches are not known."""
+    if reason.what == "unknown" and reason.sizes_known:
+        return f" The sizes of batches may explain them: too few were seen to tell ({reason.steps:,} steps)."
     if reason.sizes_known:
         return ""
     of = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
@@ -179,4 +185,6 @@ def _advice(reason: Reason) -> str:
     largest = "tokens" if (reason.tokens or 0.0) >= (reason.samples or 0.0) else "samples"
     in_part = max(reason.tokens or 0.0, reason.samples or 0.0) >= _MENTIONED and reason.what != largest
     also = f" {_NEXT[largest]}" if in_part and reason.what not in ("tokens", "samples") else ""
+    if reason.what == "unknown" and reason.sizes_known:
+        return "Wait for more steps."
     return _NEXT[reason.what] + also

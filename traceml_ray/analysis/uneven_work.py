@@ -88,6 +88,11 @@ class Fit(NamedTuple):
     independent: float
     """and the number of pairs that are as good as independent."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether more work comes with more of the amount, and chance does not make it."""
+        return self.slope > 0 and self.sigmas >= _SIGMAS and self.independent >= _INDEPENDENT
+
 
 class Amounts(NamedTuple):
     """The sizes of the ranks' batches where enough of them are known."""
@@ -142,11 +147,9 @@ def _lagged(values: Float, lag: int, sum_of_squares: float) -> float:
 
 
 def explained(work: Int64 | Float, amount: Float) -> Fit | None:
-    """Return the fit where more work comes with more of `amount`, and chance does not make it; else None."""
+    """Return the fit where it counts; else None."""
     found = fit(work, amount)
-    if found is None or found.slope <= 0 or found.sigmas < _SIGMAS or found.independent < _INDEPENDENT:
-        return None
-    return found
+    return found if found is not None and found.counts else None
 
 
 def known_amounts(amounts: Mapping[str, Float]) -> Amounts | None:
@@ -216,9 +219,11 @@ def reason_of(
     if sizes is not None:
         own = work[sizes.steps][:, sizes.ranks]
         facts |= {"sizes_known": True, "steps": len(own), **_by_sizes(own, sizes.values)}
-    named = facts.pop("named", None)
+    named, may_explain = facts.pop("named", None), facts.pop("may_explain", False)
     if named is not None and facts[named] >= _HOLDS:
         return Reason(what=named, share=facts[named], **facts)
+    if may_explain:
+        return Reason(what="unknown", **facts)
     what, share = _elsewhere(work, shares, uneven_experts, sizes is not None)
     return Reason(what=what, share=share, **facts)
 
@@ -296,12 +301,16 @@ def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
 
 
 def _by_sizes(work: Int64, amounts: Mapping[str, Float]) -> dict[str, Any]:
-    """Return the shares that sizes of batches explain of work (S, R, 6), and which of them is `named`."""
+    """
+    Return the shares that sizes of batches explain of work (S, R, 6), and which of them is `named`; else
+    whether one `may_explain` most of it, but has taken too few values to be told from chance.
+    """
     whole = work.sum(axis=2)
-    fits = {name: explained(whole, amount) for name, amount in amounts.items()}
-    shares = {name: found.share for name, found in fits.items() if found is not None}
+    fits = {name: fit(whole, amount) for name, amount in amounts.items()}
+    shares = {name: found.share for name, found in fits.items() if found is not None and found.counts}
     if not shares:
-        return {}
+        known = [found for found in fits.values() if found is not None]
+        return {"may_explain": any(each.slope > 0 and each.share >= _HOLDS for each in known)}
     named = "tokens" if shares.get("tokens", 0.0) > shares.get("samples", 0.0) + _BEYOND else "samples"
     named = named if named in shares else next(iter(shares))
     compute = explained(work[..., [FORWARD, BACKWARD]].sum(axis=2), amounts[named])
