@@ -15,6 +15,7 @@ import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
 from traceml_ray import wire
+from traceml_ray.agent.size_log import packed
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
@@ -100,6 +101,19 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
         events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM span")
     assert 500 <= len(events) < 2500 and events[-1]["message"].startswith("599 4")
     assert 0 < details < 4 * 300
+
+
+def test_sizes_of_batches_go_with_the_rows_of_their_steps(job: Job) -> None:
+    for second in range(300):
+        job.run(1, sizes=packed([(20 * second + at, 4, 1000 * second + at) for at in range(20)]))
+    assert job.size < 2 * LIMIT
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        (sizes,) = session._all("SELECT min(first_step), max(last_step), count(*) FROM step_sizes")
+        rows = session._all("SELECT keys FROM chunk")
+    first = min(int.from_bytes(keys[:8], "little") >> SEGMENT_BITS for (keys,) in rows)
+    assert sizes[1] == 300 * 20 - 1
+    assert sizes[2] < 0.4 * 4 * 300
+    assert 0 < sizes[0] <= first + 20 * 30
 
 
 def test_samples_of_memory_that_are_old_are_thinned_and_the_most_is_kept(job: Job) -> None:
