@@ -206,8 +206,8 @@ def host_whose_ranks_all_leak(seed: int) -> Outcome:
     return _forecast(judge(ranks, expected=world), true_s)
 
 
-def two_processes_on_one_device(seed: int) -> Outcome:
-    """What a process has allocated creeps, and what it has outside of torch drifts, each as fast."""
+def creep_and_drift_on_one_device(seed: int) -> Outcome:
+    """What a process has allocated creeps, and what it has outside of torch drifts."""
     rng = _rng(seed)
     seconds = int(rng.choice([60, 240]))
     mib_s = rng.uniform(8, 16, 2)
@@ -217,6 +217,26 @@ def two_processes_on_one_device(seed: int) -> Outcome:
     series = on_device(0, allocated, gap=gap, held=16 * GIB, total=24 * GIB)
     left = 24 * GIB - float(gap[-1]) - float(allocated[-1])
     return _forecast(judge([series], expected=1), left / (float(mib_s.sum()) * MIB))
+
+
+def two_processes_on_one_device(seed: int) -> Outcome:
+    """Two ranks share a device, of which both leak, each at a speed of its own."""
+    rng = _rng(seed)
+    seconds = int(rng.choice([60, 240]))
+    mib_s, time_s = rng.uniform(6, 20, 2), np.arange(seconds)
+    allocated = [
+        8 * GIB + speed * MIB * time_s + rng.uniform(0, float(rng.choice([2, 50])) * MIB, seconds)
+        for speed in mib_s
+    ]
+    reserved = [np.maximum.accumulate(each) + GIB for each in allocated]
+    used = sum(reserved) + 1200 * MIB
+    total = float(used[-1]) + float(rng.uniform(4, 30)) * GIB
+    ranks = [
+        on_device(rank, allocated[rank], held=reserved[rank], node="a", total=total, device_used_bytes=used)
+        for rank in range(2)
+    ]
+    left = total - float(used[-1]) + GIB  # of its own reserved memory a rank uses what is free
+    return _forecast(judge(ranks, expected=2), left / (float(mib_s.sum()) * MIB))
 
 
 def lone_leak(seed: int) -> Outcome:
@@ -364,6 +384,7 @@ FAMILIES: dict[str, Family] = {
         cache_that_fills_on_one_rank,
         walks_and_saws,
         host_whose_ranks_all_leak,
+        creep_and_drift_on_one_device,
         two_processes_on_one_device,
         lone_leak,
         growth_along_a_root,

@@ -95,38 +95,40 @@ class _Changes:
     """The hidden changes of one kind of all ranks: which ranks changed at the same time."""
 
     def __init__(self, hidden: Sequence[tuple[Alone, Hidden]], all_of: Sequence[Alone]) -> None:
-        self._ranks = {one.rank for one in all_of if one.has_gap}
+        self._ranks = {rank: index for index, rank in enumerate({one.rank for one in all_of if one.has_gap})}
         rows = [
-            (begin, end, one.rank, one.interval_ns, one.bound_ns)
+            (begin, end, self._ranks[one.rank], one.interval_ns, one.bound_ns)
             for one, change in hidden
             if one.rank in self._ranks
             for begin, end in change.times
         ]
         columns = np.array(sorted(rows), np.int64).reshape(-1, 5).T
-        self._begin, self._end, self._rank, self._interval, self._bound = columns
+        self._begin, self._end, self._rank, self._interval, self._bound = (
+            *map(np.ascontiguousarray, columns),
+        )
         self._longest = int((self._end - self._begin).max(initial=0))
         self._most = int(self._interval.max(initial=0) + self._bound.max(initial=0))
 
     def alike(self, one: Alone, change: Hidden, slack: int) -> _Alike:
         """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
         times = change.times[:: -(-len(change.times) // _COMPARED)]
-        counts = defaultdict[int, int](int)
+        counts = np.zeros(len(self._ranks), np.int64)
         for begin, end in times:
-            for rank in self._at(begin, end, one, slack):
-                counts[rank] += rank != one.rank
-        alike = sum(2 * count >= len(times) for count in counts.values() if count)
-        return _Alike(len(self._ranks - {one.rank}), alike)
+            changed = np.zeros(len(self._ranks), np.bool_)
+            changed[self._at(begin, end, one, slack)] = True
+            counts += changed
+        alike = 2 * counts >= len(times)
+        alike[self._ranks[one.rank]] = False
+        return _Alike(len(self._ranks) - 1, int(np.count_nonzero(alike)))
 
-    def _at(self, begin: int, end: int, one: Alone, slack: int) -> list[int]:
+    def _at(self, begin: int, end: int, one: Alone, slack: int) -> Int64:
         """Return the ranks that changed between two times (ns), as far as clocks and samples can tell."""
         most = slack + self._most + one.bound_ns
         some = slice(*np.searchsorted(self._begin, (begin - self._longest - most, end + most + 1)))
-        near = (
-            slack + np.maximum(self._interval[some] - one.interval_ns, 0) + self._bound[some] + one.bound_ns
-        )
+        near = np.maximum(self._interval[some] - one.interval_ns, 0) + self._bound[some]
+        near += slack + one.bound_ns
         at_once = (self._begin[some] - near <= end) & (self._end[some] + near >= begin)
-        ranks: list[int] = np.unique(self._rank[some][at_once]).tolist()
-        return ranks
+        return self._rank[some][at_once]
 
 
 @dataclass(frozen=True)

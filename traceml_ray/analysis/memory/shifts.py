@@ -111,7 +111,7 @@ def _groups(tops: list[int], rises: Float) -> list[list[int]]:
 
 def _is_part(step: Shift, rises: Float, w: int, growing: Ramp) -> bool:
     """Whether a step is the beginning of lasting growth: the counter rises on after it."""
-    if step.took_s and growing.bend == "slows":
+    if step.took_s and (growing.bend == "slows" or growing.from_ns <= step.at_ns):
         return True
     after = step.last_at + w // 2
     return after < len(rises) and rises[after] >= _GRADUAL * step.delta
