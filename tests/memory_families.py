@@ -169,7 +169,7 @@ def cache_that_fills_on_one_rank(seed: int) -> Outcome:
     world = int(rng.choice([2, 4, 8]))
     rank, begin_s = int(rng.integers(world)), float(rng.uniform(40, 80))
     fills_s, size = float(rng.uniform(10, 30)), float(rng.uniform(2, 6)) * GIB
-    begins_s = [begin_s if each == rank else np.inf for each in range(world)]
+    begins_s = [begin_s if other == rank else np.inf for other in range(world)]
     evenly = bool(rng.random() < 0.5)
 
     def grow(_: int, since: Float) -> Float:
@@ -228,7 +228,7 @@ def two_processes_on_one_device(seed: int) -> Outcome:
         8 * GIB + speed * MIB * time_s + rng.uniform(0, float(rng.choice([2, 50])) * MIB, seconds)
         for speed in mib_s
     ]
-    reserved = [np.maximum.accumulate(each) + GIB for each in allocated]
+    reserved = [np.maximum.accumulate(series) + GIB for series in allocated]
     used = sum(reserved) + 1200 * MIB
     total = float(used[-1]) + float(rng.uniform(4, 30)) * GIB
     ranks = [

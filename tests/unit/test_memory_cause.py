@@ -249,6 +249,14 @@ def test_cache_that_has_filled_is_no_first_cause(seed: int) -> None:
     assert (cause.rank, cause.confidence) == (3, "medium")
 
 
+@pytest.mark.parametrize("stair", [30, 60])
+def test_leak_in_stairs_is_not_over_on_a_stair(stair: int) -> None:
+    """Every minute 1.8 GiB more; the last stair is as flat as those before."""
+    stairs = flat(N) + 30 * MIB * stair * (np.arange(N) // stair)
+    memory = judge([*[on_device(r, flat(N, r)) for r in (1, 2, 3)], on_device(0, stairs)], expected=4)
+    assert _named(memory).rank == 0
+
+
 def test_jump_within_large_noise_has_no_first_rank() -> None:
     """Optimizer states come on all ranks at once, where a step takes and gives back gigabytes."""
     for seed in range(20):

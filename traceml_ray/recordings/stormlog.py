@@ -166,9 +166,9 @@ def _recording(own: list[Event]) -> Recording:
     )
 
 
-def _marks(own: list[Event]) -> list[tuple[Event, str]]:
+def _marks(events: list[Event]) -> list[tuple[Event, str]]:
     """Return the events that mark a collective, in order of time, and which one."""
-    marked = [(event, name) for event in own if (name := operation(event)) is not None]
+    marked = [(event, name) for event in events if (name := operation(event)) is not None]
     return sorted(marked, key=lambda mark: mark[0].timestamp_ns)
 
 

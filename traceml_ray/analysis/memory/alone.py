@@ -134,8 +134,8 @@ class _Judging:
         full = self._full()
         own = track if track is not None else gap
         peak = _peak(place, track)
-        grown = {counter: _grown(counter, each) for counter, each in counters}
-        risen = [(counter, rise) for counter, each in counters for rise in rises(each, limits)]
+        grown = {counter: _grown(counter, values) for counter, values in counters}
+        risen = [(counter, rise) for counter, values in counters for rise in rises(values, limits)]
         return Alone(
             rank=place.rank,
             node=place.node,

@@ -194,7 +194,7 @@ def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
 
 def _marks_of_any(collectives: Sequence[Collective]) -> list[_Use]:
     """Return the collectives of all ranks as those of one, without those of groups: not all are in them."""
-    marks = [replace(each, rank=0, group=None) for each in collectives if each.group is None]
+    marks = [replace(mark, rank=0) for mark in collectives if mark.group is None]
     return _uses(marks).get(0, [])
 
 
@@ -271,7 +271,7 @@ def _attribution(
     kind: AttributionKind, one: Alone, change: Hidden, evidence: _Evidence, alike: _Alike
 ) -> Attribution:
     use = evidence.best
-    groups = len({each.group for each in evidence.new})
+    groups = len({first_use.group for first_use in evidence.new})
     return Attribution(
         kind=kind,
         rank=one.rank,

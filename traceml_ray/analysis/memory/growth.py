@@ -199,17 +199,23 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
 
 def _end(track: Track, began_s: float, level: float, delta: float, lowest: Float) -> End:
     """Return how a rise by `delta` from `level` on goes on; `lowest` is the lowest value from a sample on."""
-    low, high = (int(np.searchsorted(lowest, level + share * delta)) for share in (_MARGIN, 1 - _MARGIN))
+    shares = np.linspace(_MARGIN, 1 - _MARGIN, _LEVELS - 1)
     last = len(lowest) - 1
-    if min(high, last) - low <= _HELD:
+    reached = np.minimum(np.searchsorted(lowest, level + shares * delta), last)
+    if reached[-1] - reached[0] <= _HELD:
         return "step"
+    flat_s = float(track.s[last] - track.s[reached[-1]])
+    pause_s = float(np.diff(track.s[reached]).max())  # of stairs the last one may be no end
     begun, late = (
         int(np.searchsorted(track.s, track.s[-1] - part * (float(track.s[-1]) - began_s)))
         for part in (1, _LATE)
     )
     held = last - _HELD  # what comes after may be given back
-    if held - late < _LATE_SAMPLES - _HELD:
+    goes_on = float(lowest[held]) > level + (1 + _MARGIN) * delta
+    if goes_on or held - late < _LATE_SAMPLES - _HELD:
         return "grows"
     late_slope = float(lowest[held] - lowest[late]) / float(track.s[held] - track.s[late])
     ratio = late_slope * float(track.s[held] - track.s[min(begun, held - 1)]) / delta
-    return "over" if ratio <= _OVER else "slows" if ratio <= _SLOWING else "grows"
+    if ratio <= _OVER and flat_s >= 2 * pause_s:
+        return "over"
+    return "slows" if ratio <= _SLOWING and flat_s >= pause_s else "grows"

@@ -48,9 +48,9 @@ def _running(ranks: list[Alone], limits: MemoryLimits) -> list[Alone]:
 
 def _by_host(ranks: list[Alone], growing: list[Alone], limits: MemoryLimits) -> list[Alone]:
     growths = [growth for one in growing for growth in one.growths]
-    own = [growth.ramp.recent for growth in growths if growth.sharing != "shared"]
+    unshared = [growth.ramp.recent for growth in growths if growth.sharing != "shared"]
     shared = [growth.ramp.recent for growth in growths if growth.sharing == "shared"]
-    together = sum(own) + max(shared, default=0.0)  # shared pages are counted in each process
+    together = sum(unshared) + max(shared, default=0.0)  # shared pages are counted in each process
     host = HostGrowth(len(growing), max(together, *(growth.slope_of_all for growth in growths)))
     steepest = max(growth.ramp.recent for growth in growths)
     slowing = sum(growth.ramp.recent for growth in growths if growth.ramp.bend == "slows")
