@@ -224,6 +224,30 @@ def test_larger_batches_are_not_said_of_sizes_that_are_not_known() -> None:
     assert reason_of_more(tokens, {}, named) is None
 
 
+def test_sizes_of_a_part_of_the_steps_are_enough() -> None:
+    """Old ones were folded away, the newest have not come yet."""
+    rng = np.random.default_rng(0)
+    tokens = lengths(rng, 1000, 4)
+    tokens[:, 1] += 2000
+    work = stages(20 + 0.1 * tokens)
+    known = np.full(tokens.shape, np.nan)
+    known[800:990] = tokens[800:990]
+    reason = reason_of(work, {"samples": known * np.nan, "tokens": known}, of_ranks(4))
+    assert (reason.what, reason.steps, reason.unknown_ranks) == ("tokens", 190, ())
+    compute = work[..., [FORWARD, BACKWARD]].sum(axis=2)
+    more = reason_of_more(compute, {"tokens": known}, np.arange(4) == 1)
+    assert more is not None and (more.what, more.steps) == ("tokens", 190)
+
+
+@pytest.mark.filterwarnings("error")
+def test_ranks_that_are_never_known_give_no_warning() -> None:
+    tokens = lengths(np.random.default_rng(0), 60, 4)
+    tokens[:, 0] = tokens[30:, 1] = np.nan
+    for named in (0, 1, 2):
+        reason_of_more(np.full((60, 4), 10**6), {"tokens": tokens}, np.arange(4) == named)
+    reason_of(stages(np.nan_to_num(tokens)), {"tokens": tokens}, of_ranks(4))
+
+
 def test_little_data_says_nothing() -> None:
     work = stages(lengths(np.random.default_rng(0), MIN_STEPS - 1, 4))
     assert reason_of(work, {}, of_ranks(4)) == Reason(what="unknown", steps=MIN_STEPS - 1)

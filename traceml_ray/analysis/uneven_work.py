@@ -213,11 +213,12 @@ def reason_of(
     """
     if len(work) < MIN_STEPS or work.shape[1] < 2:
         return Reason(what="unknown", steps=len(work))
-    shares, sizes = stage_shares(work), known_amounts(amounts)
+    shares, (sized, amounts) = stage_shares(work), _where_seen(work, amounts)
+    sizes = known_amounts(amounts)
     facts: dict[str, Any] = {"in_compute": shares.get("compute"), "steps": len(work)}
     facts["unknown_ranks"] = _unknown(amounts, ranks)
     if sizes is not None:
-        own = work[sizes.steps][:, sizes.ranks]
+        own = sized[sizes.steps][:, sizes.ranks]
         facts |= {"sizes_known": True, "steps": len(own), **_by_sizes(own, sizes.values)}
     named, may_explain = facts.pop("named", None), facts.pop("may_explain", False)
     if named is not None and facts[named] >= _HOLDS:
@@ -242,6 +243,7 @@ def reason_of_more(
         named: which ranks work longer (R,).
         least: by which share their batches must be larger.
     """
+    work, amounts = _where_seen(work, amounts)
     longer = _times(work.astype(np.float64), named) - 1
     by_name: dict[str, float] = {}
     for name, values in amounts.items():
@@ -270,9 +272,8 @@ def reason_of_more(
 
 def _is_larger(values: Float, named: Bool) -> bool:
     """Whether the named ranks have more per step (S, R) than the others, and not by chance."""
-    with np.errstate(invalid="ignore"):
-        apart = values[:, named].mean(axis=1) - np.nanmean(values[:, ~named], axis=1)
-    apart = apart[~np.isnan(apart)]
+    values = values[~np.isnan(values[:, named]).any(axis=1) & ~np.isnan(values[:, ~named]).all(axis=1)]
+    apart = values[:, named].mean(axis=1) - np.nanmean(values[:, ~named], axis=1)
     if len(apart) < MIN_STEPS or apart.mean() <= 0:
         return False
     around = apart - apart.mean()
@@ -290,6 +291,19 @@ def _times(values: Float, named: Bool) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.nanmean(values, axis=0)
         return float(mean[named].mean() / np.median(mean[~named]))
+
+
+def _where_seen(work: Int64, amounts: Mapping[str, Float]) -> tuple[Int64, Mapping[str, Float]]:
+    """
+    Return work (S, R, …) and amounts of the steps in which the size of some rank's batch is known, where
+    these are enough: the newest have not come yet, and those of old steps are no longer there.
+    """
+    seen = np.zeros(len(work), bool)
+    for values in amounts.values():
+        seen |= ~np.isnan(values).all(axis=1)
+    if seen.sum() < MIN_STEPS or seen.all():
+        return work, amounts
+    return work[seen], {name: values[seen] for name, values in amounts.items()}
 
 
 def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
