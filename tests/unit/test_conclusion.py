@@ -204,7 +204,7 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
         verdict = played.aggregator._judge.answer()
         assert verdict is not None
         labels.append(verdict["label"])
-    assert verdict["rank"] == 5
+    assert verdict["rank"] == 5 and verdict["cost_pct"] == pytest.approx(100 * 1.5 / 21.6, rel=0.1)
     shown = faces(played.source)
     assert "tone-notice" in shown["/"] and "tone-good" not in shown["/"]
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]

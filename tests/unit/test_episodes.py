@@ -516,6 +516,19 @@ class TestSideBySide:
         last_s = next(at for end, at, one in verdicts if end > 1000 and not names(one))
         assert since(d, 1000, last_s) < 2 + 2.5 * every * 0.06
 
+    def test_slowdown_of_all_ranks_is_not_named_beside_a_late_rank_that_explains_it(self):
+        d = played(1200, 60, (DATA, 0, 0, None, 0.25), ranks=4, noise=0.005)
+        all_ranks = Verdict(label="group_wide", stage="data", stages=("data",), excess_pct=20.0)
+        late = self.finding(0, "data")
+        _, first = self.follow(d, (all_ranks, 0, None), (late, 700, None))
+        assert first[700].label == "group_wide"
+        assert (first[1200].label, first[1200].rank, first[1200].also) == ("straggler", 0, ())
+        _, after = self.follow(d, (late, 0, None), (all_ranks, 100, None))
+        assert {one.label for verdict in after.values() for one in (verdict, *verdict.also)} <= {
+            "straggler",
+            "watching",
+        }
+
     @pytest.mark.parametrize("every", [10, 13])
     def test_cost_before_a_name_counts_once_over_the_run(self, every):
         """It is followed for long before it is named, and in between no step is late for two seconds."""
@@ -702,6 +715,13 @@ class TestWholeRun:
         assert (whole.cost_s, whole.lost_s) == (pytest.approx(cost_s, rel=0.05),) * 2
         assert whole.cost_pct == whole.gain_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
         assert f"Fixing it saves {percent(whole.cost_pct)} of the run." in whole.why
+
+    def test_rank_named_in_one_stage_and_then_in_two_is_one_cause_of_the_run(self):
+        first, second = (BACKWARD, 1, 100, 900, 0.2), (FORWARD, 1, 500, 900, 0.25)
+        run = judge_run(processes(played(1600, 40, first, second, ranks=4)), 4)
+        whole = run.whole()
+        assert (whole.label, whole.ranks, whole.also) == (whole.label, (1,), ())
+        assert whole.cost_s == pytest.approx(run.episodes.lost_s) == whole.lost_s
 
     def test_cheap_episode_is_a_note(self):
         whole = judge_run(processes(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()

@@ -149,7 +149,7 @@ class Episodes:
         """
         if len(window.ranks) and self.clock.advance(window):
             if evidence is not None and not verdict.meaning.at_once:
-                findings = findings_of(verdict)
+                findings = self._beside_named(findings_of(verdict))
                 self._ranks = window.expected
                 self._follow(findings, evidence, counts=counts)
                 self._name(findings)
@@ -157,6 +157,12 @@ class Episodes:
                 self._watch(findings, counts=counts)
             self._before, self._judged_to = self._judged_to, window.last_step
         return self._in_effect(window, verdict)
+
+    def _beside_named(self, findings: Sequence[Verdict]) -> list[Verdict]:
+        """Return the findings without a slow-down of all ranks while a late rank explains one."""
+        if not any(track.verdict.meaning.names == "ranks" for track in self._named):
+            return [*findings]
+        return [finding for finding in findings if finding.meaning.names != "all"]
 
     def _tracks(self) -> list[Track]:
         return [*self._named, *self._candidates]
@@ -261,11 +267,15 @@ class Episodes:
     def _take_name(self, track: Track) -> None:
         """Name `track`: as the one that names nearly the same, or beside those that name something else."""
         same = [named for named in self._named if alike(named.verdict, track.verdict)]
+        explained = "all" if track.verdict.meaning.names == "ranks" else None
         for named in list(self._named):
-            if named not in same[:1] and overlap(named.verdict, track.verdict):
+            shared = overlap(named.verdict, track.verdict) or named.verdict.meaning.names == explained
+            if named not in same[:1] and shared:
                 self._give_way(named, track)
         self._candidates = [
-            one for one in self._candidates if one is not track and not one.supports(track.verdict)
+            one
+            for one in self._candidates
+            if one is not track and not one.supports(track.verdict) and one.verdict.meaning.names != explained
         ]
         if same:  # the same episode under another label
             same[0].verdict, track = track.verdict, same[0]
@@ -361,6 +371,7 @@ class Episodes:
             shown = any(alike(track.verdict, finding) for finding in findings)
             if shown and not any(alike(track.verdict, one) for one in known):
                 self._watches.append(Watch(track))
+                self._watches[-1].follow(self._candidates)
         before = self._watched
         long = [watch for watch in self._watches if watch.lasts(self.clock, self._limits)]
         for watch in long:

@@ -13,7 +13,7 @@ from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.costs import with_cost, with_suspects, without_saving
 from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.over_run import Sample, findings_of_run, same
+from traceml_ray.analysis.over_run import Sample, findings_of_run, is_of, same
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
 from traceml_ray.analysis.watching import without_window
@@ -154,7 +154,7 @@ class RunJudge:
         named = self.episodes.episodes
         elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
         for one in found:  # what was not named has cost, too
-            lost_s += (one.cost_s or 0.0) - sum(each.cost_s for each in named if same(one, each))
+            lost_s += (one.cost_s or 0.0) - sum(each.cost_s for each in named if is_of(one, each))
         total = {"lost_s": lost_s, "elapsed_s": elapsed_s}
         last = [(one.verdict, one.last - one.began + 1, one.cost_s) for one in self.episodes.at_end]
         note = notes.last_steps(last, elapsed_s)
@@ -166,7 +166,11 @@ class RunJudge:
                     why=notes.passing(without_saving(sample.why)), next=LABELS["healthy"].next,
                     **sample.of_window,
                 )  # fmt: skip
-            was = notes.was_named(len(named), lost_s) if named else ""
+            was = ""
+            if named:
+                worst = named[0]
+                about = Verdict(label=worst.label, stages=worst.stages, ranks=worst.ranks)
+                was = notes.was_named(len(named), lost_s, about, worst.from_step, worst.to_step)
             note = "; ".join(filter(None, (was, note)))
             return msgspec.structs.replace(verdict, about="run", also=(), note=note, **total)
         headline, *others = (self._with_chronic(one, self._often(one), self._counted) for one in found)

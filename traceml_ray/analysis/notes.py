@@ -39,10 +39,11 @@ def passing(strongest: str) -> str:
     return f"No rank is late for long. Once: {strongest}"
 
 
-def was_named(times: int, cost_s: float) -> str:
-    """Return that causes were named in a run that is healthy as a whole."""
+def was_named(times: int, cost_s: float, worst: Verdict, first: int, last: int) -> str:
+    """Return that causes were named in a run that is healthy as a whole; `worst` in these steps."""
     often = "once" if times == 1 else f"{times:,} times"
-    return f"a cause was named {often}, which cost {duration(cost_s)} in all"
+    which = f"{_what(worst)} in steps {first:,}–{last:,}"
+    return f"a cause was named {often}, which cost {duration(cost_s)} in all ({which})"
 
 
 def pending(found: Sequence[tuple[float, Verdict]]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from traceml_ray.analysis import notes
 from traceml_ray.analysis.costs import with_cost, without_saving
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, alike, same_ranks, waited_ns
@@ -71,8 +72,10 @@ def findings_of_run(
     """
     elapsed_s, ranks = max(clock.now_ns / 1e9, 1e-9), sample.window.expected
     causes = [_of_episodes(group, sampled, elapsed_s, ranks) for group in _grouped(episodes)]
+    late = any(cause.meaning.names == "ranks" for cause in causes)
     for finding in sampled:
-        if evidence is None or any(same(cause, finding) for cause in causes):
+        explained = late and finding.meaning.names == "all"  # a slow-down of all ranks, by a late one
+        if evidence is None or explained or any(same(cause, finding) for cause in causes):
             continue
         waited = sample.weights(evidence.window.steps, clock.every) * waited_ns(finding, evidence)
         cost_s = float(waited.sum()) / 1e9
@@ -94,21 +97,45 @@ def findings_of_run(
 
 
 def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Return the episodes of each cause, the costliest first."""
+    """
+    Return the episodes of each cause, the costliest first. What was named in two stages for a while, and in
+    one of them before, is one cause, as it is one episode where the one follows the other.
+    """
     groups: list[list[Episode]] = []
     for episode in episodes:
         group = next((group for group in groups if same(group[0], episode)), None)
         if group is None:
             groups.append(group := [])
         group.append(episode)
-    return groups
+    causes: list[list[Episode]] = []
+    for group in sorted(groups, key=_cost_s, reverse=True):
+        cause = next((cause for cause in causes if alike(_named(cause[0]), _named(group[0]))), None)
+        if cause is None:
+            causes.append(group)
+        else:
+            cause += group
+    return causes
+
+
+def is_of(cause: Verdict, episode: Episode) -> bool:
+    """Whether what `episode` cost is counted in `cause`."""
+    return same(cause, episode) or alike(cause, _named(episode))
+
+
+def _cost_s(group: Sequence[Episode]) -> float:
+    return sum(episode.cost_s for episode in group)
+
+
+def _named(episode: Episode) -> Verdict:
+    names = ("label", "stage", "stages", "rank", "ranks")
+    return Verdict(**{name: getattr(episode, name) for name in names})
 
 
 def _of_episodes(
     group: Sequence[Episode], sampled: Sequence[Verdict], elapsed_s: float, ranks: int
 ) -> Verdict:
     """Return the finding that the episodes of one cause come to, in the words of the sample if it has any."""
-    worst, cost_s = group[0], sum(episode.cost_s for episode in group)
+    worst, cost_s = group[0], _cost_s(group)
     known = next((one for one in sampled if same(one, worst)), None)
     if known is not None:
         return with_cost(msgspec.structs.replace(known, about="run"), cost_s, elapsed_s, ranks)
@@ -133,7 +160,7 @@ _SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "nodes", "patter
 
 
 def _is_all(episode: Episode) -> bool:
-    return Verdict(label=episode.label).meaning.names == "all"
+    return LABELS[episode.label].names == "all"
 
 
 def _lasts(finding: Verdict, evidence: Evidence, cost_s: float, clock: Clock, limits: Thresholds) -> bool:
