@@ -194,13 +194,13 @@ def test_process_that_has_ended_takes_no_more_of_its_host() -> None:
 
 
 def test_small_leaks_of_many_ranks_are_named_where_they_fill_the_host_together() -> None:
-    """Each grows by 30 MiB, which is no matter by itself; eight of them fill the host in 40 minutes."""
-    rss = 1 * GIB + 0.1 * MIB * np.arange(N)
-    used = 20 * GIB + 8 * (rss - rss[0])
-    ranks = [on_host(r, rss, node="a", total=22 * GIB, limit_used_bytes=used) for r in range(8)]
+    """Each grows by 30 MiB, which by itself fills the host in 31 hours; eight of them do in four."""
+    rss, used = 1 * GIB + 0.1 * MIB * np.arange(N), np.full(N, 20.0 * GIB)
+    ranks = [on_host(r, rss, node="a", total=31 * GIB, limit_used_bytes=used) for r in range(8)]
     creeps = [finding for finding in judge(ranks).findings if finding.kind == "creep"]
     assert [creep.rank for creep in creeps] == list(range(8))
-    assert judge(ranks[:1]).findings == [] or creeps[0].evidence["forecast_s"] < 3600
+    assert creeps[0].evidence["forecast_s"] == pytest.approx(11 * GIB / (0.8 * MIB), rel=0.01)
+    assert judge(ranks[:1]).findings == []
 
 
 @pytest.mark.parametrize("shape", [np.sqrt, lambda unit: np.log1p(20 * unit) / np.log1p(20)])
