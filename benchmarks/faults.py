@@ -585,7 +585,7 @@ def undisturbed(run: Run) -> Case:
         "asked_ms": run.plan.step_ms,
         "step_ms": float(np.median(every)),
         "seconds": elapsed_s,
-        "named": sorted({said(verdict) for verdict in run.live if verdict["ranks"]}),
+        "named": sorted({said(one) for one in run.live if one["ranks"] and one["label"] != "watching"}),
         "changes": changes,
         "said": known,
         "single": sum(count for label, count in single.items() if label != "healthy"),
