@@ -61,7 +61,8 @@ class AtEnd(NamedTuple):
 
 def findings_of(verdict: Verdict) -> list[Verdict]:
     """Return all findings of a window, the headline first."""
-    return [one for one in (verdict, *verdict.also) if one.meaning.kind == "finding"]
+    alone = msgspec.structs.replace(verdict, also=()) if verdict.also else verdict
+    return [one for one in (alone, *verdict.also) if one.meaning.kind == "finding"]
 
 
 class Episodes:
