@@ -6,7 +6,7 @@ What the monitor reports of other people's software: one rank made late under ea
 
 Each case runs with the monitor, and once without and with nobody late: faults are sleeps, no number changes.
 A case is right when both runs exit alike; all losses and the final weights are equal to the bit; the verdict
-has the planted rank and stage and blames no part that is not late; each optimizer step was counted once; the
+has the planted rank and stage and blames no part that is not late; each iteration was counted once; the
 median step is as long as one was; and the report holds no sentence that is false of every case. With one of
 our callbacks (`adapter`) the framework's own log has the verdict and the step time, too. Prints a markdown
 table; exits 1 if a case is wrong. A case whose launcher is not here is not run, and says so. `--docs` writes
@@ -57,6 +57,8 @@ NAMES = {
     "trl_sft": "TRL and PEFT",
     "deepspeed_zero": "DeepSpeed",
     "titan_chunked": "torchtitan's chunked loss",
+    "gan_loop": "A GAN in plain torch",
+    "actor_critic": "Actor and critic in plain torch",
     "ray_hf": "Ray Train with Hugging Face and Ray Data",
     "ray_lightning": "Ray Train with Lightning",
     "ray_data": "Ray Train with Ray Data",
@@ -94,7 +96,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """Iterations of the loop; optimizer steps, where there is one optimizer."""
         return 4 * STEPS if self.live else STEPS
 
     @property
@@ -154,6 +156,13 @@ def cases() -> list[Case]:
             Case(script, "data", 1, "compile"),
         ]
     found += [Case(script, "data", 0, "dispatch") for script in ("hf_trainer", "accelerate_loop")]
+    found += [
+        Case("gan_loop", "none", 0),
+        Case("gan_loop", "data", 1, "validate"),
+        Case("gan_loop", "data", 0, "workers"),
+        Case("actor_critic", "none", 0),
+        Case("actor_critic", "data", 0, "checkpoint"),
+    ]
     for script in ("timm_loop", "trl_sft", "deepspeed_zero", "titan_chunked"):
         found.append(Case(script, "forward", 1, "accumulate"))
     found += [
