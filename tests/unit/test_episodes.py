@@ -680,6 +680,17 @@ class TestWholeRun:
         assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
         assert whole.lost_s == pytest.approx(15, rel=0.1)
 
+    @pytest.mark.parametrize("every", [200, 270])
+    def test_stall_that_recurs_in_a_long_run_costs_what_all_of_it_cost(self, every):
+        """The sample of a long run may miss every one of them: it is spread evenly, and so are they."""
+        d = played(8000, 20)
+        d[100::every, 0, DATA] += 1_500_000_000
+        d[100::every, 1, SYNC_WAIT] += 1_500_000_000
+        whole, cost_s = judge_run(processes(d), 2).whole(), 1.5 * len(range(100, 8000, every))
+        assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
+        assert whole.cost_s == pytest.approx(cost_s, rel=0.1) and whole.lost_s == whole.cost_s
+        assert whole.cost_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
+
     def test_costly_episode_is_the_verdict_of_the_run(self):
         run = judge_run(processes(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
         whole = run.whole()

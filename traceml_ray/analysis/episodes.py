@@ -23,6 +23,7 @@ from traceml_ray.analysis.track import (
     MAX_LEVELS,
     Clock,
     Episode,
+    Recurring,
     Track,
     alike,
     late_from,
@@ -85,6 +86,8 @@ class Episodes:
         self.clock = Clock(thresholds)
         self.passed: list[Episode] = []
         """What was watched for long, but not named."""
+        self.recurring: list[Recurring] = []
+        """What was over before it was named, by cause."""
         self.at_end: list[AtEnd] = []
         """What was being followed when the run ended, see `close`."""
         self._limits = thresholds
@@ -242,9 +245,30 @@ class Episodes:
             other.outlived_ns = max(other.outlived_ns, cost_ns)
         if not others:
             self._add_brief(cost_ns / 1e9)
+            if not any(watch.is_of(track.verdict) for watch in self._watches if watch.long):
+                self._recur(track, cost_ns)
             for watch in self._watches:
                 if watch.is_of(track.verdict):
                     watch.drop(cost_ns)
+
+    def _recur(self, track: Track, cost_ns: int) -> None:
+        """Add what was not named to what came before of the same kind."""
+        mine = track.verdict
+        if mine.meaning.names != "ranks" or not mine.ranks:
+            return
+        known = next(
+            (
+                one
+                for one in self.recurring
+                if (one.verdict.stage, one.verdict.ranks) == (mine.stage, mine.ranks)
+            ),
+            None,
+        )
+        if known is None:
+            self.recurring.append(known := Recurring(track))
+        known.add(track, cost_ns)
+        if len(self.recurring) > _MAX_PASSED:
+            self.recurring.remove(min(self.recurring, key=lambda one: one.cost_ns))
 
     def close(self) -> None:
         """End the run: what has not been named will not be."""

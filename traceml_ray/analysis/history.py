@@ -13,7 +13,7 @@ from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.costs import with_cost, with_suspects, without_saving
 from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.over_run import Sample, findings_of_run, is_of, same
+from traceml_ray.analysis.over_run import Sample, findings_of_run, is_of, recurring, same
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
 from traceml_ray.analysis.watching import without_window
@@ -131,7 +131,8 @@ class RunJudge:
             return too_few_steps(window, self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
         sampled, clock = findings_of(verdict), self.episodes.clock
-        every = [*self.episodes.episodes, *self.episodes.passed]
+        often = recurring(self.episodes.recurring, clock, self._thresholds)
+        every = [*self.episodes.episodes, *self.episodes.passed, *often]
         every = [one for one in every if one.to_step >= self._same_ranks_from]
         spread_to = self._sample[-1].last_step if self._sample else window.last_step
         sample = Sample(window, spread_to or 0, clock.now_ns - self._same_ranks_ns)

@@ -14,7 +14,7 @@ from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Clock, Episode, alike, same_ranks, waited_ns
+from traceml_ray.analysis.track import Clock, Episode, Recurring, alike, same_ranks, waited_ns
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64, Window
 
@@ -94,6 +94,22 @@ def findings_of_run(
         if (cause.cost_pct or 0.0) >= (found_from if any(same(cause, one) for one in sampled) else least)
     ]
     return sorted(kept, key=lambda cause: -(cause.cost_pct or 0.0))
+
+
+def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> list[Episode]:
+    """
+    Return what came back again and again without being named, as an episode each: where it cost
+    `transient_excess` of the run, and `transient_share` of what all ranks lost in that way in its stage.
+    """
+    found = []
+    for one in brief:
+        in_stage = sum(other.cost_ns for other in brief if other.verdict.stage == one.verdict.stage)
+        costs = one.cost_ns >= limits.transient_excess * clock.now_ns
+        steps = clock.timed(one.last - one.began) + 1
+        lasts = limits.lasted(one.verdict.label, one.last_ns - one.began_ns, steps)
+        if one.count > 1 and costs and lasts and one.cost_ns >= limits.transient_share * in_stage:
+            found.append(one.episode())
+    return found
 
 
 def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:

@@ -274,6 +274,29 @@ _SHARED = (
 )
 
 
+class Recurring:
+    """What was over before it was named, each time: all of it together, over the run."""
+
+    def __init__(self, track: Track) -> None:
+        self.verdict = track.verdict
+        self.began, self.began_ns = track.began, track.began_ns
+        self.last, self.last_ns = track.last, track.last_ns
+        self.ranks = track.ranks
+        self.cost_ns = self.count = 0
+
+    def add(self, track: Track, cost_ns: int) -> None:
+        """Add one more time."""
+        self.last, self.last_ns = max(self.last, track.last), max(self.last_ns, track.last_ns)
+        self.cost_ns, self.count = self.cost_ns + cost_ns, self.count + 1
+
+    def episode(self) -> Episode:
+        """Return it as an episode that was not named."""
+        track = Track(self.verdict, self.began, self.began_ns)
+        track.last, track.last_ns, track.ranks = self.last, self.last_ns, self.ranks
+        track.cost_ns = self.cost_ns
+        return msgspec.structs.replace(track.episode(goes_on=False), confidence="low", pattern="transient")
+
+
 def _places(verdict: Verdict, window: Window) -> list[int]:
     """Return the places in `window` of the named ranks; of all where none is named."""
     places = [at for at, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
