@@ -345,6 +345,8 @@ class VerdictInfo(TypedDict):
     stacks: list[StackInfo]
     machine: list[MachineInfo] | None
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
+    z: float | None
+    """By how many standard errors `rank` is late more often than it would be by chance."""
     reason: ReasonInfo | None
     """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
 

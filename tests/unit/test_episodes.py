@@ -15,7 +15,7 @@ from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
 from traceml_ray.monitor.kept_judging import PACKER
-from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, SYNC_WAIT
 from traceml_ray.text import percent
 
 QUIET = [1, 2, 0, 3, 4, 1]
@@ -219,7 +219,8 @@ def test_fault_of_thirty_percent_is_named_despite_the_jitter_of_full_cores(seed)
     assert named(verdicts[: int(2500 * 0.012 / 0.5)]) == set()
     last = verdicts[-1][2]
     assert (last.label, last.ranks) == ("straggler", (seed % 2,))
-    assert abs(last.from_step - 2500) <= 10
+    # As long as the jitter may explain it, nobody is named.
+    assert 2490 <= last.from_step <= 2850
 
 
 @pytest.mark.parametrize("step_ms", [12, 50])
@@ -352,10 +353,11 @@ def test_chronic_is_by_windows_a_stride_of_sampled_steps_apart(piece):
 
 
 def test_stalls_of_sampled_steps_recur_where_they_are_two_seconds_apart():
-    d = stalled(300, 15, (120, 0, DATA, 0.3), (185, 0, DATA, 0.3))
-    (run, verdicts), (once, _) = sampled(d, 8), sampled(d[:170], 8)
+    """One of four ranks is nine times in a row the one that stalls, which is no chance; twice may be."""
+    d = stalled(300, 15, *[(step, 0, DATA, 0.3) for step in range(60, 276, 24)])
+    (run, _), (twice, verdicts) = sampled(d, 8), sampled(d[:100], 8)
     assert named(verdicts) == set()
-    assert (run.whole().label, run.whole().ranks, once.whole().label) == ("straggler", (0,), "healthy")
+    assert (run.whole().label, run.whole().ranks, twice.whole().label) == ("straggler", (0,), "healthy")
 
 
 def stalled(steps, step_ms, *stalls, ranks=4, noise=0.03, seed=0):
@@ -541,7 +543,7 @@ class TestSideBySide:
         assert sum(one.cost_s for one in [*run.episodes.episodes, *run.episodes.passed]) <= 1.05 * cost_s
 
     def test_more_than_eight_are_counted(self):
-        d = played(1200, 100, ranks=12, noise=0.005)
+        d = played(1200, 100, ranks=48, noise=0.005)
         for rank in range(12):
             d[rank::12, rank, DATA] += 300_000_000 + rank * 60_000_000
             d[rank::12, :, SYNC_WAIT] += 300_000_000 + rank * 60_000_000
@@ -601,7 +603,7 @@ class TestWatching:
         assert all("s of the 2 s that are needed" in verdict.why for verdict in watched(verdicts))
 
     def test_usual_fluctuation_is_said_where_the_excess_is_not_above_it(self):
-        d = played(7000, 12, (FORWARD, 1, 5000, None, 0.08), swings=0.4, seed=3)
+        d = played(7000, 12, (FORWARD, 1, 5000, None, 0.12), swings=0.4, seed=3)
         _, verdicts = live(d)
         lacks = [verdict.why for verdict in watched(verdicts) if verdict.ranks == (1,)]
         found = [
@@ -630,7 +632,7 @@ class TestWatching:
 
 
 def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
-    stretches = [(FORWARD, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
+    stretches = [(PREPARE, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
     d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
     assert "ambiguous" in {verdict.label for verdict in single_windows(d)}
     _, verdicts = live(d)
@@ -638,7 +640,7 @@ def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
 
 
 def test_second_stage_that_stays_changes_the_name_after_two_seconds():
-    d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (FORWARD, 1, 1200, None, 0.35))
+    d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (PREPARE, 1, 1200, None, 0.35))
     _, verdicts = live(d, every_s=0.25)
     at = next(at for _, at, verdict in verdicts if verdict.label == "ambiguous")
     assert 2 <= since(d, 1200, at) <= 4
@@ -674,11 +676,11 @@ class TestWholeRun:
 
     def test_stall_that_recurs_is_a_transient_straggler(self):
         d = played(2000, 20)
-        d[100::200, 0, DATA] += 1_500_000_000
-        d[100::200, 1, SYNC_WAIT] += 1_500_000_000
+        d[100::100, 0, DATA] += 750_000_000
+        d[100::100, 1, SYNC_WAIT] += 750_000_000
         whole = judge_run(processes(d), 2).whole()
         assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
-        assert whole.lost_s == pytest.approx(15, rel=0.1)
+        assert whole.lost_s == pytest.approx(19 * 0.75, rel=0.1)
 
     @pytest.mark.parametrize("every", [200, 270])
     def test_stall_that_recurs_in_a_long_run_costs_what_all_of_it_cost(self, every):

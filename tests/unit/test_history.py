@@ -31,22 +31,28 @@ def periods(run):
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
-def test_recorded_runs_have_one_verdict(name):
+def test_recorded_runs_name_the_rank_of_their_fault_and_no_other(name):
     d, expected = RECORDED[name], EXPECTED[name]
     run = judge_run(processes(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
-    whole = run.whole()
-    assert periods(run) == [(expected["label"], expected["stage"], expected["rank"], 10, 209)]
-    assert (whole.label, whole.stage, whole.rank) == tuple(expected.values())
-    assert whole.chronic is (True if expected["rank"] is not None else None)
+    whole, rank = run.whole(), expected["rank"]
+    assert {period.rank for period in run.periods} <= {None, rank}
+    assert whole.rank == rank
+    if rank is None:
+        assert whole.label in (expected["label"], "imbalance") and not whole.also
+        return
+    last = run.periods[-1]
+    assert (last.label, last.stage, last.rank, last.to_step) == ("straggler", expected["stage"], rank, 209)
+    assert last.from_step <= 110
+    assert (whole.label, whole.stage) == ("straggler", expected["stage"])
 
 
 def test_recorded_late_fault_is_named_from_its_onset():
     run = judge_run(processes(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
-    healthy, late = run.periods
-    assert (healthy.label, healthy.from_step) == ("healthy", 10)
+    *before, late = run.periods
     assert (late.label, late.stage, late.rank, late.to_step) == ("straggler", "data", 0, 209)
     assert abs(late.from_step - 130) <= 3
-    assert healthy.to_step == late.from_step - 1
+    assert before[-1].to_step == late.from_step - 1
+    assert {period.rank for period in before} <= {None}
     assert run.whole().from_step == late.from_step
 
 
@@ -170,9 +176,9 @@ def test_sets_of_ranks_that_overlap_are_one_span():
 
 
 def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
-    """Two stalls 2.4 s apart in steps of two exchanges: the time between them is that of all rows."""
-    d = rows((BALANCED[:, :2], 800))
-    for row in (200, 420):
+    """Stalls in steps of two exchanges, often enough to be no chance: their time is that of all rows."""
+    d = rows((BALANCED[:, :2], 2000))
+    for row in range(200, 1960, 80):
         d[row, 0, 1] += 600_000_000
         d[row, 1, 5] += 600_000_000
     whole = judge_run(processes(d, exchanges=2), 2).whole()

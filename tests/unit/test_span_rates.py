@@ -104,7 +104,7 @@ def test_span_of_a_single_step_does_not_explain_lateness_in_every_step() -> None
 
 def test_intermittent_span_explains_intermittent_lateness() -> None:
     known = Known({"checkpoint": SpanRate(10 * MS, 0.1), "optimizer": SpanRate(1 * MS, 1.0)}, {})
-    verdict = named(window(100, every=10), known)
+    verdict = named(window(100, every=10, steps=300), known)
     assert (verdict.pattern, verdict.span) == ("transient", "checkpoint")
 
 

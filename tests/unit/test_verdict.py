@@ -62,25 +62,41 @@ def sliding(name):
     return [window(d[at : at + 50], at) for at in range(0, len(d) - 49, 10)]
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
-def test_recorded_windows_all_have_their_verdict(name):
-    expected = EXPECTED[name]
-    for recorded in sliding(name):
-        verdict = judge(recorded)
-        assert (verdict.label, verdict.stage, verdict.rank) == (
-            expected["label"],
-            expected["stage"],
-            expected["rank"],
-        )
-        assert verdict.ranks == (() if expected["rank"] is None else (expected["rank"],))
-        assert verdict.pattern != "transient"
+HEALTHY = [name for name, expected in EXPECTED.items() if expected["label"] == "healthy"]
+FAULTY = [name for name, expected in EXPECTED.items() if expected["label"] == "straggler"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_recorded_healthy_window_names_a_rank(name):
+    """These ranks had fewer cores than they could use, so they took turns in being late."""
+    for verdict in map(judge, sliding(name)):
+        assert verdict.label in ("healthy", "imbalance")
+        assert verdict.ranks == () == verdict.also
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_recorded_windows_with_a_fault_name_its_rank_and_stage_and_no_other(name):
+    """In a single window that rank may be late no more often than by chance; see the whole runs."""
+    expected, verdicts = EXPECTED[name], [judge(recorded) for recorded in sliding(name)]
+    named = [verdict for verdict in verdicts if verdict.rank is not None]
+    assert len(named) >= 0.8 * len(verdicts)
+    for verdict in named:
+        assert (verdict.label, verdict.stage) == ("straggler", expected["stage"])
+        assert verdict.ranks == (expected["rank"],)
+        assert verdict.pattern == "lasting"
+
+
+@pytest.mark.parametrize("name", ["ns3"])
+def test_recorded_windows_without_an_exchange_are_no_verdict(name):
+    for verdict in map(judge, sliding(name)):
+        assert (verdict.label, verdict.ranks) == ("accounting_only", ())
 
 
 def test_recorded_late_fault_is_seen_from_its_onset_on():
     verdicts = [judge(recorded) for recorded in sliding("late3")]
     labels = [verdict.label for verdict in verdicts]
     first = labels.index("straggler")
-    assert set(labels[:first]) == {"healthy"}
+    assert set(labels[:first]) <= {"healthy", "imbalance"}
     assert set(labels[first:]) == {"straggler"}
     assert first * 10 + 50 <= 120 + 20  # judged by the second window that holds any of it
     for verdict in verdicts[first:]:
@@ -106,7 +122,7 @@ def test_balanced_noise_has_no_straggler():
     for trial in range(300):
         ranks, noise = int(random.integers(2, 65)), float(random.uniform(0, 0.15))
         verdict = judge(window(noisy(random, ranks, noise)))
-        if verdict.label not in ("healthy", "ambiguous") or verdict.rank is not None:
+        if verdict.label not in ("healthy", "imbalance") or verdict.rank is not None:
             blamed.append((trial, ranks, noise, verdict.why))
     assert blamed == []
 
@@ -155,7 +171,7 @@ def test_ranks_late_in_turn_are_no_set_of_stragglers():
         local[::2, 0, FORWARD] += 12_000_000
         local[1::2, 1, FORWARD] += 12_000_000
         verdict = judge(window(synced(local, np.full(50, 1_000_000))))
-        assert (verdict.label, verdict.pattern, verdict.rank) == ("ambiguous", "rotating", None)
+        assert (verdict.label, verdict.pattern, verdict.rank) == ("imbalance", "rotating", None)
 
 
 @pytest.mark.parametrize("stage", range(SYNC_WAIT))

@@ -12,7 +12,7 @@ from unit.sample_windows import judge, of_ms, synced, window
 from traceml_ray.analysis.span_rates import SpanRate, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
-from traceml_ray.stages import DATA, FLAG_NO_DATA, SEGMENT_BITS
+from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, FORWARD, SEGMENT_BITS
 
 LIMITS = Thresholds()
 WAITS = [1, 2, 0, 3, 4, 5]
@@ -109,7 +109,8 @@ def test_next_step_of_a_known_span_replaces_that_of_its_stage(
 @pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
 def test_next_step_of_two_stages_repeats_nothing(stages: tuple[int, int], at: tuple[int, ...]) -> None:
     verdict = judge(late([[4.0 * (each in stages) for each in range(5)]] * len(at), at=at))
-    assert (verdict.label, verdict.ranks) == ("ambiguous", at)
+    label = "straggler" if stages == (FORWARD, BACKWARD) else "ambiguous"  # of a slow device
+    assert (verdict.label, verdict.ranks) == (label, at)
     assert repeated(verdict.next) == []
 
 

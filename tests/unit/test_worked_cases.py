@@ -103,14 +103,14 @@ def test_w7_gains_from_fixing_both_ranks_only():
     assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
 
 
-def test_w14_is_rotating():
+def test_w14_is_an_imbalance():
     d = np.concatenate(
         [of_ms([LATE_DATA if rank == k % 3 else WAITS for rank in range(3)]) for k in range(6)]
     )
     assert (chain(d).exposed == np.array(LATE_DATA) * 10**6).all()
     verdict = judge(window(d))
     assert (verdict.label, verdict.stage, verdict.rank, verdict.pattern) == (
-        "ambiguous",
+        "imbalance",
         "data",
         None,
         "rotating",

@@ -28,6 +28,7 @@ from traceml_ray.analysis.track import (
     alike,
     late_from,
     level_of,
+    may_share_steps,
     overlap,
 )
 from traceml_ray.analysis.verdict import Verdict
@@ -145,17 +146,25 @@ class Episodes:
         """Whether a slow-down of all ranks is named, or about to be."""
         return any(track.verdict.meaning.names == "all" for track in self._tracks())
 
-    def update(self, window: Window, verdict: Verdict, evidence: Evidence | None, *, counts: bool) -> Verdict:
+    def update(
+        self,
+        window: Window,
+        verdict: Verdict,
+        evidence: Evidence | None,
+        *,
+        counts: bool,
+        maybe: Verdict | None = None,
+    ) -> Verdict:
         """
         Return the verdict in effect after the `verdict` of the rules over `window`; `counts` once a stride.
 
-        The same window again changes nothing.
+        `maybe` is a finding of it that is followed, but not named. The same window again changes nothing.
         """
         if len(window.ranks) and self.clock.advance(window):
             if evidence is not None and not verdict.meaning.at_once:
                 findings = self._beside_named(findings_of(verdict))
                 self._ranks = window.expected
-                self._follow(findings, evidence, counts=counts)
+                self._follow([*findings, *([maybe] if maybe else [])], evidence, counts=counts)
                 self._name(findings)
                 self._order()
                 self._watch(findings, counts=counts)
@@ -212,7 +221,7 @@ class Episodes:
         """
         first, last = int(self.clock.steps[0]), int(self.clock.steps[-1])
         self._counted = [each for each in self._counted if each[1] >= first]
-        counted_to = max((to for other, to in self._counted if overlap(other, found)), default=-1)
+        counted_to = max((to for other, to in self._counted if may_share_steps(other, found)), default=-1)
         least = max(found.from_step or 0, first, counted_to + 1)
         if self._judged_to is not None and least == first:
             least = max(least, self._judged_to + 1)
@@ -240,7 +249,7 @@ class Episodes:
         self._counted.append((track.verdict, track.last))
         self._usual.extend(level for _, level in track.levels)
         cost_ns = max(track.cost_ns, track.outlived_ns)
-        others = [other for other in self._tracks() if overlap(other.verdict, track.verdict)]
+        others = [other for other in self._tracks() if may_share_steps(other.verdict, track.verdict)]
         for other in others:
             other.outlived_ns = max(other.outlived_ns, cost_ns)
         if not others:

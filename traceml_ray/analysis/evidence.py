@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from traceml_ray.analysis.chance import beyond_chance
 from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
@@ -33,6 +34,13 @@ _Merges = tuple[tuple[Bool, tuple[int, ...]], ...]
 """Which rows (K,), and the stages that are one there: the first has all of it."""
 _COPIED = 256
 """Ranks turned around at a time: of so many, what is read fits the processor's cache."""
+_PUNCTUAL = 0.25
+"""Of the others those are peers in a stage whose usual excess is below this share of that of a cause."""
+_KINDS_RANKS = 5
+_KINDS_GAP = 0.05
+"""Two kinds of ranks are apart by at least this share of the step,"""
+_KINDS_APART = 2.0
+"""and by so many times what those of a kind differ by."""
 _HOLDS = 0.6
 """Share of an excess that a stage must have taken to contain it."""
 
@@ -152,6 +160,8 @@ class Evidence:
     local_ns: Int64
     hosts: Hosts | None = None
     peers: Evidence | None = None
+    beside: tuple[Cause, ...] = ()
+    """Ranks that are late in this window: what it costs that ranks have unequal work is beside that."""
 
     @property
     def total_ns(self) -> int:
@@ -164,9 +174,9 @@ class Evidence:
 
     @cached_property
     def by_pattern(self) -> dict[Pattern, Float]:
-        """By how much each rank is late out of each stage (R, 6); `rotating`: all ranks together."""
+        """By how much each rank is late out of each stage (R, 6); `rotating`: what unequal work costs."""
         exposed = self.exposed_excess
-        together = np.broadcast_to(exposed.sum(axis=0), exposed.shape)
+        together = np.broadcast_to(self.uneven(), exposed.shape)
         return {"lasting": self.persistent, "transient": exposed, "rotating": together}
 
     @property
@@ -197,6 +207,10 @@ class Evidence:
     def mean_step_ns(self) -> float:
         return self.total_ns / len(self.window.starts)
 
+    def uneven(self, *causes: Cause) -> float:
+        """Return what evening out the ranks' work saves, as a share of the time, 0..1, see `uneven_ns`."""
+        return max(0.0, float(self.uneven_ns(*causes).sum()) / self.total_ns)
+
     def replay_ns(self) -> int:
         """Return the elapsed time if every rank ran its local stages and all left each exchange together."""
         exchange = self.ref[self.rows.synced][self.rows.waits[self.rows.synced]].sum()
@@ -210,39 +224,70 @@ class Evidence:
         """
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
         arrivals, last = self._unfixed
-        waited[last] = arrivals - self._arrivals(*causes)[0]
+        waited[last] = arrivals - self._arrivals(self.fixed_ns(causes))
         if self.window.arrived is not None:
             late = np.zeros(self.local_ns.shape, np.int64)
             for cause in causes:
-                late[:, cause.places] += np.maximum(self.excess[:, cause.places, cause.stage], 0)
+                late[:, cause.places] += self._beyond(cause)
             waited[last] = np.maximum(waited[last], waited_elsewhere(self.window, last, late))
+        return waited
+
+    def uneven_ns(self, *causes: Cause) -> Int64:
+        """
+        Return by how much a row is longer because ranks have unequal work in it, ns (K,), with `causes`
+        fixed.
+
+        It is what the last rank works beyond the mean of all of them, at the rows that have an exchange.
+        """
+        waited, local = np.zeros(len(self.window.keys), dtype=np.int64), self.fixed_ns(causes)
+        _, last = self._unfixed
+        even = np.broadcast_to(local.mean(axis=1, keepdims=True), local.shape).astype(np.int64)
+        waited[last] = self._arrivals(local) - self._arrivals(even)
         return waited
 
     @cached_property
     def _unfixed(self) -> tuple[Int64, Int64]:
-        return self._arrivals()
-
-    def _arrivals(self, *fixed: Cause) -> tuple[Int64, Int64]:
-        """
-        Return how long the last rank works until each exchange, ns (S,), and the places of their rows.
-
-        A `fixed` cause never takes longer than its peers do. Rows without an exchange add up until the next.
-        """
-        local = self.local_ns
-        for at, cause in enumerate(fixed):
-            local = local if at else local.copy(order="K")
-            for place in cause.places:
-                local[:, place] -= np.maximum(self.excess[:, place, cause.stage], 0)
+        """How long the last rank works until each exchange, ns (S,), and the places of their rows."""
         synced = self.rows.synced
-        starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
-        if not synced.all():
+        last = np.append(self._exchange_starts[1:] - 1, len(synced) - 1)
+        return self._arrivals(self.local_ns), last
+
+    @cached_property
+    def _exchange_starts(self) -> Int64:
+        """The places of the rows after an exchange: rows without one add up until the next."""
+        return np.flatnonzero(np.concatenate(([True], self.rows.synced[:-1])))
+
+    def fixed_ns(self, causes: tuple[Cause, ...]) -> Int64:
+        """Return what the ranks work in each row, ns (K, R), as if no cause were late."""
+        local = self.local_ns
+        for number, cause in enumerate(causes):
+            local = local if number else local.copy(order="K")
+            local[:, list(cause.places)] -= self._beyond(cause)
+        return local
+
+    def _beyond(self, cause: Cause) -> Int64:
+        """Return by how much the ranks of a cause are later than others are by chance, ns (K, places)."""
+        usual = self.persistent[:, cause.stage]
+        peers = np.ones(len(usual), dtype=bool)
+        peers[list(cause.places)] = False
+        punctual = peers & (usual < _PUNCTUAL * float(usual[list(cause.places)].min()))
+        peers = punctual if punctual.any() else peers
+        return beyond_chance(self.excess[:, :, cause.stage], cause.places, np.flatnonzero(peers))
+
+    def _arrivals(self, local: Int64) -> Int64:
+        """
+        Return how long the last rank works until each exchange, ns (S,), by what ranks work in each row (K,
+        R).
+        """
+        starts = self._exchange_starts
+        if not self.rows.synced.all():
             local = np.add.reduceat(local, starts, axis=0)
-        longest = local.max(axis=1)
+        longest: Int64 = local.max(axis=1)
         if self.hosts is not None:
             exchange = np.where(self.rows.waits, self.ref, 0).sum(axis=1)
             least = np.maximum(self.hosts.floor_ns - exchange, 0)
             longest = np.maximum(longest, np.add.reduceat(least, starts))
-        return longest, np.append(starts[1:] - 1, len(synced) - 1)
+        return longest
 
     def gain(self, *causes: Cause) -> float:
         """Return what fixing `causes` together saves, as a share of the elapsed time, 0..1."""
@@ -266,9 +311,10 @@ class Evidence:
         holds = [s for s in merged if own[s] >= least]
         return holds[0] if len(holds) == 1 else cause.stage
 
-    def series(self, cause: Cause) -> Float:
-        """Return the cause's excess step by step, ns (S,): the mean over its ranks."""
-        series: Float = self.by_step[:, list(cause.places), cause.stage].mean(axis=1)
+    def series(self, *causes: Cause) -> Float:
+        """Return the excess of causes of the same ranks step by step, ns (S,): the mean over these ranks."""
+        stages = [cause.stage for cause in causes]
+        series: Float = self.by_step[:, list(causes[0].places)][:, :, stages].sum(axis=2).mean(axis=1)
         return series
 
 
@@ -280,16 +326,19 @@ def gather(window: Window) -> Evidence:
     """
     rows = comparable(window)
     frontier = chain(rows.d)
-    ref = _reference(rows)
     local: Bool = np.logical_not(rows.waits)
     by_rank = rows.d.transpose(1, 0, 2)
-    excess = by_rank - ref
-    if local[:, :SYNC_WAIT].all():
-        excess[:, :, SYNC_WAIT] = 0
+    waits_apart = local[:, :SYNC_WAIT].all()
+    if waits_apart:
         local_ns = np.einsum("rks->rk", by_rank[:, :, :SYNC_WAIT])
     else:
-        excess *= local
         local_ns = (by_rank * local).sum(axis=2)
+    ref = _reference(rows, _faster_kind(local_ns, frontier.total_ns))
+    excess = by_rank - ref
+    if waits_apart:
+        excess[:, :, SYNC_WAIT] = 0
+    else:
+        excess *= local
     if several(window):
         local_ns = local_ns + waited_apart_ns(window, rows.synced).T
     by_step = _by_step(window, excess)
@@ -373,13 +422,40 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     )
 
 
-def _reference(rows: Rows) -> Int64:
-    """Return what a stage costs when no rank is late, ns (K, 6)."""
+def _faster_kind(local_ns: Int64, total_ns: int) -> Bool | None:
+    """
+    Return which ranks are of the faster kind, where there are two and most ranks are of the slower one: the
+    gap between them is large beside what ranks of a kind differ by. None where there are not.
+
+    Args:
+        local_ns: what each rank works in each row, ns (R, K).
+        total_ns: elapsed time.
+    """
+    ranks, rows = local_ns.shape
+    if ranks < _KINDS_RANKS:
+        return None
+    usual = np.median(local_ns, axis=1)
+    ordered = np.sort(usual)
+    faster = ordered[: (ranks + 1) // 2]  # most ranks are slower: the gap is below the lower median
+    cut = 1 + int(np.argmax(np.diff(faster)))
+    gap = ordered[cut] - ordered[cut - 1]
+    apart = max(ordered[cut - 1] - ordered[0], ordered[-1] - ordered[cut])
+    if cut < 2 or gap < max(_KINDS_GAP * total_ns / rows, _KINDS_APART * apart):
+        return None
+    result: Bool = usual <= ordered[cut - 1]
+    return result
+
+
+def _reference(rows: Rows, faster: Bool | None = None) -> Int64:
+    """Return what a stage costs when no rank is late, ns (K, 6); of two kinds of ranks, on the `faster`."""
     steps, ranks, stages = rows.d.shape
     middle, columns = (ranks - 1) // 2, np.empty((steps, stages, ranks), np.int64)
     for at in range(0, ranks, _COPIED):
         columns[:, :, at : at + _COPIED] = rows.d[:, at : at + _COPIED].transpose(0, 2, 1)
     least = columns.min(axis=2)
+    if faster is not None:
+        columns = columns[:, :, faster]
+        middle = (columns.shape[2] - 1) // 2
     columns.partition(middle, axis=2)
     return np.where(rows.waits, least, columns[:, :, middle])
 

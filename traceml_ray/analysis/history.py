@@ -14,8 +14,9 @@ from traceml_ray.analysis.costs import with_cost, with_suspects, without_saving
 from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.over_run import Sample, findings_of_run, is_of, recurring, same
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge_window, too_few_steps
 from traceml_ray.analysis.watching import without_window
 from traceml_ray.analysis.window import Window, joined
 
@@ -61,6 +62,7 @@ class RunJudge:
         self._judged_to: int | None = None
         self._same_ranks_from = self._same_ranks_ns = 0
         """The step, and the time of the run, from which on the set of ranks is the present one."""
+        self._past = PastSteps()
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: Counter[tuple[str, str | None, int | None]] = Counter()
         """Windows by label, stage and each of the ranks: which of them is the worst is chance."""
@@ -111,14 +113,25 @@ class RunJudge:
             self.baseline, self._learner = None, Learner(self._thresholds)
         # A drift stays found until it is half of `min_drift`: near the threshold noise decides.
         limits = self._staying if self.episodes.follows_all else self._thresholds
-        found, evidence = assess(window, limits, baseline=self.baseline, followed=self.episodes.followed)
-        if self.baseline is None and evidence and (found.label, found.confidence) == ("healthy", "high"):
+        found, evidence, maybe = judge_window(
+            window, limits, baseline=self.baseline, followed=self.episodes.followed, past=self._past
+        )
+        if evidence is not None and len(evidence.window.ranks) == len(window.ranks):
+            self._past = self._past.then(evidence)
+        if self.baseline is None and evidence and self._is_usual(found):
             self.baseline = self._learner.add(evidence)
         counts = self._count(window, found)
-        verdict = self.episodes.update(window, found, evidence, counts=counts)
+        verdict = self.episodes.update(window, found, evidence, counts=counts, maybe=maybe)
         self._collect(window)
         self._merge(verdict)
         return self._with_chronic(verdict, sum(same(verdict, v) for v in self._recent), len(self._recent))
+
+    def _is_usual(self, found: Verdict) -> bool:
+        """Whether a window shows how the run is without a fault: that ranks have unequal work is none."""
+        if found.meaning.kind == "healthy":
+            return found.confidence == "high"
+        full = found.window_steps >= self._thresholds.window_steps and found.coverage == 1.0
+        return found.meaning.kind == "finding" and found.meaning.names == "none" and not found.also and full
 
     def whole(self) -> Verdict:
         """

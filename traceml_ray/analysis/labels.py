@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, get_args
 Kind = Literal["finding", "watching", "abstention", "failure", "healthy"]
 Severity = Literal["critical", "warning", "notice", "info"]
 Label = Literal[
-    "straggler", "co_critical", "ambiguous", "group_wide", "accounting_only", "telemetry_limited",
-    "hang", "stalled", "rank_lost", "oom", "watching", "healthy",
+    "straggler", "co_critical", "ambiguous", "imbalance", "group_wide", "accounting_only",
+    "telemetry_limited", "hang", "stalled", "rank_lost", "oom", "watching", "healthy",
 ]  # fmt: skip
 Pattern = Literal["lasting", "transient", "rotating"]
 """
@@ -57,8 +57,12 @@ LABELS: dict[Label, Meaning] = {
         "two ranks are late in turn; fixing one alone saves little",
         "Fix them together."),
     "ambiguous": Meaning("finding", "ranks",
-        "a rank is late in two stages at once, or the late rank changes from step to step",
-        "Look for one cause of both, or even out the work of the ranks."),
+        "a rank is late in two stages at once",
+        "Look for one cause of both."),
+    "imbalance": Meaning("finding", "none",
+        "no rank is late more often than the others: ranks have unequal work, and all wait for whichever has "
+        "most to do in a step",
+        "Even out the work of the ranks in each step."),
     "group_wide": Meaning("finding", "all",
         "no rank is late, but a stage (or, without one, the whole step) has become slower for most ranks "
         "than this run's own healthy windows were, or than a session you know to be good "

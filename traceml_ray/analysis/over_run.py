@@ -44,6 +44,8 @@ class Sample:
 
 def same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
     """Whether two name the same cause; of a set of ranks, at least one in common."""
+    if LABELS[one.label].names == "none":
+        return one.label == other.label
     return (one.label, one.stage) == (other.label, other.stage) and same_ranks(one, other)
 
 

@@ -16,11 +16,14 @@ from traceml_ray.analysis.drift import drift
 from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather, mixed
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.hosts import held, host_bound
-from traceml_ray.analysis.labels import LABELS, Label, Pattern
+from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.lasting import Late, late_ranks, with_second_stage
 from traceml_ray.analysis.onset import onset
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.roles import several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
-from traceml_ray.analysis.window import Bool, Float, Int64, Window
+from traceml_ray.analysis.unequal import is_hidden, largest_share, now_and_then, uneven_stages
+from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
 
 _TOO_LONG = 1 << 62
@@ -32,12 +35,16 @@ _MEDIAN_ERROR = 1.2533 * 1.4826
 
 
 def find(
-    window: Window, thresholds: Thresholds, baseline: Baseline | None = None
-) -> tuple[Finding, Evidence | None]:
+    window: Window,
+    thresholds: Thresholds,
+    baseline: Baseline | None = None,
+    past: PastSteps | None = None,
+) -> tuple[tuple[Finding, ...], Evidence | None]:
     """
-    Return the finding in `window`, and the evidence where the rows allow any.
+    Return the findings in `window`, the costliest first, and the evidence where the rows allow any. That
+    nothing was found, or why nothing can be said, is the only one.
 
-    Never raises, whatever the rows hold.
+    `past` has more steps than the window, by which chance is measured. Never raises, whatever the rows hold.
     """
     steps, ranks = len(window.keys), len(window.ranks)
     clean = absurd(window, thresholds) is None and steps * thresholds.max_step_ns < _TOO_LONG
@@ -50,32 +57,67 @@ def find(
     evidence = gather(window) if clean and window.d.any() else None
     limit = _limit(window, evidence, thresholds, clean)
     if limit:
-        return Finding("telemetry_limited", limit), evidence
+        return (Finding("telemetry_limited", limit),), evidence
     assert evidence is not None
     if ranks == 1:
-        return Finding("healthy"), evidence
+        return (Finding("healthy"),), evidence
     apart = _apart(evidence, thresholds)
     if apart:
-        return Finding("accounting_only", apart), evidence
-    finding = _compared(evidence, thresholds)
+        return (Finding("accounting_only", apart),), evidence
+    past = None if past is None else past.then(evidence)
+    findings = _compared(evidence, thresholds, past)
     if window.host is not None:
-        finding = _against_hosts(finding, evidence, thresholds)
-    passing = finding.label == "healthy" or finding.pattern != "lasting"
-    new = _newly(evidence, thresholds) if passing else None
-    if new is not None:
-        return new
-    # An imbalance that costs nothing (`_persistent`) must not hide a drift.
-    drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
-    return Finding("group_wide", drift=drifted) if drifted else finding, evidence
+        findings = _all_against_hosts(findings, evidence, thresholds)
+    if not any(_names_for_good(finding) for finding in findings):
+        new = _newly(evidence, thresholds, past)
+        if new is not None:
+            return (new[0],), new[1]
+    late = [finding for finding in findings if LABELS[finding.label].names == "ranks"]
+    evidence = replace(evidence, beside=tuple(cause for finding in late for cause in finding.causes))
+    # Neither an imbalance nor a rank that is late without a cost (`_lasting`) may hide a drift.
+    meaning = LABELS[findings[0].label]
+    if baseline and meaning.names == "none" and meaning.kind != "abstention":
+        drifted = drift(evidence, baseline, thresholds)
+        if drifted:
+            others = (finding for finding in findings if LABELS[finding.label].kind == "finding")
+            return (Finding("group_wide", drift=drifted), *others), evidence
+    return findings, evidence
 
 
-def _compared(evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """Compare the ranks with each other: is one late all the time, or now and then, or each in turn?"""
-    late = evidence.persistent.max() >= thresholds.min_excess
-    finding = (_persistent if late else _exposed)(evidence, thresholds)
-    if finding.label == "straggler" and _all_ranks(finding, evidence):
-        finding = _exposed(evidence, thresholds)
-    return finding
+def _compared(evidence: Evidence, thresholds: Thresholds, past: PastSteps | None) -> tuple[Finding, ...]:
+    """
+    Compare the ranks with each other: is one late all the time, or now and then? What does it cost beside
+    that that they have unequal work?
+    """
+    lasting = _lasting(evidence, thresholds, past)
+    if lasting and lasting[0].label == "accounting_only":
+        return lasting
+    named, unsure = [finding for finding in lasting if finding.label != "healthy"], list[Finding]()
+    causes = [cause for finding in lasting for cause in finding.causes]
+    now_and_then = _transient(evidence, thresholds, past, causes)
+    if now_and_then is not None:
+        (named if now_and_then.sure else unsure).append(now_and_then)
+    late = [*named, *unsure]
+    uneven = _uneven(evidence, thresholds, [cause for finding in late for cause in finding.causes])
+    if uneven is not None:
+        named.append(uneven)
+    named.sort(key=lambda finding: -(finding.cost or 0.0))
+    return (*(named or lasting or (Finding("healthy"),)), *unsure)
+
+
+def _all_against_hosts(
+    findings: tuple[Finding, ...], evidence: Evidence, thresholds: Thresholds
+) -> tuple[Finding, ...]:
+    """Return the findings that hosts do not explain; an abstention where there are none."""
+    against = [_against_hosts(finding, evidence, thresholds) for finding in findings]
+    left = [finding for finding in against if LABELS[finding.label].kind == "finding"]
+    sure = [finding for finding in left if finding.sure] or against[:1]
+    return (*sure, *(finding for finding in left if not finding.sure and finding not in sure))
+
+
+def _names_for_good(finding: Finding) -> bool:
+    """Whether a finding names ranks that are late all the time."""
+    return LABELS[finding.label].names == "ranks" and finding.pattern == "lasting"
 
 
 def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Finding:
@@ -94,14 +136,14 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
         # While others wait for it, their kernels share the device with the exchange: that hides a part.
         finding = replace(finding, label="straggler")
     if finding.label == "healthy":
-        without = _compared(peers, thresholds)
+        without = _compared(peers, thresholds, None)[0]
         if LABELS[without.label].kind != "finding":
             return finding
         unsure = [cause.stage for cause in without.causes if not hosts.certain[cause.stage]]
         hidden = held(*evidence.host_steps, hosts)
         unsure += [] if hidden is None else [hidden]
         return Finding("accounting_only", abstention.hosts_last(unsure[0])) if unsure else finding
-    if not finding.causes:
+    if not finding.causes or finding.label == "imbalance":
         return finding
     cause = finding.causes[0]
     chance = _by_chance(finding, evidence, thresholds)
@@ -208,32 +250,69 @@ def _together(behind: Float, agree: float) -> list[Int64]:
     return sorted((np.sort(places) for places in sets), key=lambda places: int(places[0]))
 
 
-def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """A rank is late all the time. Does that cost time, and is it the only one?"""
-    persistent = evidence.persistent
-    best = float(persistent.max())
-    stage = int(np.argmax(persistent.max(axis=0)))
-    cause = _cause(stage, persistent[:, stage] >= thresholds.same_cause * best)
+def _lasting(
+    evidence: Evidence, thresholds: Thresholds, past: PastSteps | None, usual: Evidence | None = None
+) -> tuple[Finding, ...]:
+    """
+    Which ranks are late all the time, by more than chance? Does that cost time, and is each the only one?
+
+    Of ranks that are late out of several stages only the largest one counts, unless they are one cause or
+    about equal. Where the largest excess saves little by itself, and another one is late, too, all are one
+    finding. One that is alone and saves little is `healthy`, with its cause.
+    """
+    ranks = late_ranks(evidence, thresholds, past, usual)
+    if not ranks:
+        return ()
     off = evidence.replay_ns() / evidence.total_ns - 1
     if abs(off) > thresholds.replay_error:
-        return Finding("accounting_only", abstention.replay_misses(off))
-    same_ranks = persistent[list(cause.places)].min(axis=0)
-    same_ranks[stage] = -np.inf
-    second = int(np.argmax(same_ranks))
-    if same_ranks[second] >= thresholds.second_stage * best:
-        return Finding("ambiguous", causes=(cause, Cause(second, cause.places)), excess=best)
-    if evidence.gain(cause) >= thresholds.min_gain * best:
-        return Finding("straggler", causes=(cause,), excess=best)
-    others = persistent >= thresholds.min_excess
-    others[list(cause.places), stage] = False
-    worst = np.where(others, persistent, 0.0).max(axis=0)
-    more = [_cause(int(s), others[:, s]) for s in np.argsort(-worst, kind="stable") if worst[s] > 0]
-    return Finding("co_critical" if more else "healthy", causes=(cause, *more), excess=best)
+        return (Finding("accounting_only", abstention.replay_misses(off)),)
+    findings, little = list[Finding](), list[Late]()
+    several = len(ranks) > 1
+    while ranks:
+        late, one_cause = with_second_stage(ranks[0], evidence, thresholds)
+        ranks = [other for other in ranks[1:] if not {*other.places} <= {*late.places}]
+        gain = evidence.gain(*late.causes)
+        hides = is_hidden(evidence, late.causes)
+        if hides or (gain < thresholds.min_gain * late.excess and (several or gain < thresholds.min_excess)):
+            little.append(late)
+            continue
+        label: Label = "straggler" if one_cause or len(late.causes) == 1 else "ambiguous"
+        findings.append(
+            Finding(
+                label,
+                causes=late.causes,
+                excess=late.excess,
+                cost=gain,
+                z=late.z,
+                steps=late.steps,
+                at_most=hides is None,
+            )
+        )
+    return tuple(findings) or (_of_little(little, evidence, thresholds),)
 
 
-def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidence] | None:
+def _of_little(late: list[Late], evidence: Evidence, thresholds: Thresholds) -> Finding:
+    """Return what ranks are together of which each saves little."""
+    first = late[0]
+    causes = tuple(cause for other in late for cause in other.causes)
+    gain = evidence.gain(*causes)
+    several = len(late) > 1 and gain >= thresholds.min_gain * first.excess
+    hidden = not several and evidence.gain(*first.causes) >= thresholds.min_gain * first.excess
+    return Finding(
+        "co_critical" if several else "healthy",
+        causes=causes if several else first.causes,
+        excess=first.excess,
+        cost=gain if several else None,
+        z=first.z,
+        hidden=hidden,
+    )
+
+
+def _newly(
+    evidence: Evidence, thresholds: Thresholds, past: PastSteps | None
+) -> tuple[Finding, Evidence] | None:
     """
-    `_persistent` on the newest 20 or 10 steps: a rank that has just become late, before half of the window
+    `_lasting` on the newest 20 or 10 steps: a rank that has just become late, before half of the window
     shows it.
 
     In n of K steps √(K ÷ n) times the excess is required, in `high_late_share` of them; the steps before
@@ -252,7 +331,10 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         newest = gather(window.last(count))
-        finding = _persistent(newest, limits)
+        late = _lasting(newest, limits, past, evidence)
+        if not late:
+            continue
+        finding = late[0]
         if window.host is not None:
             finding = _against_hosts(finding, newest, limits)
         if finding.label != "straggler" or _all_ranks(finding, evidence):
@@ -283,18 +365,20 @@ def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
     return len(before) if (since := onset(series > excess / 2)) is None else since
 
 
-def _cause(stage: int, which: Bool) -> Cause:
-    return Cause(stage, tuple(np.flatnonzero(which).tolist()))
-
-
-def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
+def _transient(
+    evidence: Evidence, thresholds: Thresholds, past: PastSteps | None, named: list[Cause]
+) -> Finding | None:
     """
-    No rank is late all the time. Is one now and then, or each in turn?
+    Return the rank that holds up the others now and then, beside what is `named`; None without any.
 
-    An excess that a fix would not save does not count: between two exchanges a rank may be late in one step
-    and early in the next.
+    It must be the last one in more of these steps than by chance. An excess that a fix would not save does
+    not count: between two exchanges a rank may be late in one step and early in the next.
     """
-    exposed = evidence.exposed_excess
+    exposed = evidence.exposed_excess.copy()
+    for cause in named:
+        exposed[list(cause.places), cause.stage] = 0
+        lasting = evidence.persistent[list(cause.places)] >= thresholds.same_cause * thresholds.min_excess
+        exposed[list(cause.places)] *= ~lasting
     place, stage = (int(i) for i in np.unravel_index(int(np.argmax(exposed)), exposed.shape))
     by_stage = exposed.sum(axis=0)
     if exposed[place, stage] < max(
@@ -303,13 +387,32 @@ def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
         stage = int(np.argmax(by_stage))
         place = int(np.argmax(exposed[:, stage]))
         if by_stage[stage] < thresholds.rotating_excess:
-            return Finding("healthy")
+            return None
     # Noise in other stages may keep one rank below its share of all excess; of its stage's, it counts too.
-    one_rank = exposed[place, stage] >= thresholds.transient_share * by_stage[stage]
-    pattern: Pattern = "transient" if one_rank else "rotating"
-    cause = Cause(stage, (place,) if one_rank else tuple(range(len(exposed))))
-    excess = float(evidence.by_pattern[pattern][place, stage])
-    if evidence.gain(cause) < thresholds.min_gain * excess:
-        return Finding("healthy")
-    label: Label = "straggler" if one_rank else "ambiguous"
-    return Finding(label, causes=(cause,), excess=excess, pattern=pattern)
+    excess = float(exposed[place, stage])
+    if excess < thresholds.transient_share * by_stage[stage]:
+        return None
+    cause = Cause(stage, (place,))
+    gain = evidence.gain(cause)
+    if gain < thresholds.min_gain * excess:
+        return None
+    sure = now_and_then(evidence, cause, thresholds, past)
+    return Finding("straggler", causes=(cause,), excess=excess, pattern="transient", cost=gain, sure=sure)
+
+
+def _uneven(evidence: Evidence, thresholds: Thresholds, named: list[Cause]) -> Finding | None:
+    """
+    Return what it costs, beside what is `named`, that ranks have unequal work; None where that is little, or
+    one rank nearly always has most.
+    """
+    if several(evidence.window) or evidence.host_bound:
+        return None
+    cost = evidence.uneven(*named)
+    if largest_share(evidence, named) > thresholds.transient_share:
+        return None
+    off = evidence.replay_ns() / evidence.total_ns - 1
+    if cost < thresholds.min_imbalance or abs(off) > thresholds.replay_error:
+        return None
+    everyone = tuple(range(len(evidence.window.ranks)))
+    causes = tuple(Cause(stage, everyone) for stage in uneven_stages(evidence))
+    return Finding("imbalance", causes=causes, excess=cost, pattern="rotating", cost=cost)

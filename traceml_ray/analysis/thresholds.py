@@ -53,6 +53,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     transient_excess: float = 0.10
     transient_share: float = 0.80
     rotating_excess: float = 0.20
+    min_imbalance: float = 0.10
+    """Share of the time that unequal work of the ranks costs from which on it is a finding."""
     baseline_windows: int = 5
     """Healthy windows that the run's own baseline is learned from."""
     baseline_after_steps: int = 50
@@ -99,7 +101,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         """Return the smallest excess of that pattern that is a finding."""
         if pattern == "lasting":
             return self.min_excess
-        return self.transient_excess if pattern == "transient" else self.rotating_excess
+        return self.transient_excess if pattern == "transient" else self.min_imbalance
 
     def hold_of(self, label: Label) -> float:
         """Return how long a finding of that label has to last, s."""

@@ -142,6 +142,8 @@ class Track:
 
     def is_found(self, found: Verdict) -> bool:
         """Whether `found` names just this; of a set of ranks, at least one in common."""
+        if self.verdict.meaning.names == "none":
+            return self.supports(found)
         same = (self.verdict.label, set(self.verdict.stages)) == (found.label, set(found.stages))
         return same and self.supports(found)
 
@@ -309,6 +311,8 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     if verdict.meaning.names == "all":
         since = window.steps >= (verdict.from_step or 0)
         return np.where(since, (verdict.excess_pct or 0.0) / 100 * evidence.step_ns, 0).astype(np.int64)
+    if verdict.label == "imbalance":
+        return window.by_step(evidence.uneven_ns(*evidence.beside))
     places = tuple(_places(verdict, window))
     causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
     return window.by_step(evidence.waited_ns(*causes))
@@ -332,6 +336,11 @@ def overlap(one: Verdict, other: Verdict) -> bool:
         return one.label == other.label
     alike = not one.ranks or not other.ranks or same_ranks(one, other)
     return alike and not set(one.stages).isdisjoint(other.stages)
+
+
+def may_share_steps(one: Verdict, other: Verdict) -> bool:
+    """Whether both may count the same late step, as long as it is not known which of them it is."""
+    return "none" in (one.meaning.names, other.meaning.names) or overlap(one, other)
 
 
 def late_from(step: int, found: Verdict, evidence: Evidence, rest: Thresholds | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
 from traceml_ray.analysis.onset import Timing, late_steps, onset
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.roles import RoleShare, beside_each_other, shares
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
@@ -125,6 +126,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
     also: tuple[Verdict, ...] = ()
     """Other findings, the costliest first, each with its own cost and no `also`."""
+    z: float | None = None
+    """By how many standard errors `rank` is late more often than it would be by chance."""
 
     @property
     def meaning(self) -> Meaning:
@@ -152,12 +155,13 @@ def assess(
     whole_run: bool = False,
     baseline: Baseline | None = None,
     followed: tuple[int, ...] = (),
+    past: PastSteps | None = None,
 ) -> tuple[Verdict, Evidence | None]:
     """
     Return the verdict over `window`, and the evidence, where there is any; never raises.
 
     `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
-    to `history`, which has seen more windows.
+    to `history`, which has seen more windows. `past` has more steps, by which chance is measured.
 
     Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
     of the one that matters most: something named before an abstention before healthy, of several named
@@ -167,10 +171,34 @@ def assess(
 
     Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
     """
-    verdict, evidence = _of_groups(window, thresholds, whole_run, baseline, followed)
+    return judge_window(
+        window, thresholds, whole_run=whole_run, baseline=baseline, followed=followed, past=past
+    )[:2]
+
+
+class Judged(NamedTuple):
+    """What the rules find in a window."""
+
+    verdict: Verdict
+    evidence: Evidence | None
+    maybe: Verdict | None = None
+    """A rank that was late now and then, maybe by chance. It is followed, not named."""
+
+
+def judge_window(
+    window: Window,
+    thresholds: Thresholds,
+    *,
+    whole_run: bool = False,
+    baseline: Baseline | None = None,
+    followed: tuple[int, ...] = (),
+    past: PastSteps | None = None,
+) -> Judged:
+    """Return what `assess` does, and what may be chance."""
+    judged = _of_groups(window, thresholds, whole_run, baseline, followed, past)
     if any(window.roles):
-        verdict = msgspec.structs.replace(verdict, roles=shares(window))
-    return verdict, evidence
+        judged = judged._replace(verdict=msgspec.structs.replace(judged.verdict, roles=shares(window)))
+    return judged
 
 
 def _of_groups(
@@ -179,22 +207,22 @@ def _of_groups(
     whole_run: bool,
     baseline: Baseline | None,
     followed: tuple[int, ...],
-) -> tuple[Verdict, Evidence | None]:
+    past: PastSteps | None,
+) -> Judged:
     groups = window.by_group()
     if len(groups) == 1:
-        return _assess(window, thresholds, whole_run, baseline)
+        return _assess(window, thresholds, whole_run, baseline, past)
     groups = beside_each_other(groups)
-    found = [(group, *_assess(group, thresholds, whole_run)) for group in groups]
+    found = [(group, *_assess(group, thresholds, whole_run)[:2]) for group in groups]
     times = 1 / max(thresholds.keep_group, 1e-9)
     group, verdict, evidence = max(
         found, key=lambda each: _matters(each[1], 1.0 if set(followed).isdisjoint(each[1].ranks) else times)
     )
     if verdict.label == "healthy":
         sure = min((each.confidence or "low" for _, each, _ in found), key=("low", "medium", "high").index)
-        return msgspec.structs.replace(
-            verdict, confidence=sure, why=wording.healthy_groups(len(groups))
-        ), None
-    return msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence
+        why = wording.healthy_groups(len(groups))
+        return Judged(msgspec.structs.replace(verdict, confidence=sure, why=why), None)
+    return Judged(msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence)
 
 
 def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
@@ -205,30 +233,44 @@ def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
 
 
 def _assess(
-    window: Window, thresholds: Thresholds, whole_run: bool, baseline: Baseline | None = None
-) -> tuple[Verdict, Evidence | None]:
-    """Return what `assess` does, for one group of ranks."""
-    finding, evidence = find(window, thresholds, baseline)
+    window: Window,
+    thresholds: Thresholds,
+    whole_run: bool,
+    baseline: Baseline | None = None,
+    past: PastSteps | None = None,
+) -> Judged:
+    """Return what `judge_window` does, for one group of ranks."""
+    findings, evidence = find(window, thresholds, baseline, past)
+    sure, unsure = ([finding for finding in findings if finding.sure is value] for value in (True, False))
+    headline, *others = (_verdict(finding, evidence, window, thresholds, whole_run) for finding in sure)
+    also = tuple(verdict for verdict in others if verdict.meaning.kind == "finding")
+    maybe = _verdict(unsure[0], evidence, window, thresholds, whole_run) if unsure else None
+    return Judged(msgspec.structs.replace(headline, also=also), evidence, maybe)
+
+
+def _verdict(
+    finding: Finding, evidence: Evidence | None, window: Window, thresholds: Thresholds, whole_run: bool
+) -> Verdict:
+    """Return a finding in numbers and words."""
     facts = _facts(window, evidence)
     if finding.label == "healthy" and finding.causes and window.waits_inside:
         # Slower here and faster there costs nothing only where no rank waits in between.
         finding = Finding("accounting_only", abstention.HIDDEN)
     if finding.reason or evidence is None:
         why, advice = finding.reason, LABELS[finding.label].next
-        return Verdict(label=finding.label, why=why, next=advice, **facts), evidence
+        return Verdict(label=finding.label, why=why, next=advice, **facts)
     facts["suspects"] = _suspects(evidence, thresholds)
     if finding.drift is not None:
-        return _group_wide(finding.drift, evidence, thresholds, facts), evidence
+        return _group_wide(finding.drift, evidence, thresholds, facts)
     if finding.label == "healthy":
-        healthy = Verdict(
+        return Verdict(
             label=finding.label,
             confidence=_confidence(finding, evidence, None, thresholds),
             why=wording.healthy(evidence, finding, thresholds.min_excess),
             next=LABELS[finding.label].next,
             **facts,
         )
-        return healthy, evidence
-    return _named(finding, evidence, thresholds, facts, whole_run), evidence
+    return _named(finding, evidence, thresholds, facts, whole_run)
 
 
 def too_few_steps(window: Window | None, needed: int) -> Verdict:
@@ -262,7 +304,8 @@ def _named(
     worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
     timing = _timing(finding, evidence)
     facts["from_step"] = int(window.steps[timing.began or 0])
-    cost = evidence.gain(*finding.causes)
+    cost = evidence.gain(*finding.causes) if finding.cost is None else finding.cost
+    gain = cost if finding.label == "imbalance" else evidence.gain(first)
     why, advice = wording.named(evidence, finding, timing, whole_run=whole_run)
     return Verdict(
         label=finding.label,
@@ -274,10 +317,11 @@ def _named(
         nodes=tuple(dict.fromkeys(window.nodes[place] for place in places)),
         confidence=_confidence(finding, evidence, timing, thresholds),
         excess_pct=None if finding.excess is None else 100 * finding.excess,
-        gain_pct=100 * evidence.gain(first),
+        gain_pct=100 * gain,
         cost_pct=100 * cost,
         rank_hours_per_hour=cost * window.expected,
         pattern=finding.pattern,
+        z=finding.z,
         why=why,
         next=advice,
         **facts,
@@ -307,7 +351,8 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
 
 def _timing(finding: Finding, evidence: Evidence) -> Timing:
     """Return since when the first cause is late."""
-    late = late_steps(evidence.series(finding.causes[0]))
+    causes = finding.causes if finding.label == "straggler" else finding.causes[:1]
+    late = late_steps(evidence.series(*causes))
     if finding.new:  # the evidence begins where it does
         return Timing(late, 0, goes_on=True)
     began = None if finding.pattern == "rotating" else onset(late)
@@ -330,7 +375,7 @@ def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thr
     window = evidence.window
     if evidence.host_bound and finding.label != "healthy":
         return "low"
-    if finding.new:
+    if finding.new or finding.at_most:
         return "medium"
     if len(window.starts) < thresholds.first_window_steps:
         return "low"

@@ -128,6 +128,12 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
     if finding.causes:
         cause = finding.causes[0]
         late = text.ns((finding.excess or 0) * evidence.mean_step_ns)
+        if finding.hidden:
+            return (
+                f"{_who(window, cause.places)} {_is(cause)} {late} late out of "
+                f"`{STAGES[evidence.seen_in(cause)]}`, but that costs nothing: steps in which it is later "
+                "end no later. The exchange takes as long without it."
+            )
         return (
             f"{_who(window, cause.places)} {_is(cause)} {late} slower than peers in "
             f"`{STAGES[evidence.seen_in(cause)]}` but faster elsewhere: fixing that saves "
@@ -159,10 +165,10 @@ def _idle(evidence: Evidence) -> str:
 
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
     """Return (why, next) for a finding with causes: a sentence for each label that a rule gives."""
-    if finding.pattern == "rotating":
-        why, advice = _rotating(finding)
+    if finding.label == "imbalance":
+        why, advice = _imbalance(finding)
     elif finding.label == "straggler":
-        why, advice = _straggler(evidence, finding.causes[0], timing, whole_run)
+        why, advice = _straggler(evidence, finding, timing, whole_run)
     elif finding.label == "ambiguous":
         why, advice = _two_stages(evidence, finding, timing, whole_run)
     elif finding.label == "co_critical":
@@ -173,29 +179,33 @@ def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bo
     return why + notes + _unsplit(evidence) + _inferred(evidence.window), advice
 
 
-def _straggler(evidence: Evidence, cause: Cause, timing: Timing, whole_run: bool) -> tuple[str, str]:
-    window, them = evidence.window, "it" if len(cause.places) == 1 else "them"
-    stage = STAGES[evidence.seen_in(cause)]
-    late_ns = float(np.median(evidence.series(cause)[timing.late])) if timing.late.any() else 0.0
+def _straggler(evidence: Evidence, finding: Finding, timing: Timing, whole_run: bool) -> tuple[str, str]:
+    window, causes = evidence.window, finding.causes
+    cause = causes[0]
+    them = "it" if len(cause.places) == 1 else "them"
+    stages = text.listed([f"`{STAGES[evidence.seen_in(cause)]}`" for cause in causes])
+    late_ns = float(np.median(evidence.series(*causes)[timing.late])) if timing.late.any() else 0.0
     others = len(window.ranks) - len(cause.places)
     why = (
-        f"{_who(window, cause.places)} {_is(cause)} {text.ns(late_ns)} late out of `{stage}` "
+        f"{_who(window, cause.places)} {_is(cause)} {text.ns(late_ns)} late out of {stages} "
         f"{_when(window, timing, whole_run)}; the other {_others(others)} for {them} "
-        f"in `{_waiting_place(evidence)}`. Fixing {them} saves {_at_most(evidence)}"
-        f"{text.share(evidence.gain(cause))} of the step." + _whose(evidence, cause, late_ns)
+        f"in `{_waiting_place(evidence)}`. Fixing {them} saves {_at_most(evidence, finding)}"
+        f"{text.share(evidence.gain(*causes))} of the step." + _whose(evidence, cause, late_ns)
     )
-    return why, f"Look at {_look(evidence, cause)}."
+    return why, f"Look at {_look(evidence, *causes)}."
 
 
 def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run: bool) -> tuple[str, str]:
-    window, (first, second) = evidence.window, finding.causes
+    window, causes = evidence.window, finding.causes
+    first, both = causes[0], "both" if len(causes) == 2 else "all"
     why = (
-        f"{_who(window, first.places)} {_is(first)} late out of two stages "
-        f"{_when(window, timing, whole_run)}: {_by(evidence, first)} and {_by(evidence, second)}. "
-        f"One cause may be behind both. Fixing both saves {_at_most(evidence)}"
-        f"{text.share(evidence.gain(first, second))} of the step."
+        f"{_who(window, first.places)} {_is(first)} late out of {'two' if len(causes) == 2 else len(causes)} "
+        f"stages {_when(window, timing, whole_run)}: "
+        f"{text.listed([_by(evidence, cause) for cause in causes])}. "
+        f"One cause may be behind {both}. Fixing {both} saves {_at_most(evidence, finding)}"
+        f"{text.share(evidence.gain(*causes))} of the step."
     )
-    return why, f"Look at {_look(evidence, first, second)}."
+    return why, f"Look at {_look(evidence, *causes)}."
 
 
 def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
@@ -222,13 +232,13 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     return why, f"Fix them together: {'; '.join(each)}."
 
 
-def _rotating(finding: Finding) -> tuple[str, str]:
-    stage = STAGES[finding.causes[0].stage]
+def _imbalance(finding: Finding) -> tuple[str, str]:
+    stages = text.listed([f"`{STAGES[cause.stage]}`" for cause in finding.causes])
     why = (
-        f"A different rank is late out of `{stage}` from step to step; together that delays the others by "
-        f"{text.share(finding.excess or 0)} of the step. No single rank is the cause."
+        f"No rank is late more often than the others, but they have unequal work in {stages}: on average "
+        f"they wait {text.share(finding.cost or 0)} of each step for whichever has most to do."
     )
-    return why, _EVEN_OUT[stage]
+    return why, _EVEN_OUT[STAGES[finding.causes[0].stage]]
 
 
 def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
@@ -273,8 +283,8 @@ def with_span(
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 
 
-def _at_most(evidence: Evidence) -> str:
-    return "at most " if evidence.host_bound else ""
+def _at_most(evidence: Evidence, finding: Finding) -> str:
+    return "at most " if evidence.host_bound or finding.at_most else ""
 
 
 def _whose(evidence: Evidence, cause: Cause, late_ns: float) -> str:

@@ -72,7 +72,7 @@ def head(of: Snapshot, width: int) -> list[Text]:
     label = of.verdict["label"] if of.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
     straggler = text.ranks(of.named) if kind == "finding" and of.named else text.NA
-    straggler = {"healthy": "none", "watching": "none yet"}.get(kind, straggler)
+    straggler = "none" if kind == "healthy" else "none yet" if kind == "watching" else straggler
     step = text.NA if of.step is None else f"{of.step:,}"
     skew = number(of.times.get("skew_pct")) if of.times else None
     facts = {

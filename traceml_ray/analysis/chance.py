@@ -1,0 +1,163 @@
+"""
+Is a rank late more often than chance would have it?
+
+Where no rank is late the ranks of a step are exchangeable: which of them is the last is chance. So what is
+compared are not times but ranks' *scores* within the same step, and nothing is assumed of how times are
+distributed: neither a heavy tail nor work that is drawn anew in each step names anybody. That is Friedman's
+test (1937, doi:10.1080/01621459.1937.10503522), with aligned ranks for scores (Hodges and Lehmann 1962,
+doi:10.1214/aoms/1177704575): of few ranks, it also counts by how much one is late.
+
+Work may stay the same for some steps (buckets of lengths): then these steps are one piece of evidence, not
+many. How many steps that is, is the integrated autocorrelation time of the scores, over more steps than those
+that are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from traceml_ray.analysis.window import Float, Int64
+
+Z_LEAST = 4.0
+"""
+A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 30,000 healthy windows.
+"""
+_FEW = 32
+_COMPARED = 16
+"""Ranks of which the autocorrelation is taken."""
+_PEERS = 64
+"""Ranks that show what is chance."""
+_UNCORRELATED = 0.05
+FEW_STEPS = 200
+"""In fewer steps, work that stays for long looks as if it did not."""
+
+
+def least_z(ranks: int) -> float:
+    """Return the z from which one of so many ranks is late by more than chance: one of them is the latest."""
+    return math.sqrt(Z_LEAST**2 + 2 * math.log(max(1.0, ranks / _FEW)))
+
+
+def scores_of(lateness: Float) -> Float:
+    """
+    Return how late each rank is in each step (K, R), beside the others of that step, as a place among all of
+    them.
+
+    Args:
+        lateness: in any unit (K, R).
+    """
+    aligned = lateness - np.median(lateness, axis=1, keepdims=True)
+    _, inverse, counts = np.unique(aligned, return_inverse=True, return_counts=True)
+    below = np.cumsum(counts) - counts
+    scores: Float = (below + (counts - 1) / 2)[inverse].reshape(aligned.shape) / aligned.size
+    return scores
+
+
+def z_late(
+    lateness: Float, ranks: Sequence[int], past: Float | None = None, newest: int | None = None
+) -> Float:
+    """
+    Return by how many standard errors each of `ranks` is late more often than by chance (len(ranks),).
+
+    Several ranks may be late together. So those that are late by more than chance are left out, and the
+    others are compared with the ranks that remain, as long as there are more of them.
+
+    Args:
+        lateness: by how much each rank is late in each step, in any unit (K, R).
+        ranks: columns of it: those that may be late.
+        past: the same of more steps, these among them (L, R); None: there are no others.
+        newest: the steps, of the newest ones, in which they may be late: the others show what is usual.
+    """
+    z, left = np.zeros(len(ranks)), np.arange(len(ranks))
+    if not len(ranks) or not len(lateness):
+        return z
+    scores, columns = scores_of(lateness), np.asarray(ranks)
+    steps = newest or len(lateness)
+    correlated = correlation_steps(lateness if past is None else past, ranks)
+    others = np.ones(scores.shape[1], dtype=bool)
+    while len(left) and (count := int(others.sum())) > 1:
+        among = scores[:, others]
+        error = math.sqrt(float(among.var(axis=1).mean()) * steps * correlated)
+        apart = (scores[-steps:, columns[left]] - among[-steps:].mean(axis=1, keepdims=True)).sum(axis=0)
+        z[left] = apart / error if error > 0 else 0.0
+        late = z[left] >= least_z(count)
+        if not late.any():
+            break
+        others[columns[left[late]]] = False
+        left = left[~late]
+    return z
+
+
+def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | Int64) -> Int64:
+    """
+    Return by how much ranks are later than their peers are by chance, row by row, ns (K, len(ranks)).
+
+    Of a rank that is late for a reason only the reason can be fixed: without it, its times would be
+    distributed as those of its peers are. So the n-th largest excess of the rank is held against the n-th
+    largest (of K) of theirs.
+
+    Args:
+        excess: of all ranks over a common reference, ns (K, R).
+        ranks: columns of it.
+        peers: other columns; none: nothing is known of chance.
+    """
+    mine = excess[:, list(ranks)]
+    if not len(peers):
+        return np.maximum(mine, 0)
+    sample = np.asarray(peers)[:: -(-len(peers) // _PEERS)]
+    theirs = np.sort(excess[:, sample], axis=None)
+    order = np.argsort(mine, axis=0, kind="stable")
+    shares, of_theirs = ((np.arange(count) + 0.5) / count for count in (len(mine), len(theirs)))
+    chance = np.interp(shares, of_theirs, theirs)
+    beyond = np.rint(np.take_along_axis(mine, order, axis=0) - chance[:, None]).astype(np.int64)
+    result = np.empty_like(mine)
+    np.put_along_axis(result, order, beyond, axis=0)
+    return np.maximum(result, 0)
+
+
+def correlation_steps(lateness: Float, ranks: Sequence[int]) -> float:
+    """
+    Return for how many steps the scores of ranks stay alike: their integrated autocorrelation time, ≥ 1.
+
+    It is that of the other ranks, where there are enough of them: `ranks` may have become late in these
+    steps, which is no autocorrelation. Of few ranks the largest change of their mean is taken out first.
+    """
+    steps, count = lateness.shape
+    named = set(ranks)
+    others = [rank for rank in range(count) if rank not in named]
+    few = len(others) < 3
+    compared = range(count) if few else others[:: -(-len(others) // _COMPARED)]
+    part = lateness[:, list(compared)[:_COMPARED]]
+    scores = scores_of(part.astype(np.float64))
+    scores = scores - scores.mean(axis=1, keepdims=True)
+    centred = _without_change(scores) if few else scores - scores.mean(axis=0)
+    variance = np.mean(centred**2, axis=0)
+    varies = variance > 1e-9
+    if not varies.any():
+        return 1.0
+    centred, variance = centred[:, varies], variance[varies]
+    least = max(_UNCORRELATED, 1 / math.sqrt(steps * max(1, centred.shape[1] - 1)))  # else it may be chance
+    total = 1.0
+    for lag in range(1, steps // 3):
+        correlation = float(np.median(np.mean(centred[lag:] * centred[:-lag], axis=0) / variance))
+        if correlation < least:
+            break
+        total += 2 * correlation
+    return total * (1 + 4 * (total - 1) / steps) if steps < FEW_STEPS else total
+
+
+def _without_change(values: Float) -> Float:
+    """Return each column of `values` (K, n) less its means before and after where they differ most."""
+    steps = len(values)
+    if steps < 4:
+        return np.zeros_like(values)
+    before = np.arange(1, steps)[:, None]
+    passed = np.cumsum(values, axis=0)
+    low, high = passed[:-1] / before, (passed[-1] - passed[:-1]) / (steps - before)
+    cut = ((high - low) ** 2 * before * (steps - before)).argmax(axis=0)
+    column = np.arange(values.shape[1])
+    after = np.arange(steps)[:, None] > cut
+    result: Float = values - np.where(after, high[cut, column], low[cut, column])
+    return result

@@ -1,0 +1,200 @@
+"""Which ranks are late in most steps: by enough to count, and more often than by chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from traceml_ray.analysis.chance import FEW_STEPS, least_z, z_late
+from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.past_steps import PastSteps
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
+
+LONGER = (200, 1000)
+"""Steps that are looked at where ranks have unequal work: in a window of 50 chance hides what is small."""
+_LOUD = 0.05
+"""Share of the time that unequal work costs, from which on that is done."""
+_PART = 0.25
+"""Share of what a rank is late in all that a stage must hold to be one that it is late out of."""
+_ALIKE = 0.5
+"""Forward and backward are one cause where the smaller slow-down is at least this share of the larger one."""
+_COMPUTE = frozenset((FORWARD, BACKWARD))
+
+
+@dataclass(frozen=True)
+class Late:
+    """
+    Ranks that are late in most steps.
+
+    `causes` has one for each stage that holds a good part of it, the largest first. `excess` is by how much
+    the worst rank is late, as a share of the mean step, `z` by how many standard errors it is above chance,
+    over `steps` steps.
+    """
+
+    causes: tuple[Cause, ...]
+    excess: float
+    z: float
+    steps: int
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The ranks, by their places in the window."""
+        return self.causes[0].places
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """The stages that they are late out of."""
+        return frozenset(cause.stage for cause in self.causes)
+
+
+def late_ranks(
+    evidence: Evidence,
+    thresholds: Thresholds,
+    past: PastSteps | None = None,
+    usual: Evidence | None = None,
+) -> list[Late]:
+    """
+    Return the ranks that are late out of a stage, or out of several together, the largest excess first.
+
+    Where ranks have unequal work, more steps than those of the window are looked at, too. `usual` is of a
+    longer window, with which the newest steps are compared. One that is shorter than the first one of a run
+    is not held against chance.
+    """
+    steps = len(evidence.window.starts)
+    asks = usual is not None or steps >= thresholds.first_window_steps
+    control = (usual or evidence).by_step[:, :, :SYNC_WAIT]
+    newest = _Steps(
+        evidence.by_step[:, :, :SYNC_WAIT],
+        evidence.persistent[:, :SYNC_WAIT],
+        evidence.mean_step_ns,
+        past,
+        control if asks else None,
+    )
+    result = newest.late(thresholds, sums=not evidence.host_bound)  # hosts are late in each stage a little
+    if usual is None and past is not None and asks and len(past) > steps and evidence.uneven() >= _LOUD:
+        for longer in LONGER:
+            if len(past) > max(steps, longer // 2):
+                for late in _Steps.of_past(past, longer).late(thresholds, sums=not evidence.host_bound):
+                    if not any(_overlap(late, other) for other in result):
+                        result.append(late)
+    return sorted(result, key=lambda late: -late.excess)
+
+
+def with_second_stage(late: Late, evidence: Evidence, thresholds: Thresholds) -> tuple[Late, bool]:
+    """
+    Return `late` with another stage that the same ranks are late out of, and whether it is one cause with the
+    first: forward and backward are, on a device that is slow.
+    """
+    stage, places = late.causes[0].stage, list(late.places)
+    if len(late.causes) > 1:
+        return late, late.stages <= _COMPUTE
+    by_stage = evidence.persistent[places].min(axis=0)
+    by_stage[stage] = -np.inf
+    second = int(np.argmax(by_stage))
+    largest = float(evidence.persistent[places, stage].max())
+    both = frozenset((stage, second))
+    one_cause = both == _COMPUTE and (
+        by_stage[second] >= thresholds.second_stage * largest or _slows_alike(evidence, places)
+    )
+    if not one_cause and by_stage[second] < thresholds.second_stage * late.excess:
+        return late, False
+    causes = (*late.causes, Cause(second, late.places))
+    excess = late.excess + (float(by_stage[second]) if one_cause else 0.0)
+    return replace(late, causes=causes, excess=excess), one_cause
+
+
+def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
+    """Whether forward and backward take longer on these ranks by about the same factor."""
+    stages = [FORWARD, BACKWARD]
+    usual = np.median(evidence.window.by_step(evidence.ref), axis=0)[stages] / evidence.mean_step_ns
+    if not usual.all():
+        return False
+    slower = evidence.persistent[places][:, stages].mean(axis=0) / usual
+    return bool(slower.min() >= _ALIKE * slower.max() > 0)
+
+
+def _stands_out(share: Float, late: Int64) -> bool:
+    """
+    Whether late ranks are apart from the others by more than these are from each other. In few steps, ranks
+    whose work stays for long have each their own level: then one of them is the latest, by chance.
+    """
+    others = np.delete(share, late)
+    return (
+        not len(late) or len(others) < 2 or float(share[late].min() - others.max()) >= float(np.ptp(others))
+    )
+
+
+def _overlap(one: Late, other: Late) -> bool:
+    return not set(one.places).isdisjoint(other.places) and not one.stages.isdisjoint(other.stages)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """
+    Some steps: the excess of each rank out of each local stage, ns (K, R, 5), its median as a share of the
+    step (R, 5), and the excess in these steps and those before, which show what is chance; None: that is not
+    asked.
+    """
+
+    excess: Float | Int64
+    shares: Float
+    step_ns: float
+    past: PastSteps | None
+    usual: Float | Int64 | None
+
+    @staticmethod
+    def of_past(past: PastSteps, steps: int) -> _Steps:
+        """Return the newest steps of the past."""
+        excess, step_ns = past.excess(steps), past.mean_step_ns(steps)
+        return _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess)
+
+    def late(self, thresholds: Thresholds, *, sums: bool) -> list[Late]:
+        """Return the late ranks of each stage and, with `sums`, those that only the sum of stages shows."""
+        result = []
+        for stage in np.flatnonzero(self.shares.max(axis=0) >= thresholds.min_excess).tolist():
+            groups = self._groups(self.shares[:, stage], stage, thresholds)
+            result += [self._late((Cause(stage, places),), excess, z) for places, excess, z in groups]
+        if not sums:
+            return result
+        share = np.median(self.excess.sum(axis=2), axis=0) / self.step_ns
+        shown = {place for late in result for place in late.places}
+        for places, excess, z in self._groups(share, None, thresholds):
+            if shown.isdisjoint(places):
+                by_stage = self.shares[list(places)].mean(axis=0)
+                parts = [
+                    s for s in np.argsort(-by_stage).tolist() if by_stage[s] >= _PART * by_stage.sum() > 0
+                ]
+                if parts:
+                    result.append(self._late(tuple(Cause(stage, places) for stage in parts), excess, z))
+        return result
+
+    def _late(self, causes: tuple[Cause, ...], excess: float, z: float) -> Late:
+        return Late(causes, excess, z, len(self.excess))
+
+    def _groups(
+        self, share: Float, stage: int | None, thresholds: Thresholds
+    ) -> list[tuple[tuple[int, ...], float, float]]:
+        """Return the ranks that are late by about as much: places, the largest excess, the largest z."""
+        if share.max() < thresholds.min_excess:
+            return []
+        candidates = np.flatnonzero(share >= thresholds.same_cause * thresholds.min_excess)
+        z = np.zeros(len(candidates))
+        if self.usual is not None:
+            usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
+            past = None if self.past is None else self.past.lateness(stage).astype(np.float64)
+            z = z_late(usual.astype(np.float64), candidates.tolist(), past, len(self.excess))
+            sure = z >= least_z(len(share))
+            candidates, z = candidates[sure], z[sure]
+            if len(usual if past is None else past) < FEW_STEPS and not _stands_out(share, candidates):
+                return []
+        if len(candidates) == len(share):  # all of them are late in turn: none is later than all
+            return []
+        result = []
+        while len(candidates) and (most := float(share[candidates].max())) >= thresholds.min_excess:
+            alike = share[candidates] >= thresholds.same_cause * most
+            result.append((tuple(candidates[alike].tolist()), most, float(z[alike].max())))
+            candidates, z = candidates[~alike], z[~alike]
+        return result

@@ -1,0 +1,67 @@
+"""
+By how much each rank was late in the newest steps of a run: more of them than a window has, in bounded
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.stages import SYNC_WAIT
+
+MOST_STEPS = 1000
+MOST_ROWS = 400_000
+"""Steps × ranks: of very many ranks there are fewer steps."""
+_Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PastSteps:
+    """
+    The newest steps of one run, of one set of `ranks` (R,), up to step `last`.
+
+    Each of `pieces` has the excess of every rank out of each local stage, ns (k, R, 5), and how long the
+    steps took, ns (k,).
+    """
+
+    ranks: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    last: int = -1
+    pieces: tuple[tuple[_Float32, Float], ...] = ()
+
+    def __len__(self) -> int:
+        return sum(len(step_ns) for _, step_ns in self.pieces)
+
+    def then(self, evidence: Evidence) -> PastSteps:
+        """Return these steps and those of a window that follow; of another set of ranks only the latter."""
+        window = evidence.window
+        before = self if np.array_equal(window.ranks, self.ranks) else PastSteps(window.ranks)
+        new = window.steps > before.last
+        if not new.any():
+            return before
+        piece = (
+            evidence.by_step[new, :, :SYNC_WAIT].astype(np.float32),
+            evidence.step_ns[new].astype(np.float64),
+        )
+        pieces = [*before.pieces, piece]
+        most = min(MOST_STEPS, MOST_ROWS // max(1, len(window.ranks)))
+        while len(pieces) > 1 and sum(len(step_ns) for _, step_ns in pieces[1:]) >= most:
+            del pieces[0]
+        return PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
+
+    def excess(self, steps: int) -> Float:
+        """Return by how much each rank was late out of each local stage in the newest steps, ns (L, R, 5)."""
+        return np.concatenate([excess for excess, _ in self.pieces])[-steps:].astype(np.float64)
+
+    def lateness(self, stage: int | None) -> _Float32:
+        """Return by how much each rank was late out of a stage (None: out of all) in all steps, ns (L, R)."""
+        parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, _ in self.pieces]
+        return np.concatenate(parts)
+
+    def mean_step_ns(self, steps: int) -> float:
+        """Return how long one of the newest steps took, mean."""
+        return float(np.concatenate([step_ns for _, step_ns in self.pieces])[-steps:].mean())
