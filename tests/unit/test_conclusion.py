@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from played import Played
+from played import MS, QUIET, Played
 from plotly.io.json import to_json_plotly
 
 from traceml_ray import text
@@ -21,6 +22,7 @@ from traceml_ray.dash_app.shell import _cost
 from traceml_ray.launchers.monitor import _report
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.session import SessionFolder
+from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.snapshot import Choice, take
 from traceml_ray.views.session_poll import SessionPoll
@@ -215,3 +217,34 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     assert conclude(verdict, of_memory("warning"), None).subject == "memory"
     brief = played.aggregator._judge.brief["job"]
     assert (brief["label"], brief["rank"]) == ("watching", None), "the log of rank 0 names no rank"
+
+
+class SavesAndLate(Played):
+    """Rank 0 saves a checkpoint of 600 ms every 10 steps; rank 1 is late by 12 ms in each forward."""
+
+    def rows(self, n: int) -> np.ndarray:
+        local = np.array(QUIET) * 3 + self._rng.uniform(0, 0.3, (self.world, n, N_STAGES))
+        local[0, np.arange(self.step, self.step + n) % 10 == 0, POST_SYNC] += 600
+        local[1, :, FORWARD] += 12
+        busy = local[:, :, :SYNC_WAIT].sum(axis=2)
+        local[:, :, SYNC_WAIT] = busy.max(axis=0) - busy + QUIET[SYNC_WAIT]
+        rows: np.ndarray = (local * MS).astype("<i8")
+        return rows
+
+
+def test_what_costs_less_is_beside_the_headline_on_all_faces(tmp_path: Path) -> None:
+    played = SavesAndLate(tmp_path / "demo", 4, per_node=2, late=None)
+    for _ in range(40):
+        played.play(8)
+    verdict = played.aggregator._judge.answer()
+    assert verdict is not None and (verdict["rank"], verdict["stage"]) == (0, "post_sync")
+    (other,) = verdict["also"]
+    assert (other["rank"], other["stage"]) == (1, "forward")
+    assert verdict["cost_pct"] > 40 > 12 > other["cost_pct"] > 4
+    shown = faces(played.source)
+    line = f"straggler: rank 1 (host-0) in forward, {text.percent(other['cost_pct'])} of the time"
+    assert line in shown["/"] and line in shown["top"]
+    ratios = re.findall(r'^traceml_finding_cost_ratio{.*rank="(.)".*} (.*)$', shown["metrics"], re.MULTILINE)
+    assert {rank: round(float(ratio), 4) for rank, ratio in ratios} == {
+        str(one["rank"]): round(one["cost_pct"] / 100, 4) for one in (verdict, other)
+    }
