@@ -148,6 +148,31 @@ def test_healthy_run_names_no_rank(tmp_path: Path) -> None:
     check_ledger(summary, ranks, 80)
 
 
+UNEVEN = ("--lengths", "--layers", "3", "--width", "128", "--context", "512", "--batch-size", "4")
+"""Batches of very different length, whose steps are long beside what else a machine does."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("late_ms", [0, 120])
+def test_lengths_that_vary_are_an_imbalance_and_a_late_rank_beside_it_is_named(
+    tmp_path: Path, late_ms: int
+) -> None:
+    slow = ("--slow", f"data:1:{late_ms}") if late_ms else ()
+    done = launch(tmp_path, "s", 2, 250, *UNEVEN, *slow)
+    assert done.returncode == 0, done.stderr[-4000:]
+    verdict = summary_of(tmp_path, "s")["verdict"]
+    findings = {each["label"]: each for each in (verdict, *verdict["also"])}
+    if late_ms:
+        late = findings["straggler"]
+        assert (late["stage"], late["rank"]) == ("data", 1), late["why"]
+    else:
+        assert {*findings} == {"imbalance"}, verdict["why"]
+        assert {*verdict["stages"]} <= {"forward", "backward"}
+        reason = verdict["reason"]
+        assert (reason["what"], reason["samples"], reason["unknown_ranks"]) == ("tokens", None, [])
+        assert reason["share"] > 0.5 and reason["in_compute"] > 0.9
+
+
 @pytest.mark.long
 def test_actor_channel_names_the_planted_fault(tmp_path: Path) -> None:
     """Ranks that attach to Ray while they train; the script around the example says whether they did."""
