@@ -509,3 +509,15 @@ def test_renumbering_the_ranks_renumbers_the_verdict(local, exchange, random):
     assert (one.label, one.stage, one.pattern) == (other.label, other.stage, other.pattern)
     assert one.gain_pct == pytest.approx(other.gain_pct)
     assert set(one.ranks) == {order[rank] for rank in other.ranks}
+
+
+def test_unequal_work_beside_a_late_rank_is_of_its_own_stages_and_says_so():
+    random = np.random.default_rng(5)
+    local = np.array([1, 2, 0.5, 10, 20]) * np.ones((200, 8, 1))
+    local[:, :, FORWARD:] *= random.uniform(0.4, 1.6, (200, 8, 1))
+    local[:, 3, DATA] += 15
+    verdict = judge(window(synced((local * 1e6).astype(np.int64), np.full(200, 1_000_000))))
+    late, uneven = sorted((verdict, *verdict.also), key=lambda one: one.label, reverse=True)
+    assert (late.label, late.rank, late.stage) == ("straggler", 3, "data")
+    assert (uneven.label, uneven.stage, "data" in uneven.stages) == ("imbalance", "backward", False)
+    assert uneven.why.startswith("Beside rank 3 (node-1), no rank is late more often than the others")

@@ -100,13 +100,13 @@ def largest_share(evidence: Evidence, named: list[Cause]) -> float:
 
 
 def uneven_stages(evidence: Evidence) -> list[int]:
-    """Return the stages in which ranks have unequal work, that of most first."""
-    d: Float = evidence.window.by_step(np.where(evidence.rows.waits[:, None], 0, evidence.rows.d)).astype(
-        np.float64
-    )
-    apart = (d - d.mean(axis=1, keepdims=True))[:, :, :SYNC_WAIT]
+    """Return the stages in which ranks have unequal work from step to step, that of most first."""
+    local = np.where(evidence.rows.waits[:, None], 0, evidence.rows.d)[:, :, :SYNC_WAIT]
+    by_step = evidence.window.by_step(local)
+    apart: Float = by_step - by_step.mean(axis=1, keepdims=True)
+    apart -= apart.mean(axis=0)  # what a rank is always late by is no unequal work
     total = apart.sum(axis=2)
     # What a stage adds to the spread of the sums.
     parts = np.mean(apart * total[:, :, None], axis=(0, 1))
-    order = [int(stage) for stage in np.argsort(-parts) if parts[stage] >= _PART * parts.sum()]
+    order = [int(stage) for stage in np.argsort(-parts) if parts[stage] >= _PART * parts.sum() > 0]
     return order or [int(np.argmax(parts))]

@@ -166,7 +166,7 @@ def _idle(evidence: Evidence) -> str:
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
     """Return (why, next) for a finding with causes: a sentence for each label that a rule gives."""
     if finding.label == "imbalance":
-        why, advice = _imbalance(finding)
+        why, advice = _imbalance(evidence, finding)
     elif finding.label == "straggler":
         why, advice = _straggler(evidence, finding, timing, whole_run)
     elif finding.label == "ambiguous":
@@ -232,10 +232,12 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     return why, f"Fix them together: {'; '.join(each)}."
 
 
-def _imbalance(finding: Finding) -> tuple[str, str]:
+def _imbalance(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     stages = text.listed([f"`{STAGES[cause.stage]}`" for cause in finding.causes])
+    late = sorted({place for cause in evidence.beside for place in cause.places})
+    who = f"Beside {_who(evidence.window, late)}, no rank" if late else "No rank"
     why = (
-        f"No rank is late more often than the others, but they have unequal work in {stages}: on average "
+        f"{who} is late more often than the others, but they have unequal work in {stages}: on average "
         f"they wait {text.share(finding.cost or 0)} of each step for whichever has most to do."
     )
     return why, _EVEN_OUT[STAGES[finding.causes[0].stage]]
