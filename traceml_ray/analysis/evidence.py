@@ -41,6 +41,9 @@ _KINDS_GAP = 0.05
 """Two kinds of ranks are apart by at least this share of the step,"""
 _KINDS_APART = 2.0
 """and by so many times what those of a kind differ by."""
+_FEW_RANKS = 3
+_TOGETHER = 0.3
+"""Correlation of the times of ranks from which on one depends on the other."""
 _HOLDS = 0.6
 """Share of an excess that a stage must have taken to contain it."""
 
@@ -272,7 +275,23 @@ class Evidence:
         peers[list(cause.places)] = False
         punctual = peers & (usual < _PUNCTUAL * float(usual[list(cause.places)].min()))
         peers = punctual if punctual.any() else peers
-        return beyond_chance(self.excess[:, :, cause.stage], cause.places, np.flatnonzero(peers))
+        return beyond_chance(self._times(cause, peers), cause.places, np.flatnonzero(peers))
+
+    def _times(self, cause: Cause, peers: Bool) -> Int64:
+        """
+        Return what ranks are compared by in the stage of `cause`, ns (K, R): their excess.
+
+        Of two or three ranks the reference is mostly one of the peers, so their excess shows too little of
+        how much they vary by chance. Their times are compared, where one does not depend on the other.
+        """
+        excess = self.excess[:, :, cause.stage]
+        one_a_step = self.rows.synced.all() and len(self.window.starts) == len(self.window.keys)
+        if excess.shape[1] > _FEW_RANKS or self.hosts is not None or not peers.any() or not one_a_step:
+            return excess
+        times = self.rows.d[:, :, cause.stage]
+        mine, theirs = (times[:, which].mean(axis=1) for which in (list(cause.places), peers))
+        together = np.mean((mine - mine.mean()) * (theirs - theirs.mean()))
+        return excess if abs(together) >= _TOGETHER * mine.std() * theirs.std() else times
 
     def _arrivals(self, local: Int64) -> Int64:
         """

@@ -60,9 +60,10 @@ def findings_of_run(
     """
     Return what the run has lost most of its time to, the costliest first.
 
-    A cause counts with what its `episodes` cost. What only the sample shows counts with what the steps of
-    the sample, and those that they stand for, lost to it. Each must be `min_drift` of the run's time, or as
-    much as the rules ask for where they find it in the whole sample.
+    A cause counts with what its `episodes` cost. What only the sample shows, and unequal work, which goes on
+    between its episodes, counts with what the steps of the sample, and those that they stand for, lost to it.
+    Each must be `min_drift` of the run's time, or as much as the rules ask for where they find it in the
+    whole sample.
 
     Args:
         episodes: that were named.
@@ -73,14 +74,18 @@ def findings_of_run(
         limits: of the verdict.
     """
     elapsed_s, ranks = max(clock.now_ns / 1e9, 1e-9), sample.window.expected
-    causes = [_of_episodes(group, sampled, elapsed_s, ranks) for group in _grouped(episodes)]
+    causes = []
+    for group in _grouped(episodes):
+        cost_s = _cost_s(group)
+        if evidence is not None and group[0].label == "imbalance":  # it goes on between its episodes
+            cost_s = _lost_s(_named(group[0]), evidence, sample, clock)
+        causes.append(_of_episodes(group, sampled, cost_s, elapsed_s, ranks))
     late = any(cause.meaning.names == "ranks" for cause in causes)
     for finding in sampled:
         explained = late and finding.meaning.names == "all"  # a slow-down of all ranks, by a late one
         if evidence is None or explained or any(same(cause, finding) for cause in causes):
             continue
-        waited = sample.weights(evidence.window.steps, clock.every) * waited_ns(finding, evidence)
-        cost_s = float(waited.sum()) / 1e9
+        cost_s = _lost_s(finding, evidence, sample, clock)
         part = [cause for cause in causes if alike(cause, finding)]
         if not _lasts(finding, evidence, cost_s, clock, limits):
             continue
@@ -112,6 +117,12 @@ def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> l
         if one.count > 1 and costs and lasts and one.cost_ns >= limits.transient_share * in_stage:
             found.append(one.episode())
     return found
+
+
+def _lost_s(finding: Verdict, evidence: Evidence, sample: Sample, clock: Clock) -> float:
+    """Return what the run lost to `finding`, by the steps of the sample, s."""
+    waited = sample.weights(evidence.window.steps, clock.every) * waited_ns(finding, evidence)
+    return float(waited.sum()) / 1e9
 
 
 def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -150,10 +161,10 @@ def _named(episode: Episode) -> Verdict:
 
 
 def _of_episodes(
-    group: Sequence[Episode], sampled: Sequence[Verdict], elapsed_s: float, ranks: int
+    group: Sequence[Episode], sampled: Sequence[Verdict], cost_s: float, elapsed_s: float, ranks: int
 ) -> Verdict:
     """Return the finding that the episodes of one cause come to, in the words of the sample if it has any."""
-    worst, cost_s = group[0], _cost_s(group)
+    worst = group[0]
     known = next((one for one in sampled if same(one, worst)), None)
     if known is not None:
         return with_cost(msgspec.structs.replace(known, about="run"), cost_s, elapsed_s, ranks)
