@@ -56,7 +56,7 @@ def scores_of(lateness: Float) -> Float:
 
 
 def z_late(
-    lateness: Float, ranks: Sequence[int], past: Float | None = None, newest: int | None = None
+    lateness: Float, ranks: Sequence[int], stay: float | None = None, newest: int | None = None
 ) -> Float:
     """
     Return by how many standard errors each of `ranks` is late more often than by chance (len(ranks),).
@@ -67,7 +67,7 @@ def z_late(
     Args:
         lateness: by how much each rank is late in each step, in any unit (K, R).
         ranks: columns of it: those that may be late.
-        past: the same of more steps, these among them (L, R); None: there are no others.
+        stay: for how many steps work stays alike, by more steps than these; None: these alone show it.
         newest: the steps, of the newest ones, in which they may be late: the others show what is usual.
     """
     z, left = np.zeros(len(ranks)), np.arange(len(ranks))
@@ -75,7 +75,7 @@ def z_late(
         return z
     scores, columns = scores_of(lateness), np.asarray(ranks)
     steps = newest or len(lateness)
-    correlated = correlation_steps(lateness if past is None else past, ranks)
+    correlated = correlation_steps(lateness) if stay is None else stay
     others = np.ones(scores.shape[1], dtype=bool)
     while len(left) and (count := int(others.sum())) > 1:
         among = scores[:, others]
@@ -117,22 +117,19 @@ def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | In
     return np.maximum(result, 0)
 
 
-def correlation_steps(lateness: Float, ranks: Sequence[int]) -> float:
+def correlation_steps(lateness: Float) -> float:
     """
     Return for how many steps the scores of ranks stay alike: their integrated autocorrelation time, ≥ 1.
 
-    It is that of the other ranks, where there are enough of them: `ranks` may have become late in these
-    steps, which is no autocorrelation. Of few ranks the largest change of their mean is taken out first.
+    It is that of the median rank: some may be stalled. The largest change of each rank's mean is taken out
+    first: that a rank has become late in these steps is no autocorrelation.
+
+    Args:
+        lateness: by how much each rank is late in each step, in any unit (K, R).
     """
     steps, count = lateness.shape
-    named = set(ranks)
-    others = [rank for rank in range(count) if rank not in named]
-    few = len(others) < 3
-    compared = range(count) if few else others[:: -(-len(others) // _COMPARED)]
-    part = lateness[:, list(compared)[:_COMPARED]]
-    scores = scores_of(part.astype(np.float64))
-    scores = scores - scores.mean(axis=1, keepdims=True)
-    centred = _without_change(scores) if few else scores - scores.mean(axis=0)
+    scores = scores_of(lateness[:, :: -(-count // _COMPARED)].astype(np.float64))
+    centred = _without_change(scores - scores.mean(axis=1, keepdims=True))
     variance = np.mean(centred**2, axis=0)
     varies = variance > 1e-9
     if not varies.any():

@@ -184,11 +184,13 @@ class _Steps:
         z = np.zeros(len(candidates))
         if self.usual is not None:
             usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
-            past = None if self.past is None else self.past.lateness(stage).astype(np.float64)
-            z = z_late(usual.astype(np.float64), candidates.tolist(), past, len(self.excess))
+            stay = None if self.past is None else self.past.stay(stage)
+            z = z_late(usual.astype(np.float64), candidates.tolist(), stay, len(self.excess))
             sure = z >= least_z(len(share))
             candidates, z = candidates[sure], z[sure]
-            if len(usual if past is None else past) < FEW_STEPS and not _stands_out(share, candidates):
+            if len(usual if self.past is None else self.past) < FEW_STEPS and not _stands_out(
+                share, candidates
+            ):
                 return []
         if len(candidates) == len(share):  # all of them are late in turn: none is later than all
             return []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from traceml_ray.analysis.chance import correlation_steps
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import SYNC_WAIT
@@ -32,6 +33,7 @@ class PastSteps:
     ranks: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     last: int = -1
     pieces: tuple[tuple[_Float32, Float], ...] = ()
+    _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return sum(len(step_ns) for _, step_ns in self.pieces)
@@ -61,6 +63,12 @@ class PastSteps:
         """Return by how much each rank was late out of a stage (None: out of all) in all steps, ns (L, R)."""
         parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, _ in self.pieces]
         return np.concatenate(parts)
+
+    def stay(self, stage: int | None) -> float:
+        """Return for how many steps work in a stage (None: in all of them) stays alike."""
+        if stage not in self._stays:
+            self._stays[stage] = correlation_steps(self.lateness(stage))
+        return self._stays[stage]
 
     def mean_step_ns(self, steps: int) -> float:
         """Return how long one of the newest steps took, mean."""

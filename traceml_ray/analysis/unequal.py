@@ -34,12 +34,13 @@ def now_and_then(evidence: Evidence, cause: Cause, thresholds: Thresholds, past:
     """Whether the rank of `cause` is the last one of the stage in more of its late steps than by chance."""
     lateness = evidence.by_step[:, :, cause.stage].astype(np.float64)
     if past is not None:
-        lateness = past.lateness(cause.stage).astype(np.float64)
+        lateness, stay = past.lateness(cause.stage).astype(np.float64), past.stay(cause.stage)
     elif len(lateness) < thresholds.first_window_steps:
         return True
+    else:
+        stay = correlation_steps(lateness)
     late = late_steps(lateness.max(axis=1))
     last = lateness[late].argmax(axis=1)
-    stay = correlation_steps(lateness, cause.places)
     pieces = stay if stay >= _STAYS else 1.0
     times, its_own = (
         math.ceil(count / pieces) for count in (len(last), int((last == cause.places[0]).sum()))
