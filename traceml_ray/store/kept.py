@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.reduction import Reduction, processes_of
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import Mark, StepHistory
@@ -20,12 +21,12 @@ from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.schema import NONSENSE
 
-FORM = 8
+FORM = 9
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
 MAX_BYTES = MAX_RANKS << 19
-"""Of one run: of a rank 62 kB of histograms, 20 kB of steps and bins, up to 49 kB of sample per row of a step
+"""Of one run: of a rank 62 kB of histograms, 40 kB of steps and bins, up to 49 kB of sample per row of a step
 and 52 kB that wait for another rank; twice as much of these two where ranks have a device clock."""
 
 
@@ -57,6 +58,7 @@ _PACKER = Packer(
     *(
         Replay,
         RunJudge,
+        PastSteps,
         Window,
         Learner,
         Baseline,
