@@ -21,9 +21,9 @@ import numpy as np
 
 from traceml_ray.analysis.window import Float, Int64
 
-Z_LEAST = 4.0
+Z_LEAST = 4.4
 """
-A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 30,000 healthy windows.
+A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 100,000 healthy windows.
 """
 _FEW = 32
 _COMPARED = 16
@@ -70,12 +70,18 @@ def z_late(
         stay: for how many steps work stays alike, by more steps than these; None: these alone show it.
         newest: the steps, of the newest ones, in which they may be late: the others show what is usual.
     """
-    z, left = np.zeros(len(ranks)), np.arange(len(ranks))
     if not len(ranks) or not len(lateness):
-        return z
-    scores, columns = scores_of(lateness), np.asarray(ranks)
-    steps = newest or len(lateness)
+        return np.zeros(len(ranks))
     correlated = correlation_steps(lateness) if stay is None else stay
+    both = (_z_of(scores, ranks, correlated, newest) for scores in (scores_of(lateness), _places(lateness)))
+    z: Float = np.maximum(*both)
+    return z
+
+
+def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | None) -> Float:
+    """Return what `z_late` does, by scores of all ranks (K, R)."""
+    z, left = np.zeros(len(ranks)), np.arange(len(ranks))
+    columns, steps = np.asarray(ranks), newest or len(scores)
     others = np.ones(scores.shape[1], dtype=bool)
     while len(left) and (count := int(others.sum())) > 1:
         among = scores[:, others]
@@ -88,6 +94,15 @@ def z_late(
         others[columns[left[late]]] = False
         left = left[~late]
     return z
+
+
+def _places(lateness: Float) -> Float:
+    """Return the places 1 … R of the ranks in each step (K, R), the mean one where several are as late."""
+    ordered = np.sort(lateness, axis=1)
+    result = np.empty(lateness.shape)
+    for row, values, order in zip(result, lateness, ordered, strict=True):
+        row[:] = (np.searchsorted(order, values) + np.searchsorted(order, values, "right") + 1) / 2
+    return result
 
 
 def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | Int64) -> Int64:

@@ -15,7 +15,7 @@ from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float
-from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.stages import BACKWARD, SYNC_WAIT
 
 _IMPROBABLE = 3e-5
 """Once in so many healthy windows it is always the same rank by chance: as `chance.Z_LEAST`."""
@@ -24,7 +24,7 @@ _HIDDEN = 0.7
 _SURE = 0.5
 """Where it may be less than this, what fixing the rank saves is "at most"."""
 _ERRORS = 2.0
-_LEAST_STEPS = 10
+_LEAST_STEPS = 40
 _STAYS = 2.0
 """Work that stays for fewer steps may as well be drawn anew."""
 _PART = 0.25
@@ -72,6 +72,8 @@ def is_hidden(evidence: Evidence, causes: tuple[Cause, ...]) -> bool | None:
     over the other, in the steps in which these ranks are the last.
     """
     window = evidence.window
+    if any(cause.stage != BACKWARD for cause in causes):  # before backward nothing is exchanged
+        return False
     if window.waits_inside or evidence.hosts is not None or window.arrived is not None:
         return False
     local = window.by_step(evidence.local_ns)
