@@ -21,11 +21,12 @@ import numpy as np
 
 from traceml_ray.analysis.window import Float, Int64
 
-Z_LEAST = 4.4
+Z_LEAST = 4.2
 """
-A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 100,000 healthy windows.
+A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 75,000 healthy windows.
 """
 _FEW = 32
+_OF_LARGEST = 0.8
 _COMPARED = 16
 """Ranks of which the autocorrelation is taken."""
 _PEERS = 64
@@ -35,9 +36,13 @@ FEW_STEPS = 200
 """In fewer steps, work that stays for long looks as if it did not."""
 
 
-def least_z(ranks: int) -> float:
-    """Return the z from which one of so many ranks is late by more than chance: one of them is the latest."""
-    return math.sqrt(Z_LEAST**2 + 2 * math.log(max(1.0, ranks / _FEW)))
+def least_z(ranks: int, steps: int) -> float:
+    """
+    Return the z from which one of so many ranks is late by more than chance: one of them is the latest. Two
+    ranks cannot come to it in few steps: there it is being the last one in nine of ten.
+    """
+    largest = math.sqrt(3 * steps * (ranks - 1) / (ranks + 1))
+    return min(math.sqrt(Z_LEAST**2 + 2 * math.log(max(1.0, ranks / _FEW))), _OF_LARGEST * largest)
 
 
 def scores_of(lateness: Float) -> Float:
@@ -73,8 +78,10 @@ def z_late(
     if not len(ranks) or not len(lateness):
         return np.zeros(len(ranks))
     correlated = correlation_steps(lateness) if stay is None else stay
-    both = (_z_of(scores, ranks, correlated, newest) for scores in (scores_of(lateness), _places(lateness)))
-    z: Float = np.maximum(*both)
+    scores = [scores_of(lateness), _places(lateness)]
+    if newest is not None and newest < len(lateness):
+        scores.append(scores[1][-newest:])  # what came before may have been another rank
+    z: Float = np.max([_z_of(values, ranks, correlated, newest) for values in scores], axis=0)
     return z
 
 
@@ -88,7 +95,7 @@ def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | 
         error = math.sqrt(float(among.var(axis=1).mean()) * steps * correlated)
         apart = (scores[-steps:, columns[left]] - among[-steps:].mean(axis=1, keepdims=True)).sum(axis=0)
         z[left] = apart / error if error > 0 else 0.0
-        late = z[left] >= least_z(count)
+        late = z[left] >= least_z(count, steps)
         if not late.any():
             break
         others[columns[left[late]]] = False

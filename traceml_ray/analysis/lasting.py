@@ -186,7 +186,7 @@ class _Steps:
             usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
             stay = None if self.past is None else self.past.stay(stage)
             z = z_late(usual.astype(np.float64), candidates.tolist(), stay, len(self.excess))
-            sure = z >= least_z(len(share))
+            sure = z >= least_z(len(share), len(self.excess))
             candidates, z = candidates[sure], z[sure]
             if len(usual if self.past is None else self.past) < FEW_STEPS and not _stands_out(
                 share, candidates
