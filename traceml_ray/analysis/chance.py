@@ -27,6 +27,8 @@ A rank is late by more than chance from here on, among up to `_FEW` ranks: once 
 """
 _FEW = 32
 _OF_LARGEST = 0.8
+_CHANGES = 2
+"""A rank becomes late, and another one after it."""
 _COMPARED = 16
 """Ranks of which the autocorrelation is taken."""
 _PEERS = 64
@@ -151,8 +153,10 @@ def correlation_steps(lateness: Float) -> float:
     """
     steps, count = lateness.shape
     scores = scores_of(lateness[:, :: -(-count // _COMPARED)].astype(np.float64))
-    centred = _without_change(scores - scores.mean(axis=1, keepdims=True))
-    variance = np.mean(centred**2, axis=0)
+    centred = scores - scores.mean(axis=1, keepdims=True)
+    variance = np.var(centred, axis=0)  # with the changes: beside them, what is left over of one is nothing
+    for _ in range(_CHANGES):
+        centred = _without_change(centred)
     varies = variance > 1e-9
     if not varies.any():
         return 1.0

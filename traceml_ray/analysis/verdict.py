@@ -265,7 +265,9 @@ def _verdict(
     if finding.label == "healthy":
         return Verdict(
             label=finding.label,
-            confidence=_confidence(finding, evidence, None, thresholds),
+            confidence=_confidence(finding, evidence, None, thresholds)
+            if finding.causes or evidence.persistent.max() < thresholds.min_excess
+            else "low",
             why=wording.healthy(evidence, finding, thresholds.min_excess),
             next=LABELS[finding.label].next,
             **facts,

@@ -140,6 +140,15 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
             f"{text.share(evidence.gain(cause))} of the step."
         )
     largest = max(float(evidence.persistent.max()), 0.0)
+    if largest >= limit:
+        place, stage = np.unravel_index(int(np.argmax(evidence.persistent)), evidence.persistent.shape)
+        return (
+            f"No rank is late more often than by chance. {_who(window, [int(place)])} has the largest "
+            f"excess over its peers, {text.share(largest)} of the step in `{STAGES[int(stage)]}`: more steps will tell."
+            + _idle(evidence)
+            + _unsplit(evidence)
+            + _inferred(window)
+        )
     return (
         f"No rank delays the others: the largest lasting excess over peers is {text.share(largest)} "
         f"of the step (the threshold is {text.share(limit)})."
