@@ -157,7 +157,7 @@ class _Steps:
         for stage in np.flatnonzero(self.shares.max(axis=0) >= thresholds.min_excess).tolist():
             groups = self._groups(self.shares[:, stage], stage, thresholds)
             result += [self._late((Cause(stage, places),), excess, z) for places, excess, z in groups]
-        if not sums:
+        if not sums or len(self.excess) < thresholds.window_steps:
             return result
         share = np.median(self.excess.sum(axis=2), axis=0) / self.step_ns
         shown = {place for late in result for place in late.places}

@@ -67,7 +67,7 @@ class PastSteps:
     def stay(self, stage: int | None) -> float:
         """Return for how many steps work in a stage (None: in all of them) stays alike."""
         if stage not in self._stays:
-            self._stays[stage] = correlation_steps(self.lateness(stage))
+            self._stays[stage] = correlation_steps(self.lateness(stage).astype(np.float64))
         return self._stays[stage]
 
     def mean_step_ns(self, steps: int) -> float:

@@ -141,10 +141,10 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
         )
     largest = max(float(evidence.persistent.max()), 0.0)
     if largest >= limit:
-        place, stage = np.unravel_index(int(np.argmax(evidence.persistent)), evidence.persistent.shape)
+        late, out_of = (int(at) for at in np.argwhere(evidence.persistent == evidence.persistent.max())[0])
         return (
-            f"No rank is late more often than by chance. {_who(window, [int(place)])} has the largest "
-            f"excess over its peers, {text.share(largest)} of the step in `{STAGES[int(stage)]}`: more steps will tell."
+            f"No rank is late more often than by chance. {_who(window, [late])} has the largest excess over "
+            f"its peers, {text.share(largest)} of the step in `{STAGES[out_of]}`: more steps will tell."
             + _idle(evidence)
             + _unsplit(evidence)
             + _inferred(window)
