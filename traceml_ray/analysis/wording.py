@@ -141,9 +141,9 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
         )
     largest = max(float(evidence.persistent.max()), 0.0)
     if largest >= limit:
-        late, out_of = (int(at) for at in np.argwhere(evidence.persistent == evidence.persistent.max())[0])
+        place, out_of = (int(at) for at in np.argwhere(evidence.persistent == evidence.persistent.max())[0])
         return (
-            f"No rank is late more often than by chance. {_who(window, [late])} has the largest excess over "
+            f"No rank is late more often than by chance. {_who(window, [place])} has the largest excess over "
             f"its peers, {text.share(largest)} of the step in `{STAGES[out_of]}`: more steps will tell."
             + _idle(evidence)
             + _unsplit(evidence)
