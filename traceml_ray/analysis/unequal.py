@@ -24,7 +24,7 @@ _HIDDEN = 0.7
 _SURE = 0.5
 """Where it may be less than this, what fixing the rank saves is "at most"."""
 _ERRORS = 2.0
-_LEAST_STEPS = 40
+_LEAST_STEPS = 15
 _STAYS = 2.0
 """Work that stays for fewer steps may as well be drawn anew."""
 _PART = 0.25
