@@ -145,7 +145,7 @@ def correlation_steps(lateness: Float) -> float:
     """
     Return for how many steps the scores of ranks stay alike: their integrated autocorrelation time, ≥ 1.
 
-    It is that of the median rank: some may be stalled. The largest change of each rank's mean is taken out
+    It is that of the median rank: some may be stalled. The largest changes of each rank's mean are taken out
     first: that a rank has become late in these steps is no autocorrelation.
 
     Args:

@@ -408,10 +408,10 @@ def _uneven(evidence: Evidence, thresholds: Thresholds, named: list[Cause]) -> F
     if several(evidence.window) or evidence.host_bound:
         return None
     cost = evidence.uneven(*named)
-    if largest_share(evidence, named) > thresholds.transient_share:
+    if cost < thresholds.min_imbalance or largest_share(evidence, named) > thresholds.transient_share:
         return None
     off = evidence.replay_ns() / evidence.total_ns - 1
-    if cost < thresholds.min_imbalance or abs(off) > thresholds.replay_error:
+    if abs(off) > thresholds.replay_error:
         return None
     everyone = tuple(range(len(evidence.window.ranks)))
     causes = tuple(Cause(stage, everyone) for stage in uneven_stages(evidence))
