@@ -50,14 +50,14 @@ def now_and_then(evidence: Evidence, cause: Cause, thresholds: Thresholds, past:
 
 
 def _at_least(successes: int, trials: int, chance: float) -> float:
-    """Return how probable so many successes are, or more (0..1)."""
+    """Return how probable so many successes are, or more (0..1); `chance` of each is below 1."""
     if successes <= trials * chance:
         return 1.0
-    log_chance, log_other = math.log(chance), math.log1p(-chance) if chance < 1 else -math.inf
+    log_chance, log_other = math.log(chance), math.log1p(-chance)
     return sum(
         math.exp(
             math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1)
-            + count * log_chance + ((trials - count) * log_other if count < trials else 0.0)
+            + count * log_chance + (trials - count) * log_other
         )
         for count in range(successes, trials + 1)
     )  # fmt: skip
