@@ -138,26 +138,26 @@ def figures(rounds: list[Round]) -> list[Figure]:
     """Make the table."""
 
     def added(one: list[Round]) -> str:
-        found = middle(medians([100 * (each.after / each.before - 1) for each in one]))
-        return f"{found.value:+.2f} % ({found.low:+.2f} … {found.high:+.2f})"
+        estimate = middle(medians([100 * (one_round.after / one_round.before - 1) for one_round in one]))
+        return f"{estimate.value:+.2f} % ({estimate.low:+.2f} … {estimate.high:+.2f})"
 
-    with_one = [each for each in rounds if each.recorded is not None]
-    without = [each for each in rounds if each.recorded is None]
-    more = [100 * ((each.recorded or 0) / each.before - 1) for each in with_one]
-    sent = [step / each.before for each in with_one for step in each.sending or []]
-    lost = [sum(step - each.before for step in each.sending or []) for each in with_one]
+    with_one = [one_round for one_round in rounds if one_round.recorded is not None]
+    without = [one_round for one_round in rounds if one_round.recorded is None]
+    more = [100 * ((one_round.recorded or 0) / one_round.before - 1) for one_round in with_one]
+    sent = [step / one_round.before for one_round in with_one for step in one_round.sending or []]
+    lost = [sum(step - one_round.before for step in one_round.sending or []) for one_round in with_one]
     return [
-        Figure("capture", "step", f"{statistics.median(each.before for each in rounds):.1f} ms"),
+        Figure("capture", "step", f"{statistics.median(one_round.before for one_round in rounds):.1f} ms"),
         Figure("capture", "added to a step that is recorded", f"{statistics.median(more):+.0f} %"),
         Figure(
             "capture",
             "turning the profiler on and off, once",
-            f"{statistics.median(each.turning or 0 for each in with_one):.0f} ms",
+            f"{statistics.median(one_round.turning or 0 for one_round in with_one):.0f} ms",
         ),
         Figure(
             "capture",
             "writing the trace, on the agent's thread",
-            f"{statistics.median(each.exported or 0 for each in with_one):.0f} ms",
+            f"{statistics.median(one_round.exported or 0 for one_round in with_one):.0f} ms",
         ),
         Figure(
             "capture",

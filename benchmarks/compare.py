@@ -66,21 +66,21 @@ def measure(out: Path, runs: int, steps: int) -> tuple[list[str], dict[str, floa
     return equal, planted
 
 
-def step_of(found: Comparison) -> float:
+def step_of(comparison: Comparison) -> float:
     """Return the mean step of the first session, ms."""
-    return float(next(each.a or 0.0 for each in found.changes if each.what == "step"))
+    return float(next(change.a or 0.0 for change in comparison.changes if change.what == "step"))
 
 
 def report(out: Path, equal: list[str], planted: dict[str, float]) -> list[Figure]:
     """Compare all of them; return a line for each kind of pair."""
     pairs = [compare(a, b, out=out) for a, b in itertools.combinations(equal, 2)]
-    wrong = [found for found in pairs if found.word != "no difference"]
-    for found in wrong:
-        print(render_comparison(found))
-    apart = sorted(abs(found.change_pct or 0.0) for found in pairs)
-    half = sorted(((found.high_pct or 0.0) - (found.low_pct or 0.0)) / 2 for found in pairs)
-    placed = sum(found.stage is not None for found in pairs)
-    rows = sum(each.word in ("better", "worse") for found in pairs for each in found.changes)
+    wrong = [comparison for comparison in pairs if comparison.word != "no difference"]
+    for compared in wrong:
+        print(render_comparison(compared))
+    apart = sorted(abs(comparison.change_pct or 0.0) for comparison in pairs)
+    half = sorted(((comparison.high_pct or 0.0) - (comparison.low_pct or 0.0)) / 2 for comparison in pairs)
+    placed = sum(comparison.stage is not None for comparison in pairs)
+    rows = sum(change.word in ("better", "worse") for comparison in pairs for change in comparison.changes)
     figures = [
         Figure("equal", "pairs in which a stage was named", f"{placed} of {len(pairs)}"),
         Figure(
@@ -100,17 +100,17 @@ def report(out: Path, equal: list[str], planted: dict[str, float]) -> list[Figur
         Figure("equal", "single numbers called different", f"{rows} of {sum(len(f.changes) for f in pairs)}"),
     ]
     for name, slow_ms in planted.items():
-        found = [compare(each, name, out=out) for each in equal]
-        print(render_comparison(found[0]))
-        asked = sorted(100 * slow_ms / step_of(each) for each in found)
-        measured = sorted(each.change_pct or 0.0 for each in found)
-        right = sum(each.word == "worse" and each.stage == "data" for each in found)
-        ranks = {tuple(sorted(rank.rank for rank in each.ranks)) for each in found}
+        compared = [compare(session, name, out=out) for session in equal]
+        print(render_comparison(compared[0]))
+        asked = sorted(100 * slow_ms / step_of(comparison) for comparison in compared)
+        measured = sorted(comparison.change_pct or 0.0 for comparison in compared)
+        right = sum(comparison.word == "worse" and comparison.stage == "data" for comparison in compared)
+        ranks = {tuple(sorted(rank.rank for rank in comparison.ranks)) for comparison in compared}
         figures += [
             Figure(name, "planted in `data`", f"{asked[0]:.1f} to {asked[-1]:.1f} % of a step"),
             Figure(name, "measured", f"{measured[0]:.1f} to {measured[-1]:.1f} %"),
-            Figure(name, "worse, and by `data`", f"{right} of {len(found)}", "all"),
-            Figure(name, "ranks named", " or ".join(", ".join(map(str, each)) for each in sorted(ranks))),
+            Figure(name, "worse, and by `data`", f"{right} of {len(compared)}", "all"),
+            Figure(name, "ranks named", " or ".join(", ".join(map(str, named)) for named in sorted(ranks))),
         ]
     return figures
 

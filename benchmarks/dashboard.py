@@ -87,8 +87,11 @@ def main() -> None:
 
 def late_in_turn(played: Played, step: int, period: int) -> None:
     """Let a rank be late in a third of each period, another one each time."""
-    turn, at = divmod(step, period)
-    played.onset, played.late = 0, 97 * turn % played.world if period // 2 <= at < period * 5 // 6 else None
+    period_number, position = divmod(step, period)
+    played.onset, played.late = (
+        0,
+        97 * period_number % played.world if period // 2 <= position < period * 5 // 6 else None,
+    )
 
 
 def server(played: Played, pages: SessionPages, ticks: int) -> None:
@@ -96,7 +99,7 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
     print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
     print("|---|---|---|---|---|---|---|")
     polls: list[float] = []
-    spent, own = answering(played.source), dict[str, float]()
+    spent, server_ms = answering(played.source), dict[str, float]()
     for page in PAGES:
         refresher, seen, times, sizes, cpu = Refresher(pages), dict[str, Any](), [], [], []
         for _ in range(ticks if page == "/" else max(5, ticks // 4)):
@@ -115,12 +118,12 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
             seen = answer["seen"]
         p50, p95 = np.percentile(times[1:], [50, 95])
         (small, _), (large, whole) = np.percentile(sizes[1:], [50, 95], axis=0)
-        own[page] = float(np.median(cpu[1:]))
+        server_ms[page] = float(np.median(cpu[1:]))
         took, first = f"{p50:.1f} ms | {p95:.1f} ms", f"{sizes[0][0]:.0f} kB"
         print(f"| {page} | {took} | {first} | {small:.1f} kB | {large:.1f} kB | {whole:.0f} kB |")
     p50, p95 = np.percentile(polls, [50, 95])
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part")
-    times = ", ".join(f"{page} {ms:.1f} ms" for page, ms in own.items())
+    times = ", ".join(f"{page} {ms:.1f} ms" for page, ms in server_ms.items())
     print(f"CPU of a tick and a refresh without the aggregator's part: {times}")
 
 

@@ -83,7 +83,7 @@ def of_healthy(name: str, tally: Tally) -> str:
     """Return the line of a table of windows without a fault; those that stalls make slower by themselves."""
     cells = []
     for labels in (tally.labels, tally.stalls):
-        kinds = [labels[each] for each in ("healthy", "accounting_only", "rotating")]
+        kinds = [labels[kind] for kind in ("healthy", "accounting_only", "rotating")]
         cells += [labels.total(), *kinds, labels.total() - sum(kinds)]
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
 
@@ -122,23 +122,23 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
 
 def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
     """Yield the lines of the tables of random jobs: of the kind that limits are chosen by, and another."""
-    found: dict[str, tuple[Tally, Tally, Tally]] = {}
+    tallies: dict[str, tuple[Tally, Tally, Tally]] = {}
     for source, make in (("random", random_job), ("other random", other_job), ("coupled", coupled_job)):
         rng = np.random.default_rng(seed + len(source))
         for number in range(jobs):
             job, ratio = make(rng)
             kind = "host-bound" if ratio > HOST_BOUND_FROM else "device-bound"
-            one, several, without = found.setdefault(f"{source}, {kind}", (Tally(), Tally(), Tally()))
+            one, several, without = tallies.setdefault(f"{source}, {kind}", (Tally(), Tally(), Tally()))
             rank, note = int(rng.integers(job.ranks)), _described(number, job, ratio)
             play(one, job, single_faults(job, rank), 1, seed + number, note)
             play(several, job, several_faults(rank), 1, seed + number, note)
             play(without, job, [None], 6, seed + jobs + number, note)
     yield FAULTS, None
-    for name, (one, several, _) in sorted(found.items()):
+    for name, (one, several, _) in sorted(tallies.items()):
         yield of_faults(f"{name}, one stage", one), one
         yield of_faults(f"{name}, several", several), several
     yield "\n" + HEALTHY, None
-    for name, (_, _, without) in sorted(found.items()):
+    for name, (_, _, without) in sorted(tallies.items()):
         yield of_healthy(name, without), without
 
 
@@ -150,17 +150,17 @@ def times(ranks: int) -> Iterable[str]:
         many = replace(window, groups=(None,) * 64)._of([*range(64)] * (ranks // 64), ranks, [])
         wide = replace(many, ranks=np.arange(ranks))
         plain = replace(wide, host=None, leads=None)
-        yield f"| {name} | " + " | ".join(f"{_seconds(each):.3f} s" for each in (plain, wide)) + " |"
+        yield f"| {name} | " + " | ".join(f"{_seconds(timed):.3f} s" for timed in (plain, wide)) + " |"
 
 
 def _seconds(window: Window, times: int = 9) -> float:
     """Return the median CPU time of a judgement."""
-    found = []
+    seconds = []
     for _ in range(times):
         began = time.process_time()
         assess(window, DEFAULTS)
-        found.append(time.process_time() - began)
-    return float(np.median(found))
+        seconds.append(time.process_time() - began)
+    return float(np.median(seconds))
 
 
 def _described(number: int, job: Job, ratio: float) -> str:

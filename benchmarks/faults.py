@@ -161,8 +161,8 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
     for kind in args.specials:
         if kind != "two_late" or world > 2:
             # What all ranks do comes last: it takes the run's own baseline.
-            at = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
-            cases.insert(at, (kind, special(kind, world, rng)))
+            position = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
+            cases.insert(position, (kind, special(kind, world, rng)))
     segments, rows, more = [], args.opening, 0
     for kind, late in cases:
         segment = Segment(kind, rows + more, args.steps, late)
@@ -222,7 +222,7 @@ def launch(plan: Plan, folder: Path, traceml: Path | None = None) -> None:
 def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
     """Run one fault each, and none, under our launcher and under TraceML's."""
     share = sorted(args.severities)[len(args.severities) // 2] / 100
-    found = []
+    results = []
     for world in sorted({min(args.worlds), max(args.worlds)}):
         for number, stage in enumerate([*args.stages, None]):
             rank = (number + 1) % world
@@ -236,18 +236,18 @@ def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
             launch(msgspec.structs.replace(plan, traceml=True), theirs, args.traceml)
             verdict = json.loads((ours / "session" / "summary.json").read_bytes())["verdict"]
             summary = json.loads((theirs / "session" / "final_summary.json").read_bytes())
-            told = summary["step_time"]["diagnosis"]
-            ranks = told["ranks"] if told["kind"].endswith("STRAGGLER") else []
-            theirs_named = [TRACEML_STAGES.get(told["kind"]), ranks[0] if ranks else None]
-            found.append(
+            diagnosis = summary["step_time"]["diagnosis"]
+            ranks = diagnosis["ranks"] if diagnosis["kind"].endswith("STRAGGLER") else []
+            theirs_named = [TRACEML_STAGES.get(diagnosis["kind"]), ranks[0] if ranks else None]
+            results.append(
                 {
                     "what": f"{world} ranks: {segment}",
                     "truth": [stage, rank] if late else None,
                     OURS: [verdict["label"], verdict["stage"], verdict["rank"]],
-                    "TraceML": [told["kind"], *theirs_named],
+                    "TraceML": [diagnosis["kind"], *theirs_named],
                 }
             )
-    return found
+    return results
 
 
 def say(what: str) -> None:
@@ -277,8 +277,8 @@ class Run:
 
     def until(self, end: int) -> Window:
         """Return the full window that ends before row `end`."""
-        place = int(np.searchsorted(self._steps, end))
-        return self.window.take(slice(max(0, place - WINDOW), place))
+        index = int(np.searchsorted(self._steps, end))
+        return self.window.take(slice(max(0, index - WINDOW), index))
 
     def quiet_ends(self) -> list[int]:
         """Return where the full windows end, sliding by 10, in which nothing is planted."""
@@ -318,7 +318,7 @@ def score(run: Run) -> dict[str, list[Case]]:
             "end": end,
             "label": replayed[end]["label"],
             "said": said(replayed[end]),
-            "best": {name: float(found.max()) for name, found in simpler(run.until(end)).items()},
+            "best": {name: float(scores.max()) for name, scores in simpler(run.until(end)).items()},
         }
         for end in run.quiet_ends()
     ]
@@ -336,12 +336,12 @@ def judged(run: Run, segment: Segment, replayed: dict[int, Case]) -> Case:
     world, verdict = run.plan.world, replayed[segment.end]
     truth = [(late.stage, late.ranks[0]) for late in segment.late][:1]
     suspects = [(suspect["stage"], suspect["rank"]) for suspect in verdict["suspects"]]
-    live = [told for told in run.live if segment.overlaps(told)]
-    wrong = sum(told["label"] == "straggler" and not segment.right(told, world) for told in live)
-    hit = next((told["t_ns"] for told in live if segment.right(told, world)), None)
+    live = [verdict for verdict in run.live if segment.overlaps(verdict)]
+    wrong = sum(verdict["label"] == "straggler" and not segment.right(verdict, world) for verdict in live)
+    hit = next((verdict["t_ns"] for verdict in live if segment.right(verdict, world)), None)
     ends = range(segment.first + EVERY, segment.end + 1, EVERY)
     began = run.began_ns[segment.first]
-    found = {
+    case = {
         "what": str(segment),
         "kind": segment.kind,
         "share": segment.late[0].share if segment.late else 0.0,
@@ -365,8 +365,8 @@ def judged(run: Run, segment: Segment, replayed: dict[int, Case]) -> Case:
     }
     if segment.kind == "fault":
         scores = simpler(run.until(segment.end))
-        found["simpler"] = {name: place(of, *truth[0]) for name, of in scores.items()}
-    return found
+        case["simpler"] = {name: place(score, *truth[0]) for name, score in scores.items()}
+    return case
 
 
 def simpler(window: Window) -> dict[str, Any]:
@@ -375,19 +375,19 @@ def simpler(window: Window) -> dict[str, Any]:
 
     With and without the split of backward from the wait for peers; nobody is excused for waiting.
     """
-    whole = window.d[:, :, :SYNC_WAIT].copy()
-    whole[:, :, BACKWARD] += window.d[:, :, SYNC_WAIT]
-    found = {}
-    for view, d in (("", whole), (", split", window.d)):
+    joined = window.d[:, :, :SYNC_WAIT].copy()
+    joined[:, :, BACKWARD] += window.d[:, :, SYNC_WAIT]
+    scores = {}
+    for view, d in (("", joined), (", split", window.d)):
         step, mean = d.sum(axis=2).mean(), d.mean(axis=0)
         others = (mean.sum(axis=0) - mean) / (len(mean) - 1)
-        found[f"mean over the other ranks{view}"] = (mean - others) / step
+        scores[f"mean over the other ranks{view}"] = (mean - others) / step
         slowest = d == d.max(axis=1, keepdims=True)
-        found[f"time of the slowest rank{view}"] = np.where(slowest, d, 0).mean(axis=0) / step
+        scores[f"time of the slowest rank{view}"] = np.where(slowest, d, 0).mean(axis=0) / step
         front = chain(np.ascontiguousarray(d))
         share = front.leaders * (front.exposed / front.leaders.sum(axis=1))[:, None]
-        found[f"frontier share{view}"] = share.sum(axis=0) / front.total_ns
-    return found
+        scores[f"frontier share{view}"] = share.sum(axis=0) / front.total_ns
+    return scores
 
 
 def place(scores: Any, stage: str, rank: int) -> dict[str, float]:
@@ -410,8 +410,8 @@ def counted(labels: Counter[str]) -> str:
 
 def spread(values: Iterable[float | None], digits: int) -> str:
     """Return median / p90 / worst, as order statistics: None comes after all others."""
-    known = sorted(np.inf if value is None else value for value in values)
-    picked = (known[int(share * (len(known) - 1) + 0.5)] for share in (0.5, 0.9, 1.0))
+    ordered = sorted(np.inf if value is None else value for value in values)
+    picked = (ordered[int(share * (len(ordered) - 1) + 0.5)] for share in (0.5, 0.9, 1.0))
     return " / ".join("never" if value == np.inf else f"{value:.{digits}f}" for value in picked)
 
 
@@ -449,15 +449,15 @@ def faults_table(faults: list[Case]) -> str:
 def simpler_table(faults: list[Case], quiet: list[Case]) -> str:
     """Compare with simpler methods, on the same windows."""
     wrong = sum(window["label"] == "straggler" for window in quiet)
-    own = [pct(case["right"] for case in faults), pct(case["top2"] for case in faults)]
-    rows = [("**traceml-ray**", *own, f"{wrong} of {len(quiet)}", f"{LIMITS.min_excess:.1%}", own[0])]
+    ours = [pct(case["right"] for case in faults), pct(case["top2"] for case in faults)]
+    rows = [("**traceml-ray**", *ours, f"{wrong} of {len(quiet)}", f"{LIMITS.min_excess:.1%}", ours[0])]
     for name in faults[0]["simpler"]:
         best = sorted((window["best"][name] for window in quiet), reverse=True)
         bar = best[min(wrong, len(best) - 1)]
-        told = [case["simpler"][name] for case in faults]
-        hits = (pct(one["place"] <= most for one in told) for most in (1, 2))
+        results = [case["simpler"][name] for case in faults]
+        hits = (pct(one["place"] <= most for one in results) for most in (1, 2))
         alarms = f"{sum(one >= LIMITS.min_excess for one in best)} of {len(best)}"
-        above = pct(one["place"] == 1 and one["best"] > bar for one in told)
+        above = pct(one["place"] == 1 and one["best"] > bar for one in results)
         rows.append((name, *hits, alarms, f"{bar:.1%}", above))
     head = f"method | top-1 | top-2 | balanced windows ≥ 5 % | threshold for {wrong} of them | top-1 above it"
     return markdown(head, rows)
@@ -479,17 +479,17 @@ def singles_table(singles: list[Case]) -> str:
     quiet = [case for case in singles if not case["truth"]]
     rows: list[Sequence[object]] = []
     for who in (OURS, "TraceML"):
-        hits = (pct(case[who][1 + at :] == case["truth"][at:] for case in faults) for at in (0, 1))
+        hits = (pct(case[who][1 + first :] == case["truth"][first:] for case in faults) for first in (0, 1))
         alarms = sum(case[who][2] is not None for case in quiet)
         rows.append((who, len(faults), *hits, f"{alarms} of {len(quiet)}"))
-    told = [f"- {case['what']}: {OURS} {case[OURS]}, TraceML {case['TraceML']}" for case in singles]
+    lines = [f"- {case['what']}: {OURS} {case[OURS]}, TraceML {case['TraceML']}" for case in singles]
     head = "one fault a run | n | stage and rank | rank | a rank blamed where nothing is"
-    return markdown(head, rows) + "\n\n" + "\n".join(told)
+    return markdown(head, rows) + "\n\n" + "\n".join(lines)
 
 
 def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[str]:
     """Return what a person should look at."""
-    found = [
+    lines = [
         f"- {case['run']}, row {case['row']}: {case['what']}: {case['said']}; live: "
         + (", ".join(case["live_said"]) or "no change")
         for case in planted
@@ -498,8 +498,8 @@ def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[s
     odd = [window for window in quiet if window["label"] != "healthy"]
     for case in odd + alarms:
         live = "live, " if case in alarms else ""
-        found.append(f"- {case['run']}, {live}to row {case['end']}: nothing is planted: {case['said']}")
-    return found or ["- nothing"]
+        lines.append(f"- {case['run']}, {live}to row {case['end']}: nothing is planted: {case['said']}")
+    return lines or ["- nothing"]
 
 
 def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan: Plan) -> str:
@@ -534,13 +534,13 @@ def busy_plan(kind: str, step_ms: float, seed: int, args: argparse.Namespace) ->
     rows = int(args.seconds * 1e3 / step_ms)
     segments = []
     if kind == "faults":
-        at = int(BUSY_OPENING_S * 1e3 / step_ms)
+        row = int(BUSY_OPENING_S * 1e3 / step_ms)
         steps = int(BUSY_FAULT_S * (1 - BUSY_SHARE) * 1e3 / step_ms)
         for number, stage in enumerate(args.stages):
             late = [Late(stage, [(number + seed) % 2], BUSY_SHARE)]
-            segments.append(Segment("fault", at, steps, late))
-            at += steps + int(BUSY_FAULT_S * 1e3 / step_ms)
-        rows = at
+            segments.append(Segment("fault", row, steps, late))
+            row += steps + int(BUSY_FAULT_S * 1e3 / step_ms)
+        rows = row
     return Plan(2, seed, step_ms, args.noise, "cpu", rows, segments, busy=True)
 
 
@@ -560,7 +560,9 @@ def busy(args: argparse.Namespace) -> None:
                 launch(busy_plan(kind, step_ms, seed, args), folder)
             run = Run(folder)
             if args.rescore is not None:
-                run.live = [{**told, "t_ns": run.began_ns[end - 1]} for end, told in run.replay().items()]
+                run.live = [
+                    {**verdict, "t_ns": run.began_ns[end - 1]} for end, verdict in run.replay().items()
+                ]
             (healthy if kind == "healthy" else faults).extend(
                 [undisturbed(run)] if kind == "healthy" else [busy_fault(run, one) for one in run.planted]
             )
@@ -572,8 +574,8 @@ def busy(args: argparse.Namespace) -> None:
 def undisturbed(run: Run) -> Case:
     """Return what was said live of a run in which nothing is planted, and at its end."""
     said_live = [said(verdict) for verdict in run.live if verdict["window_steps"]]
-    known = [what for what, _ in itertools.groupby(said_live) if not what.startswith("telemetry_limited")]
-    changes = sum(one != other for one, other in itertools.pairwise(known))
+    verdicts = [what for what, _ in itertools.groupby(said_live) if not what.startswith("telemetry_limited")]
+    changes = sum(one != other for one, other in itertools.pairwise(verdicts))
     elapsed_s = (run.began_ns[-1] - run.began_ns[0]) / 1e9
     after = Replay(len(run.window.starts), LIMITS)
     after.add(run.window)
@@ -587,7 +589,7 @@ def undisturbed(run: Run) -> Case:
         "seconds": elapsed_s,
         "named": sorted({said(one) for one in run.live if one["ranks"] and one["label"] != "watching"}),
         "changes": changes,
-        "said": known,
+        "said": verdicts,
         "single": sum(count for label, count in single.items() if label != "healthy"),
         "windows": single.total(),
         "brief": msgspec.to_builtins(whole.episodes.brief),
@@ -597,16 +599,18 @@ def undisturbed(run: Run) -> Case:
 
 def busy_fault(run: Run, segment: Segment) -> Case:
     """Return what was said live of a fault on a busy core."""
-    live = [told for told in run.live if segment.overlaps(told)]
+    live = [verdict for verdict in run.live if segment.overlaps(verdict)]
     began = run.began_ns[segment.first]
-    hit = next((told["t_ns"] for told in live if segment.right(told, run.plan.world)), None)
+    hit = next((verdict["t_ns"] for verdict in live if segment.right(verdict, run.plan.world)), None)
     return {
         "run": run.name,
         "asked_ms": run.plan.step_ms,
         "what": str(segment),
         "right": hit is not None,
         "live_s": hit and (hit - began) / 1e9,
-        "wrong": sum(bool(told["ranks"]) and not segment.right(told, run.plan.world) for told in live),
+        "wrong": sum(
+            bool(verdict["ranks"]) and not segment.right(verdict, run.plan.world) for verdict in live
+        ),
         "said": list(dict.fromkeys(map(said, live))),
     }
 
@@ -630,8 +634,8 @@ def healthy_table(cases: list[Case]) -> str:
     head = "step asked | step (median) | run | single windows not healthy | named live | changes | a minute"
     quiet = sum(not case["named"] for case in cases)
     calm = sum(60 * case["changes"] <= case["seconds"] for case in cases)
-    told = f"Nobody named in {quiet} of {len(cases)} runs; at most one change a minute in {calm}."
-    return f"{markdown(head + ' | brief ones | whole run', rows)}\n\n{told}" if cases else ""
+    sentence = f"Nobody named in {quiet} of {len(cases)} runs; at most one change a minute in {calm}."
+    return f"{markdown(head + ' | brief ones | whole run', rows)}\n\n{sentence}" if cases else ""
 
 
 def busy_table(cases: list[Case]) -> str:

@@ -85,7 +85,7 @@ def device() -> str:
     """Return device, driver and versions, as one line to stand over the table."""
     import torch
 
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.check_output(query, text=True, timeout=20).split("\n")[0]
@@ -93,7 +93,7 @@ def device() -> str:
         driver = "?"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return (
-        f"{found.name}, {found.total_memory >> 30} GiB, {torch.cuda.device_count()} of them, "
+        f"{properties.name}, {properties.total_memory >> 30} GiB, {torch.cuda.device_count()} of them, "
         f"driver {driver}, CUDA {torch.version.cuda}, NCCL {nccl}"
     )
 
@@ -188,7 +188,7 @@ def main() -> int:
 
         return gpu_sections.run(options.section, options.played)
     head = "a played device: nothing here is about a real one" if options.played else device()
-    every = [name for name, each in SECTIONS.items() if each.played or not options.played]
+    every = [name for name, section in SECTIONS.items() if section.played or not options.played]
     chosen = options.only or ABOUT.get(options.about, every)
     figures = run_all(chosen, options.played)
     where = machine().replace("commit unknown", f"commit {options.commit}")

@@ -106,14 +106,14 @@ def fsdp2(env: Any) -> None:
 
     with one_rank(env.backend):
         rows, agent, _ = watched(env, wrap=wrap)
-        found = middle(rows)
+        stages = middle(rows)
         waits = agent.device._waits
         marks = 0 if waits is None else waits._marks / max(1, waits._marked)
-    figure("row", " ".join(f"{ms:.2f}" for ms in found) + " ms")
+    figure("row", " ".join(f"{ms:.2f}" for ms in stages) + " ms")
     figure("waits marked in a step", f"{marks:.1f}", ">= 6", marks >= 6)
     planted = gpu_env.FORWARD_MS, gpu_env.BACKWARD_MS
-    good = all(abs(found[stage] - ms) < 1 for stage, ms in zip((FORWARD, BACKWARD), planted, strict=True))
-    shown = f"{found[FORWARD]:.2f}, {found[BACKWARD]:.2f} ms"
+    good = all(abs(stages[stage] - ms) < 1 for stage, ms in zip((FORWARD, BACKWARD), planted, strict=True))
+    shown = f"{stages[FORWARD]:.2f}, {stages[BACKWARD]:.2f} ms"
     figure("forward and backward without them", shown, "4, 8 ms", good)
 
 
@@ -183,8 +183,8 @@ def kineto(env: Any) -> None:
         profiled.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     errors, used = stage_errors(rows, events)
-    for name, found in errors.items():
-        error = statistics.median(map(abs, found))
+    for name, errors_ms in errors.items():
+        error = statistics.median(map(abs, errors_ms))
         figure(f"{name} against the profiler, {used} steps", f"{error:.2%}", "< 2 %", error < 0.02)
     figure("optimizer's stage", f"{statistics.median(row[POST_SYNC] for row in rows) / MS:.2f} ms")
 
@@ -195,7 +195,7 @@ def stage_errors(rows: list[list[int]], events: list[dict[str, Any]]) -> tuple[d
     for event in events:
         if event.get("cat") == "gpu_user_annotation" and event.get("name") in ranges:
             ranges[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
-    forward, stepped = (sorted(found) for found in ranges.values())
+    forward, stepped = (sorted(values) for values in ranges.values())
     last = min(len(rows), len(forward), len(stepped))
     pairs = list(zip(rows[-last:], forward[-last:], stepped[-last:], strict=True))[2:] if last else []
     if not pairs:
@@ -229,6 +229,6 @@ def judge(env: Any) -> None:
         if ran.returncode:
             raise RuntimeError(ran.stderr.strip()[-300:])
         verdict = json.loads(Path(folder, "gpu", "summary.json").read_text())["verdict"]
-    found = verdict.get("label"), verdict.get("stage"), verdict.get("ranks")
-    shown, good = ", ".join(map(str, found)), found == ("straggler", "backward", [1])
+    named = verdict.get("label"), verdict.get("stage"), verdict.get("ranks")
+    shown, good = ", ".join(map(str, named)), named == ("straggler", "backward", [1])
     figure("a backward three times as long on rank 1", shown, "straggler, backward, [1]", good)

@@ -87,14 +87,14 @@ class Real:
         """Find out how many cycles a ms has, once an idle device's clocks have risen."""
         torch.zeros(1, device=self.device)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for turn in range(40):
+        for attempt in range(40):
             before = self._cycles
             began.record()
             torch.cuda._sleep(_CYCLES)
             ended.record()
             torch.cuda.synchronize()
             self._cycles = _CYCLES / began.elapsed_time(ended)
-            if turn >= 10 and abs(self._cycles / before - 1) < 0.003:
+            if attempt >= 10 and abs(self._cycles / before - 1) < 0.003:
                 break
 
     clock = staticmethod(time.perf_counter_ns)
@@ -340,12 +340,12 @@ def watched(env: Any, **options: Any) -> tuple[list[list[int]], RankAgent, list[
 
 def rows_of(batches: list[wire.RankBatch]) -> list[list[int]]:
     """Return those on the device's clock, ns per stage."""
-    found = []
+    rows = []
     for batch in batches:
         for i, flags in enumerate(batch.flags):
             row = struct.unpack_from(f"<{N_STAGES}q", batch.rows, 8 * N_STAGES * i)
-            found += [list(row)] * bool(flags & FLAG_DEVICE_CLOCK)
-    return found
+            rows += [list(row)] * bool(flags & FLAG_DEVICE_CLOCK)
+    return rows
 
 
 def middle(rows: list[list[int]]) -> list[float]:

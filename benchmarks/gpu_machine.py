@@ -25,8 +25,8 @@ WRONG_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 def _missing(sampler: NodeSampler) -> str:
-    found = [name.removeprefix(NOT_MEASURED) for name in sampler.errors if name.startswith(NOT_MEASURED)]
-    return "; ".join(found) or "nothing"
+    missing = [name.removeprefix(NOT_MEASURED) for name in sampler.errors if name.startswith(NOT_MEASURED)]
+    return "; ".join(missing) or "nothing"
 
 
 def launched(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -83,9 +83,9 @@ def mig(env: Any) -> None:
         what = "on" if on else "off"
     except pynvml.NVMLError as error:
         on, what = 0, f"this card has none ({error})"
-    known = (gpus[0].name or "").endswith("(MIG)") and NOT_MEASURED + MIG in sampler.errors
+    is_mig = (gpus[0].name or "").endswith("(MIG)") and NOT_MEASURED + MIG in sampler.errors
     figure("MIG", what)
-    figure("the sampler says it is on", str(known), str(bool(on)), known == bool(on))
+    figure("the sampler says it is on", str(is_mig), str(bool(on)), is_mig == bool(on))
 
 
 def driver(env: Any) -> None:
@@ -93,21 +93,21 @@ def driver(env: Any) -> None:
     held = env.hold(GIB)
     sampler = NodeSampler()
     gpus = sampler.sample(0).gpus or []
-    own = [p for gpu in gpus for p in gpu.processes or () if p.pid == os.getpid()]
+    processes = [p for gpu in gpus for p in gpu.processes or () if p.pid == os.getpid()]
     del held
-    if not own or own[0].mem_bytes is None:
+    if not processes or processes[0].mem_bytes is None:
         unseen("driver memory of this process", f"its pid is not shown; without: {_missing(sampler)}")
         return
-    more = own[0].mem_bytes - GIB
-    figure("driver memory of a process with 1 GiB in tensors", f"{own[0].mem_bytes >> 20} MiB", ">= 1024 MiB",
-           more >= 0)  # fmt: skip
+    more = processes[0].mem_bytes - GIB
+    held_mib = f"{processes[0].mem_bytes >> 20} MiB"
+    figure("driver memory of a process with 1 GiB in tensors", held_mib, ">= 1024 MiB", more >= 0)
     figure("of that, context and libraries", f"{more >> 20} MiB", "<= 2048 MiB", more <= 2 * GIB)
 
 
 def load(env: Any) -> None:
     """Power and clocks over time under load: they move, and reasons have names."""
     sampler = NodeSampler()
-    before, found = (sampler.sample(0).gpus or [None])[0], []
+    before, samples = (sampler.sample(0).gpus or [None])[0], []
     if before is None:
         unseen("power and clocks", "NVML shows no device")
         return
@@ -116,17 +116,17 @@ def load(env: Any) -> None:
         while time.monotonic() < end:
             env.heat()
         [gpu, *_] = sampler.sample(second * 1_000_000_000).gpus or [before]
-        found.append(gpu)
+        samples.append(gpu)
     for name, unit in (("power_w", "W"), ("sm_mhz", "MHz"), ("temperature_c", "°C"), ("util_pct", "%")):
         idle = getattr(before, name)
-        values = [getattr(gpu, name) for gpu in found]
+        values = [getattr(gpu, name) for gpu in samples]
         if None in (idle, *values):
             unseen(name, f"without: {_missing(sampler)}")
             continue
         rises = name != "power_w" or max(values) > idle or env.name != "cuda"
         shown = f"{idle:.0f}: {' '.join(f'{value:.0f}' for value in values)} {unit}"
         figure(f"{name} before, then each second", shown, "rises" if name == "power_w" else "", rises)
-    reasons = sorted({reason for gpu in found for reason in gpu.throttle or ()})
+    reasons = sorted({reason for gpu in samples for reason in gpu.throttle or ()})
     named = not any(reason.startswith("0x") for reason in reasons)
     figure("why clocks are not higher", ", ".join(reasons) or "no reason", "all have names", named)
 
@@ -143,17 +143,17 @@ def visible(env: Any) -> None:
         ("none", "", 0),
     ):
         ran = launched(str(ROOT / "benchmarks/gpu_machine.py"), *played, CUDA_VISIBLE_DEVICES=value)
-        found = json.loads(ran.stdout.splitlines()[-1])
+        answer = json.loads(ran.stdout.splitlines()[-1])
         what = f"devices that torch sees, {name}"
         figure(
-            what, str(found["count"]), "" if count is None else str(count), count in (None, found["count"])
+            what, str(answer["count"]), "" if count is None else str(count), count in (None, answer["count"])
         )
-        if not found["count"]:
+        if not answer["count"]:
             continue
-        if found["nvml"] is None:
-            unseen(f"NVML's device of the process, {name}", f"its pid is not shown; {found['missing']}")
+        if answer["nvml"] is None:
+            unseen(f"NVML's device of the process, {name}", f"its pid is not shown; {answer['missing']}")
         else:
-            figure(f"NVML's device of the process, {name}", found["nvml"], uuid, found["nvml"] == uuid)
+            figure(f"NVML's device of the process, {name}", answer["nvml"], uuid, answer["nvml"] == uuid)
 
 
 def _whose(env: Any) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def demo(env: Any) -> None:
     figure(
         "where the demo trains", where_to[0] if where_to else "on the CPU", "", bool(where_to) or not env.cuda
     )
-    found = verdict["label"], verdict["stage"], verdict["ranks"]
-    figure("rank 2 of the demo, 40 ms late", ", ".join(map(str, found)), "straggler, data, [2]",
-           found == ("straggler", "data", [2]))  # fmt: skip
+    named = verdict["label"], verdict["stage"], verdict["ranks"]
+    figure("rank 2 of the demo, 40 ms late", ", ".join(map(str, named)), "straggler, data, [2]",
+           named == ("straggler", "data", [2]))  # fmt: skip
 
 
 def ray_train(env: Any) -> None:

@@ -38,10 +38,10 @@ HIDE = """
 """
 
 
-def _ran(folder: Path, steps: int, at: int, then: str, code: int = 0, **variables: str) -> Path:
-    """Train on one device, doing `then` from step `at` on; return the session's folder."""
+def _ran(folder: Path, steps: int, at_step: int, then: str, code: int = 0, **variables: str) -> Path:
+    """Train on one device, running `then` at each step from `at_step` on; return the session's folder."""
     script = folder / "loop.py"
-    script.write_text(LOOP.format(steps=steps, at=at, then=then.strip()))
+    script.write_text(LOOP.format(steps=steps, at=at_step, then=then.strip()))
     command = "-m", "traceml_ray.launch", "--nproc-per-node", "1", "--session", "gpu", "--out", str(folder)
     launched(*command, str(script), code=code, **variables)
     return folder / "gpu"
@@ -51,18 +51,18 @@ def hidden(env: Any) -> None:
     """512 MiB that a library takes from the driver are found as a step of the memory that is hidden."""
     del env
     with tempfile.TemporaryDirectory() as folder:
-        found = analyze(_ran(Path(folder), 400, 150, HIDE.format(bytes=HIDDEN_MIB * MIB)))
-    row = next((row for row in found.ranks if row.device is not None), None)
+        analysis = analyze(_ran(Path(folder), 400, 150, HIDE.format(bytes=HIDDEN_MIB * MIB)))
+    row = next((row for row in analysis.ranks if row.device is not None), None)
     if row is None or row.gap_bytes is None:
         unseen("hidden memory", "the driver shows no process of this container by its pid")
         return
-    steps = [each for each in found.findings if each.kind == "step_change"]
+    steps = [finding for finding in analysis.findings if finding.kind == "step_change"]
     figure("memory that torch does not know of, at the end", f"{row.gap_bytes // MIB} MiB")
-    figure(f"{HIDDEN_MIB} MiB from the driver", _said(found), "step_change", bool(steps))
+    figure(f"{HIDDEN_MIB} MiB from the driver", _said(analysis), "step_change", bool(steps))
 
 
-def _said(found: Analysis) -> str:
-    return " ".join(each.why for each in found.findings) or "nothing found"
+def _said(analysis: Analysis) -> str:
+    return " ".join(finding.why for finding in analysis.findings) or "nothing found"
 
 
 def oom(env: Any) -> None:

@@ -62,13 +62,15 @@ def stages(env: Any) -> None:
 
     def check(name: str, base: list[float], **options: Any) -> None:
         rows, _, _ = watched(env, **options)
-        found, added = middle(rows), options.get("added", {})
+        measured, added = middle(rows), options.get("added", {})
         for stage, label in enumerate(STAGES):
             expected = base[stage] + added.get(label, 0.0)
-            off = abs(found[stage] - expected)
+            off = abs(measured[stage] - expected)
             if off > max(0.3, env.tolerance * expected):
-                figure(f"{name}: {label}", f"{found[stage]:.2f} instead of {expected:.2f} ms", "", good=False)
-        figure(name, " ".join(f"{ms:.2f}" for ms in found) + " ms", "as planted")
+                figure(
+                    f"{name}: {label}", f"{measured[stage]:.2f} instead of {expected:.2f} ms", "", good=False
+                )
+        figure(name, " ".join(f"{ms:.2f}" for ms in measured) + " ms", "as planted")
 
     with one_rank(env.backend):
         ddp = nn.parallel.DistributedDataParallel
@@ -112,16 +114,16 @@ def peer(env: Any) -> None:
         return model
 
     with one_rank(env.backend):
-        found = middle(watched(env, wrap=wrap)[0])
-    good = abs(found[SYNC_WAIT] - late_ms) <= 0.05 * late_ms + 0.2
-    figure(f"sync_wait with a peer {late_ms:g} ms late", f"{found[SYNC_WAIT]:.2f} ms", "within 5 %", good)
-    good = abs(found[BACKWARD] - BACKWARD_MS) <= 0.1 * BACKWARD_MS
-    figure("backward meanwhile", f"{found[BACKWARD]:.2f} ms", f"{BACKWARD_MS:g} ms", good)
+        measured = middle(watched(env, wrap=wrap)[0])
+    good = abs(measured[SYNC_WAIT] - late_ms) <= 0.05 * late_ms + 0.2
+    figure(f"sync_wait with a peer {late_ms:g} ms late", f"{measured[SYNC_WAIT]:.2f} ms", "within 5 %", good)
+    good = abs(measured[BACKWARD] - BACKWARD_MS) <= 0.1 * BACKWARD_MS
+    figure("backward meanwhile", f"{measured[BACKWARD]:.2f} ms", f"{BACKWARD_MS:g} ms", good)
 
 
 def offset(env: Any) -> None:
     """How well the two clocks can be compared."""
-    api, line, found = env.api(), ClockOffset(), []
+    api, line, errors_us = env.api(), ClockOffset(), []
     api.make(2)
     since, device_ns = EVENT_SLOTS, 0
     api.beat(since)
@@ -135,10 +137,10 @@ def offset(env: Any) -> None:
         since = until
         line.add(now, device_ns - now)
         if beat >= 20:
-            at = line.at(now)
-            found.append(float("inf") if at is None else abs(device_ns - now - at) / 1000)
-    p90 = sorted(found)[len(found) * 9 // 10]
-    figure("a beat from the line, median", f"{statistics.median(found):.1f} us")
+            predicted = line.at(now)
+            errors_us.append(float("inf") if predicted is None else abs(device_ns - now - predicted) / 1000)
+    p90 = sorted(errors_us)[len(errors_us) * 9 // 10]
+    figure("a beat from the line, median", f"{statistics.median(errors_us):.1f} us")
     figure("p90", f"{p90:.1f} us", "<= 100 us", p90 <= 100)
 
 
@@ -217,10 +219,10 @@ def run(section: str, played: bool) -> int:
     import gpu_memory  # type: ignore[import-not-found]
 
     env = Played() if played else Real()
-    found = next(
+    chosen_section = next(
         vars(part)[section] for part in (_HERE, gpu_machine, gpu_memory, gpu_cuda) if section in vars(part)
     )
-    found(env)
+    chosen_section(env)
     return 0
 
 

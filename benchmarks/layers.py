@@ -63,7 +63,7 @@ def measure(quick: bool) -> list[Figure]:
     rank = Rank(training.model)
     training.run(4)
     rank.turn()
-    ratios, bare, said, every = [], [], [], []
+    ratios, bare, reported, every = [], [], [], []
     for _ in range(6 if quick else 150):
         taken = {}
         for on in random.sample((True, False), 2):
@@ -80,7 +80,7 @@ def measure(quick: bool) -> list[Figure]:
                 every.append(rank.sampler.every)
                 (window,) = rank.sampler.turn(final=True) or [None]
                 if window is not None:
-                    said.append(100 * window.cost_ns / window.spent_ns)
+                    reported.append(100 * window.cost_ns / window.spent_ns)
         ratios.append(100 * (taken[True] / taken[False] - 1))
         bare.append(taken[False] / BLOCK)
     rank.deep(False)
@@ -92,7 +92,7 @@ def measure(quick: bool) -> list[Figure]:
         Figure("layers", "one step measured in", f"{statistics.median(every):g}"),
         Figure("layers", f"added, median of {len(ratios)} pairs", f"{share.value:+.2f} %", BUDGET),
         Figure("layers", "its 95 % interval", f"{share.low:+.2f} … {share.high:+.2f} %"),
-        Figure("layers", "what it says of its own cost", f"{statistics.median(said):.2f} %", BUDGET),
+        Figure("layers", "what it says of its own cost", f"{statistics.median(reported):.2f} %", BUDGET),
     ]
 
 

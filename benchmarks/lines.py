@@ -41,7 +41,7 @@ class Count(NamedTuple):
 def sources(rev: str | None) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of the package's files: those of commit `rev`, or those that are there."""
     if rev is None:
-        for path in sorted(path for place in PLACES for path in (ROOT / place).rglob("*.py")):
+        for path in sorted(path for folder in PLACES for path in (ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text()
         return
     for name in _git("ls-tree", "-r", "--name-only", rev, *PLACES).split():
@@ -54,7 +54,9 @@ def code_lines(tree: ast.AST) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not _is_docstring(node):
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            first = min(
+                [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]
+            )
             inner = getattr(node, "body", None)
             last = inner[0].lineno - 1 if inner else node.end_lineno or node.lineno
             lines.update(range(first, max(first, last) + 1))
@@ -67,25 +69,25 @@ def count(rev: str | None = None) -> Count:
     files, functions = {}, []
     for path, text in sources(rev):
         tree = ast.parse(text)
-        blank = {at for at, line in enumerate(text.splitlines(), 1) if _says_nothing(line)}
+        blank = {number for number, line in enumerate(text.splitlines(), 1) if _says_nothing(line)}
         lines = code_lines(tree) - blank
         code[_subject(path)] += len(lines)
         files[path] = text.count("\n")
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                own = lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
+                function_lines = lines.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
                 inner = {line for sub in _functions_in(node) for line in _span(sub)}
-                functions.append(Function(f"{path}:{node.lineno} {node.name}", len(own - inner)))
+                functions.append(Function(f"{path}:{node.lineno} {node.name}", len(function_lines - inner)))
     return Count(code, files, functions)
 
 
 def report(now: Count, before: Count | None = None) -> str:
     """Return the table by subject as Markdown, and what is said of functions and files."""
-    known = before.code if before else Counter[str]()
+    earlier = before.code if before else Counter[str]()
     lines = ["| subject | before | now |", "|---|---|---|"]
-    for subject in sorted({*now.code, *known}):
-        lines.append(f"| {subject} | {known.get(subject, '')} | {now.code[subject]} |")
-    lines.append(f"| **all** | {known.total() or ''} | {now.code.total()} |")
+    for subject in sorted({*now.code, *earlier}):
+        lines.append(f"| {subject} | {earlier.get(subject, '')} | {now.code[subject]} |")
+    lines.append(f"| **all** | {earlier.total() or ''} | {now.code.total()} |")
     lengths = [function.lines for function in now.functions]
     lines.append(f"\n{len(lengths)} functions, median {statistics.median(lengths):g} lines of code")
     return "\n".join(lines)
@@ -94,7 +96,9 @@ def report(now: Count, before: Count | None = None) -> str:
 def too_long(now: Count) -> list[str]:
     """Return what passes a bound, the longest first."""
     files = [(lines, path) for path, lines in now.files.items() if lines > FILE_LINES]
-    functions = [(each.lines, each.where) for each in now.functions if each.lines > FUNCTION_LINES]
+    functions = [
+        (function.lines, function.where) for function in now.functions if function.lines > FUNCTION_LINES
+    ]
     return [f"{lines} lines: {what}" for lines, what in sorted(files + functions, reverse=True)]
 
 
@@ -117,7 +121,7 @@ def _subject(path: str) -> str:
 
 def _functions_in(node: ast.AST) -> list[ast.AST]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [each for each in ast.walk(node) if isinstance(each, kinds) and each is not node]
+    return [inner for inner in ast.walk(node) if isinstance(inner, kinds) and inner is not node]
 
 
 def _span(node: ast.AST) -> range:
@@ -137,9 +141,9 @@ def main() -> int:
     rev = parser.parse_args().rev
     now = count()
     sys.stdout.write(report(now, count(rev) if rev else None) + "\n")
-    found = too_long(now)
-    sys.stdout.write("".join(f"{line}\n" for line in found))
-    return 1 if found else 0
+    problems = too_long(now)
+    sys.stdout.write("".join(f"{line}\n" for line in problems))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -82,28 +82,28 @@ def live(ranks: int, seconds: int) -> list[Figure]:
     memory = LiveMemory(threading.Lock(), lambda: now)
     source = {rank: _samples(rank, _BEFORE_S + seconds) for rank in (0, LEAKS)}
     who = Ranks({rank: _process(rank, ranks) for rank in range(ranks)}, {}, ranks)
-    for at in range(_BEFORE_S):
+    for second in range(_BEFORE_S):
         for rank in range(ranks):
-            memory.add(rank, source.get(rank, source[0])[at])
+            memory.add(rank, source.get(rank, source[0])[second])
     kept, judged, rounds, ended = 0.0, 0.0, 0, 0.0
-    for at in range(_BEFORE_S, _BEFORE_S + seconds):
-        now, cpu = float(at), time.thread_time()
+    for second in range(_BEFORE_S, _BEFORE_S + seconds):
+        now, cpu = float(second), time.thread_time()
         for rank in range(ranks):
-            memory.add(rank, source.get(rank, source[0])[at])
+            memory.add(rank, source.get(rank, source[0])[second])
         kept, cpu = kept + time.thread_time() - cpu, time.thread_time()
         for tenth in range(10):
-            now = at + tenth / 10
+            now = second + tenth / 10
             if memory.judge({"run": who}):
                 rounds, ended = rounds + 1, now - _BEFORE_S
         judged += time.thread_time() - cpu
-    found = memory.of("run")
-    each = f"{ended / rounds:.0f} s" if rounds else f"more than {seconds} s"
+    answer = memory.of("run")
+    interval = f"{ended / rounds:.0f} s" if rounds else f"more than {seconds} s"
     return [
         Figure("live", f"judging {ranks:,} ranks", f"{100 * judged / seconds:.1f} % of a core", "< 5 %"),
         Figure("live", "keeping their samples", f"{100 * kept / seconds:.1f} % of a core"),
-        Figure("live", "each rank is judged every", each),
+        Figure("live", "each rank is judged every", interval),
         Figure("live", "memory of their samples", f"{memory.nbytes / 1e6:.0f} MB"),
-        Figure("live", "found", _found(found) if found else "nothing yet"),
+        Figure("live", "found", _found(answer) if answer else "nothing yet"),
     ]
 
 
@@ -127,7 +127,8 @@ def _samples(rank: int, n: int) -> list[MemorySample]:
     values = np.stack([made.columns[name] for name in names], axis=1).astype(np.int64).tolist()
     times, steps = made.t_ns.tolist(), made.step.tolist()
     return [
-        MemorySample(times[at], steps[at], 0, **dict(zip(names, values[at], strict=True))) for at in range(n)
+        MemorySample(times[index], steps[index], 0, **dict(zip(names, values[index], strict=True)))
+        for index in range(n)
     ]
 
 

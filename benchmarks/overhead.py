@@ -72,9 +72,9 @@ def medians(values: list[float], rounds: int = 2000) -> Any:
     """Return an array: the median of `values`, then those of `rounds` resamples of them (bootstrap)."""
     import numpy as np
 
-    found = np.asarray(values)
-    chosen = np.random.default_rng().choice(found, (rounds, len(found)))
-    return np.concatenate([[np.median(found)], np.median(chosen, axis=1)])
+    array = np.asarray(values)
+    chosen = np.random.default_rng().choice(array, (rounds, len(array)))
+    return np.concatenate([[np.median(array)], np.median(chosen, axis=1)])
 
 
 def middle(values: Any) -> Middle:
@@ -144,11 +144,11 @@ def relay_process() -> Iterator[str]:
 def until(done: Callable[[], Any], what: str, seconds: float) -> Any:
     """Wait until `done()` is true and return it; RuntimeError after `seconds`."""
     end = time.monotonic() + seconds
-    while not (found := done()):
+    while not (result := done()):
         if time.monotonic() > end:
             raise RuntimeError(f"waited {seconds:g} s in vain until {what}")
         time.sleep(0.005)
-    return found
+    return result
 
 
 # -- training loops ------------------------------------------------------------------------------
@@ -423,12 +423,15 @@ def measure_agent(quick: bool) -> list[Figure]:
         steps = last.produced - first.produced
         cpu = (done.agent_cpu_ns - begun.agent_cpu_ns) / 1e9 / seconds
         sent = done.sent_bytes - begun.sent_bytes
-        at = f"at {rate} steps/s"
+        rate_label = f"at {rate} steps/s"
         figures += [
-            Figure("agent", f"CPU {at}", f"{100 * cpu:.2f} % of a core", "≤ 0.5 %"),
-            Figure("agent", f"a step and rank {at}", f"{sent / steps:.0f} B", "≤ 128 B"),
+            Figure("agent", f"CPU {rate_label}", f"{100 * cpu:.2f} % of a core", "≤ 0.5 %"),
+            Figure("agent", f"a step and rank {rate_label}", f"{sent / steps:.0f} B", "≤ 128 B"),
             Figure(
-                "agent", f"a second and rank {at}", f"{sent / seconds / 1e3:.2f} kB", "≤ 2 kB" * (rate == 10)
+                "agent",
+                f"a second and rank {rate_label}",
+                f"{sent / seconds / 1e3:.2f} kB",
+                "≤ 2 kB" * (rate == 10),
             ),
         ]
     return figures

@@ -43,13 +43,13 @@ def random_job(rng: np.random.Generator) -> Pipeline:
 
 def main(jobs: int, seed: int) -> None:
     """Print the table."""
-    rng, found = np.random.default_rng(seed), Counter[tuple[str, str]]()
+    rng, counts = np.random.default_rng(seed), Counter[tuple[str, str]]()
     for number in range(jobs):
         job = random_job(rng)
         calm = windows(job, None, SEEDS, seed=number)
         for window in calm:
             verdict = assess(window, DEFAULTS)[0]
-            found["no fault", verdict.label if verdict.rank is None else "a rank is named"] += 1
+            counts["no fault", verdict.label if verdict.rank is None else "a rank is named"] += 1
         for stage in (FORWARD, BACKWARD, DATA, POST_SYNC):
             for size in (0.15, 0.30):
                 slow = Slow(int(rng.integers(job.ranks)), stage, size * job.step_ms)
@@ -60,11 +60,11 @@ def main(jobs: int, seed: int) -> None:
                     verdict = assess(window, DEFAULTS)[0]
                     right = verdict.ranks == (slow.rank,) and STAGES[stage] in verdict.stages
                     named = "right rank and stage" if right else "WRONG"
-                    found[kind, verdict.label if verdict.rank is None else named] += 1
-    for (kind, what), count in sorted(found.items()):
+                    counts[kind, verdict.label if verdict.rank is None else named] += 1
+    for (kind, what), count in sorted(counts.items()):
         print(f"{kind:12} {what:22} {count:6,}")
 
 
 if __name__ == "__main__":
-    given = [int(each) for each in sys.argv[1:3]]
+    given = [int(argument) for argument in sys.argv[1:3]]
     main(*[*given, *(110, 11)[len(given) :]])

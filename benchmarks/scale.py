@@ -155,7 +155,7 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, mem
         session = Session(config.session, aggregator)
         [process] = actor_processes("Aggregator")
         nodes = [Node(number, ranks, device, memory) for number in range(-(-ranks // PER_NODE))]
-        late, found = ranks - 1, None
+        late, named_after = ranks - 1, None
         waits: list[float] = []
         sent: deque[tuple[float, Any]] = deque()
         began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
@@ -165,14 +165,14 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, mem
             on_time = ON_TIME if second == late_from else 0
             made = [node.messages(rank, rng, rows_only, on_time, calls or 1) for node in nodes]
             messages = [message for number in zip(*made, strict=True) for message in number]
-            for at, message in enumerate(messages):
-                due = began + second + 1 + (at / len(messages) if calls else 0)
+            for index, message in enumerate(messages):
+                due = began + second + 1 + (index / len(messages) if calls else 0)
                 while (left := due - time.monotonic()) > 0:
                     collect(sent, waits, min(left, 0.002))
-                    if found is None and second > late_from and time.monotonic() - asked > 0.2:
+                    if named_after is None and second > late_from and time.monotonic() - asked > 0.2:
                         verdict, asked = session.verdict() or {}, time.monotonic()
                         if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
-                            found = asked - began - late_from - ON_TIME / STEPS_A_SECOND
+                            named_after = asked - began - late_from - ON_TIME / STEPS_A_SECOND
                 sent.append((time.monotonic(), aggregator.ingest.remote(message)))
                 while len(sent) > 2048:
                     collect(sent, waits, 0.1)
@@ -185,7 +185,7 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, mem
         session.stop(20)
     lost = len(nodes) * min(PER_NODE, ranks) * seconds * STEPS_A_SECOND - ledger["stored"]
     waits_ms = np.percentile(np.array(waits) * 1e3, [50, 99])
-    named = "not named" if found is None else f"{found:.1f} s"
+    named = "not named" if named_after is None else f"{named_after:.1f} s"
     return (
         f"| {ranks} | {used:.3f} | {memory:.0f} MiB | {waits_ms[0]:.1f} / {waits_ms[1]:.0f} ms "
         f"| {named} | {lost} | {elapsed - seconds - bool(calls):+.1f} s |"

@@ -171,7 +171,7 @@ def slope_mb_min(times: list[float], values: list[int]) -> float:
 class Fault(NamedTuple):
     """What happens when, in seconds from the first step, and for how long."""
 
-    at: float
+    start_s: float
     kind: str
     seconds: float
 
@@ -185,13 +185,13 @@ def planned(seed: int, seconds: float) -> list[Fault]:
     while len(kinds) < count:
         kinds += rng.sample(KINDS, len(KINDS))
     kinds = sorted(kinds[: len(KINDS)], key=lambda kind: not kind.startswith("kill")) + kinds[len(KINDS) :]
-    found = []
+    faults = []
     for number, kind in enumerate(kinds[:count]):
-        at = 0.05 * seconds + room * (number + 0.3 * rng.random())
-        if kind.startswith("kill") and at > KILLS_UNTIL * seconds:
+        start_s = 0.05 * seconds + room * (number + 0.3 * rng.random())
+        if kind.startswith("kill") and start_s > KILLS_UNTIL * seconds:
             kind = kind.replace("kill", "stop")
-        found.append(Fault(at, kind, min(rng.uniform(3, 8), 0.6 * room)))
-    return found
+        faults.append(Fault(start_s, kind, min(rng.uniform(3, 8), 0.6 * room)))
+    return faults
 
 
 class Faults:
@@ -208,7 +208,7 @@ class Faults:
 
     def turn(self, now: float) -> None:
         """Begin what is due."""
-        while self._plan and self._plan[0].at <= now:
+        while self._plan and self._plan[0].start_s <= now:
             self._threads.append(threading.Thread(target=self._do, args=(self._plan.pop(0),)))
             self._threads[-1].start()
 
@@ -249,8 +249,8 @@ class Faults:
                 return None
             return sock
 
-        found: socket.socket = until(connected, "relay listens", BACK_S)
-        return found
+        connection: socket.socket = until(connected, "relay listens", BACK_S)
+        return connection
 
     def _events(self, seconds: float) -> None:
         """Be a process that has nothing but events to tell: 300 of them every 0.1 s."""
@@ -336,8 +336,8 @@ class Browser(threading.Thread):
         if "could not be made" in lines:
             self.answers[f"{page}: {lines}"] += 1
         self.stale += "not answering" in lines
-        found: dict[str, Any] = answer.get("seen", seen)  # there is none where nothing is new
-        return found
+        newest: dict[str, Any] = answer.get("seen", seen)  # there is none where nothing is new
+        return newest
 
     def _get(self, path: str, data: bytes | None = None) -> bytes:
         began = time.monotonic()
@@ -368,7 +368,9 @@ class Soak:
         self._path = folder / "plan.json"
         self._said: list[str] = []
         self.plan = planned(args.seed, args.seconds)
-        floods = [(fault.at, fault.at + fault.seconds) for fault in self.plan if fault.kind == "parts"]
+        floods = [
+            (fault.start_s, fault.start_s + fault.seconds) for fault in self.plan if fault.kind == "parts"
+        ]
         plan = {"ranks": args.ranks, "rate": args.rate, "seconds": args.seconds, "floods": floods}
         self._path.write_text(json.dumps(plan))
 
@@ -429,16 +431,16 @@ class Soak:
         if url is not None and self.browser is None:
             self.browser = Browser(url)
         self.lives.look()
-        found = [self.lives.now(role) for role in ("relay", "aggregator")]
+        running = [self.lives.now(role) for role in ("relay", "aggregator")]
         ready = len(list(self._path.parent.glob("plan.*.ready")))
         time.sleep(0.2)
-        return all(found) and ready == self.args.ranks and (url is not None or not self.args.dashboard)
+        return all(running) and ready == self.args.ranks and (url is not None or not self.args.dashboard)
 
     def _look(self) -> None:
         self.lives.look()
-        for name, found in (("session.sqlite", self.file_bytes), ("session.sqlite-wal", self.wal_bytes)):
+        for name, sizes in (("session.sqlite", self.file_bytes), ("session.sqlite-wal", self.wal_bytes)):
             path = self.session / name
-            found.append(path.stat().st_size if path.exists() else 0)
+            sizes.append(path.stat().st_size if path.exists() else 0)
 
     def counted(self) -> int:
         """Return how many steps the ranks themselves have counted."""
@@ -469,7 +471,7 @@ def process_rows(soak: Soak) -> tuple[list[str], list[Bar]]:
         if not measured:
             bars.append(Bar(f"{role}: lives long enough to be measured", f"{len(lives)} lives", False))
             continue
-        worst, life = max(measured, key=lambda each: each[0])
+        worst, life = max(measured, key=lambda item: item[0])
         looks = life.settled()
         fds, threads = (change([getattr(look, name) for look in looks]) for name in ("fds", "threads"))
         name = f"rank (worst of {len(lives)})" if role == "rank" else role
@@ -591,13 +593,13 @@ def main() -> int:
         soak.play()
         parts: list[Callable[[Soak], tuple[list[str], list[Bar]]]]
         parts = [process_rows, row_bars, file_bars, other_bars]
-        found = [part(soak) for part in parts]
+        results = [part(soak) for part in parts]
         if args.json:
             lives = [[life.role, life.process.pid, life.looks] for life in soak.lives.of("")]
             args.json.write_text(json.dumps({"lives": lives, "file": soak.file_bytes, "wal": soak.wal_bytes}))
     print(f"{machine()}\n\n{args.ranks} ranks, {args.rate:g} steps/s, {args.seconds:g} s, seed {args.seed}\n")
-    print("\n".join(found[0][0]), *("\n".join(lines) for lines, _ in found[1:]), sep="\n\n")
-    bars = [bar for _, part in found for bar in part]
+    print("\n".join(results[0][0]), *("\n".join(lines) for lines, _ in results[1:]), sep="\n\n")
+    bars = [bar for _, part in results for bar in part]
     print("\n" + "\n".join(f"{'ok  ' if bar.ok else 'MISS'}  {bar.what}: {bar.measured}" for bar in bars))
     return 0 if all(bar.ok for bar in bars) else 1
 

@@ -49,10 +49,10 @@ class Run(NamedTuple):
 
 def idle(pairs: int, steps: int) -> list[Figure]:
     """Measure start, end and memory where cores are free."""
-    found = alternate(pairs, (*IDLE, "--steps", str(steps)), steps, memory_at=steps * 3 // 4)
+    runs = alternate(pairs, (*IDLE, "--steps", str(steps)), steps, memory_at=steps * 3 // 4)
 
     def added(field: str) -> float:
-        with_it, without = ([getattr(run, field) for run in found[on]] for on in (True, False))
+        with_it, without = ([getattr(run, field) for run in runs[on]] for on in (True, False))
         return statistics.median(with_it) - statistics.median(without)
 
     return [
@@ -68,18 +68,18 @@ def full(pairs: int, seconds: float) -> list[Figure]:
     steps = 20 if seconds else 5
     while seconds and (took := launch(False, (*FULL, "--steps", str(steps)), steps).whole_s) < 0.8 * seconds:
         steps += max(20, round(steps * (seconds / took - 1)))
-    found = alternate(pairs, (*FULL, "--steps", str(steps)), steps)
-    both = [*zip(found[True], found[False], strict=True)]
-    whole = sorted(on.whole_s - off.whole_s for on, off in both)
+    runs = alternate(pairs, (*FULL, "--steps", str(steps)), steps)
+    both = [*zip(runs[True], runs[False], strict=True)]
+    added = sorted(on.whole_s - off.whole_s for on, off in both)
     start, end = (
         statistics.median(getattr(on, field) - getattr(off, field) for on, off in both)
         for field in ("start_s", "end_s")
     )
-    middle, bare = statistics.median(whole), statistics.median(run.whole_s for run in found[False])
+    middle, bare = statistics.median(added), statistics.median(run.whole_s for run in runs[False])
     return [
         Figure("full", "whole run without monitor", f"{bare:.1f} s"),
         Figure("full", f"added to it, median of {pairs} pairs", f"{middle:+.2f} s", "≤ 1 s"),
-        Figure("full", "least and most", f"{whole[0]:+.2f} … {whole[-1]:+.2f} s"),
+        Figure("full", "least and most", f"{added[0]:+.2f} … {added[-1]:+.2f} s"),
         Figure("full", "of that before the first step", f"{start:+.2f} s"),
         Figure("full", "of that after the last step", f"{end:+.2f} s"),
     ]

@@ -63,17 +63,17 @@ def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -
     screen = Screen(lambda text: sent.append(len(text.encode())), ColorSystem.EIGHT_BIT)
     feed = Feed(SessionPoll(played.source, clock=played.clock, timer=played.clock.timer))
     feed.choice = choice
-    own, asked = [], []
+    terminal_ms, asked = [], []
     for _ in range(ticks + 1):
         played.play(5)
         spent[0], used = 0.0, time.process_time()
         screen.draw(panel(feed.renew(), choice, *size))
-        own.append(1e3 * (time.process_time() - used - spent[0]))
+        terminal_ms.append(1e3 * (time.process_time() - used - spent[0]))
         asked.append(1e3 * spent[0])
     del played.source.reply  # what was put in its place
     assert feed.newest is not None
     live = _of_live(feed, choice, size)
-    cpu, part = np.median(own[1:]), np.median(asked[1:])
+    cpu, part = np.median(terminal_ms[1:]), np.median(asked[1:])
     width, height = size
     bytes_ = f"{sent[0]:,} B | {np.median(sent[1:]):,.0f} B | {max(sent[1:]):,} B | {live:,} B"
     return f"| {width}×{height} | {choice.pane} | {cpu:.1f} ms, {cpu / 10:.1f} % | {part:.1f} ms | {bytes_} |"

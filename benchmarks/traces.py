@@ -95,10 +95,10 @@ def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> Stored
         if not running():
             raise RuntimeError(f"{folder}: the run has ended before step {from_step}")
         time.sleep(0.1)
-    found = profile(folder, wire.ProfileRequest(steps=STEPS))
-    if len(found.profile.captured) < len(found.profile.ranks):
-        raise RuntimeError(f"not all ranks were captured: {found.profile.ranks}")
-    return found
+    result = profile(folder, wire.ProfileRequest(steps=STEPS))
+    if len(result.profile.captured) < len(result.profile.ranks):
+        raise RuntimeError(f"not all ranks were captured: {result.profile.ranks}")
+    return result
 
 
 def compare(what: str, stored: StoredProfile) -> Compared:
@@ -110,12 +110,12 @@ def compare(what: str, stored: StoredProfile) -> Compared:
         ranks.append((rows, traced))
     steps = sorted(set.intersection(*({*rows} & {*traced} for rows, traced in ranks)))
     of_rows, of_traces = (
-        np.array([[each[which][step] for each in ranks] for step in steps], np.int64) for which in (0, 1)
+        np.array([[rank[which][step] for rank in ranks] for step in steps], np.int64) for which in (0, 1)
     )
     step_ns = of_rows.sum(axis=2).mean()
     apart = np.abs((of_traces - of_rows).mean(axis=0)) / step_ns
     stage = STAGES[int(apart.max(axis=0).argmax())]
-    named = [judged(steps, each) for each in (of_rows, of_traces)]
+    named = [judged(steps, stages) for stages in (of_rows, of_traces)]
     return Compared(what, len(steps), step_ns / 1e6, float(apart.max()), stage, *named)
 
 
@@ -130,8 +130,8 @@ def judged(steps: Sequence[int], d: Any) -> str:
         flags=np.zeros(d.shape[:2], np.uint8),
         expected=world,
     )
-    found: str = said(msgspec.to_builtins(assess(window, LIMITS)[0]))
-    return found
+    result: str = said(msgspec.to_builtins(assess(window, LIMITS)[0]))
+    return result
 
 
 def faults(args: argparse.Namespace, root: Path) -> list[Compared]:
@@ -139,15 +139,15 @@ def faults(args: argparse.Namespace, root: Path) -> list[Compared]:
     plan, folder = planned(args), root / "faults"
     running = threading.Thread(target=launch, args=(plan, folder))
     running.start()
-    found = []
+    sessions = []
     for segment in plan.segments:
         say(f"{plan.world} ranks: {segment}")
         stored = capture(folder / "session", segment.first + INTO, running.is_alive)
         if (stored.profile.first_step or 0) + STEPS > segment.end:
             raise RuntimeError(f"{segment} was over before it was captured: is the machine busy?")
-        found.append((str(segment), stored))
+        sessions.append((str(segment), stored))
     running.join()
-    return [compare(what, stored) for what, stored in found]
+    return [compare(what, stored) for what, stored in sessions]
 
 
 def example(root: Path) -> Compared:
@@ -183,15 +183,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="traces-") as made:
         root = (args.keep or Path(made)).absolute()
         root.mkdir(parents=True, exist_ok=True)
-        found = faults(args, root) if args.stages or args.specials else []
-        found += [] if args.no_example else [example(root)]
+        results = faults(args, root) if args.stages or args.specials else []
+        results += [] if args.no_example else [example(root)]
     rows = [
         (one.what, one.steps, f"{one.step_ms:.1f} ms", f"{one.worst:.1%} ({one.stage})", one.rows, one.trace)
-        for one in found
+        for one in results
     ]
     print(machine())
     print(markdown("planted | steps | step | furthest apart, of the step | from rows | from traces", rows))
-    sys.exit(any(one.worst > MOST_APART or one.rows != one.trace for one in found))
+    sys.exit(any(one.worst > MOST_APART or one.rows != one.trace for one in results))
 
 
 if __name__ == "__main__":

@@ -135,18 +135,18 @@ def judged(name: str, seed: int, modes: Sequence[str]) -> Score:
 
 
 def _add_whole(score: Score, verdict: Verdict, run: Played, note: str) -> None:
-    result, place, claims = outcome(verdict, run), run.costliest, claims_of(verdict)
+    result, costliest, claims = outcome(verdict, run), run.costliest, claims_of(verdict)
     score.outcomes[result] += 1
-    if place is not None and run.costs[place] >= COSTLY and run.sure[place]:
+    if costliest is not None and run.costs[costliest] >= COSTLY and run.sure[costliest]:
         score.needed += 1
         score.named += result == "right"
     if result != "wrong":
         score.errors += errors_of(claims, run)
     for other, cause in enumerate(run.causes):
-        if other != place and run.costs[other] >= 2 * FREE:
+        if other != costliest and run.costs[other] >= 2 * FREE:
             score.beside["cause"] += 1
             score.beside["cause, named"] += bool(naming(claims, cause))
-    if place is not None and run.imbalance is not None and run.imbalance >= UNEVEN:
+    if costliest is not None and run.imbalance is not None and run.imbalance >= UNEVEN:
         score.beside["imbalance"] += 1
         score.beside["imbalance, named"] += any(claim.label == "imbalance" for claim in claims)
     if result not in ("right", "small", "not needed"):
@@ -154,9 +154,9 @@ def _add_whole(score: Score, verdict: Verdict, run: Played, note: str) -> None:
 
 
 def _add_live(score: Score, live: list[tuple[int, Verdict]], run: Played, note: str) -> None:
-    place = run.costliest
-    needed = place is not None and run.sure[place] and run.costs[place] >= COSTLY
-    cause = run.causes[place] if place is not None and needed else None
+    costliest = run.costliest
+    needed = costliest is not None and run.sure[costliest] and run.costs[costliest] >= COSTLY
+    cause = run.causes[costliest] if costliest is not None and needed else None
     wrong, named = 0, False
     for step, verdict in live:
         claims = claims_of(verdict)
@@ -259,9 +259,9 @@ def live_cells(name: str, score: Score) -> list[object]:
     ]
 
 
-def share(part: int, of: int) -> str:
+def share(part: int, total: int) -> str:
     """Return a share with what it is of, "" of nothing."""
-    return f"{part:,} of {of:,}" if of else ""
+    return f"{part:,} of {total:,}" if total else ""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

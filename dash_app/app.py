@@ -93,13 +93,13 @@ class Refresher:
         instead = header["state"] if has_nothing(route.page, header) else ""
         page = self._page(route, header["version"], instead, of_browser)
         outer = {**_parts(shell.parts(header, route)), "tab": shell.tab(header)}
-        sums, known = {**_sums(outer), **page.sums}, _known(seen)
+        sums, seen_sums = {**_sums(outer), **page.sums}, _known(seen)
         new = seen.get("page") != page.key  # with the elements come their parts
         parts = outer if new else {**outer, **page.parts}
         changed = {
-            id: page.grown[id] if id in page.grown and page.grown[id]["of"] == known.get(id) else props
+            id: page.grown[id] if id in page.grown and page.grown[id]["of"] == seen_sums.get(id) else props
             for id, props in parts.items()
-            if known.get(id) != sums[id]
+            if seen_sums.get(id) != sums[id]
         }
         answer = {"seen": {"page": page.key, "sums": sums}, "set": changed}
         return page.layout if new else dash.no_update, answer
@@ -195,16 +195,16 @@ def _in_browser(app: dash.Dash) -> None:
     """Have the functions of the scripts in `assets` called."""
     clientside: Any = app.clientside_callback
 
-    def call(name: str, *wiring: Any, of: str = "traceml", at_once: bool = False) -> None:
-        clientside(ClientsideFunction(of, name), *wiring, prevent_initial_call=not at_once)
+    def call(name: str, *wiring: Any, namespace: str = "traceml", at_once: bool = False) -> None:
+        clientside(ClientsideFunction(namespace, name), *wiring, prevent_initial_call=not at_once)
 
     def outputs(id: str, *names: str) -> list[Output]:
         return [Output(id, name, allow_duplicate=True) for name in names]
 
     call("apply", Output("seen", "data"), Input("answer", "data"))
-    call("open", *outputs("url", "pathname", "search"), Input("heat", "clickData"), of="heatmap")
+    call("open", *outputs("url", "pathname", "search"), Input("heat", "clickData"), namespace="heatmap")
     tip = outputs("heat-tip", "show", "bbox", "direction", "children")
-    call("hover", *tip, Input("heat", "hoverData"), of="heatmap")
+    call("hover", *tip, Input("heat", "hoverData"), namespace="heatmap")
     call("watch", Output("lost", "children"), Input("clock", "n_intervals"))
     call("zone", Output("zone", "data"), Input("zone", "id"), at_once=True)
     call("theme", Output("theme", "children"), Input("theme", "n_clicks"), at_once=True)
@@ -222,8 +222,8 @@ def _parts(element: Any) -> Parts:
         return {listing.FIELD: {"value": element.value}}
     inside = getattr(element, "children", element)
     inside = inside if isinstance(inside, (list, tuple)) else [inside] if inside is not element else []
-    own = {element.id: {"head": element.head}} if isinstance(element, Chart) else {}
-    return own | {id: props for each in inside for id, props in _parts(each).items()}
+    header = {element.id: {"head": element.head}} if isinstance(element, Chart) else {}
+    return header | {id: props for child in inside for id, props in _parts(child).items()}
 
 
 def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
@@ -253,14 +253,14 @@ def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
         prevent_initial_call=True,
     )
     def goto(text: str | None, _: int | None, pathname: str | None, search: str | None) -> Any:
-        found, text = refresher.places(text or "", pathname, search), (text or "").strip()
-        href = found.get(text)  # one of them was chosen
+        matches, text = refresher.places(text or "", pathname, search), (text or "").strip()
+        href = matches.get(text)  # one of them was chosen
         if text and not href and "goto.n_submit" in dash.ctx.triggered_prop_ids:
             every = (Route.of(pathname, search) or Route()).to("ranks", q=text)
-            href = next(iter(found.values()), every)
+            href = next(iter(matches.values()), every)
         if href:
             return [], "", href.partition("?")[0], _search(href)
-        return [html.Option(value=name) for name in found], *[dash.no_update] * 3
+        return [html.Option(value=name) for name in matches], *[dash.no_update] * 3
 
 
 def _search(href: str) -> str:
@@ -281,12 +281,12 @@ def _sums(parts: Parts) -> dict[str, int]:
 
 def _grown(before: _Page | None, parts: Parts) -> Parts:
     """Return of each chart that has more points than before, and else is as it was, those points."""
-    found = {}
+    grown = {}
     for id, props in parts.items():
         old = before.parts.get(id, {}).get("figure") if before else None
         if before and old and (ends := _longer(old, props["figure"])):
-            found[id] = {"grown": ends, "of": before.sums[id]}
-    return found
+            grown[id] = {"grown": ends, "of": before.sums[id]}
+    return grown
 
 
 def _longer(before: Figure, after: Figure) -> dict[str, Any] | None:
@@ -297,16 +297,16 @@ def _longer(before: Figure, after: Figure) -> dict[str, Any] | None:
     old, new = before["data"], after["data"]
     if not new or len(old) != len(new):
         return None
-    known, x = (_listed(traces[0].get("x")) or [] for traces in (old, new))
-    if not x or x[0] not in known:
+    old_x, x = (_listed(traces[0].get("x")) or [] for traces in (old, new))
+    if not x or x[0] not in old_x:
         return None
-    start = known.index(x[0])
-    keep, traces = len(known) - start, []
+    start = old_x.index(x[0])
+    keep, traces = len(old_x) - start, []
     for was, now in zip(old, new, strict=True):
         traces.append(ends := dict[str, Any]())
         for name in {*was, *now}:
             a, b = _listed(was.get(name)), _listed(now.get(name))
-            if isinstance(a, list) and isinstance(b, list) and len(a) == len(known) and a[start:] == b[:keep]:
+            if isinstance(a, list) and isinstance(b, list) and len(a) == len(old_x) and a[start:] == b[:keep]:
                 ends[name] = b[keep:]
             elif a != b:
                 return None

@@ -69,21 +69,21 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the spine of a run and the range that is shown; without any step there is no `first`."""
-    found = cache.ask(query.Spine(run.id))
+    spine = cache.ask(query.Spine(run.id))
     shown = chosen(cache, run, route)
-    if found is None or not len(found["first"]):
+    if spine is None or not len(spine["first"]):
         return {"range": shown, "first": ()}
-    newest = int(found["last"][-1])
-    first = max(int(found["first"][0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
+    newest = int(spine["last"][-1])
+    first = max(int(spine["first"][0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
     last = newest if shown.last is None else min(newest, shown.last)
     verdict = run.verdict or {}
     return {
-        **found,
+        **spine,
         "range": shown,
         "between": (min(first, last), last),
         "lanes": _lanes(verdict.get("episodes") or ()),
         "onset": (present(verdict or None) or {}).get("from_step"),
-        "ticks": _ticks(run, found),
+        "ticks": _ticks(run, spine),
     }
 
 
@@ -95,14 +95,14 @@ def _lanes(episodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mappin
         causes.setdefault(f"{who} {episode['stage'] or ''}".strip(), []).append(episode)
     lanes = [*causes.items()]
     if len(lanes) > _LANES:
-        rest = [episode for _, own in lanes[_LANES - 1 :] for episode in own]
+        rest = [episode for _, episodes in lanes[_LANES - 1 :] for episode in episodes]
         lanes = [*lanes[: _LANES - 1], (text.count(len(lanes) - _LANES + 1, "other"), rest)]
     return lanes
 
 
 def _ticks(run: RunState, spine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the events that say something, with the step in which they were, if need be by the time."""
-    found = []
+    ticks = []
     for event in run.events:
         step = event["step"]
         if step is None and spine["t_ns"] is not None and event["t_ns"] >= spine["t_ns"][0]:
@@ -113,9 +113,9 @@ def _ticks(run: RunState, spine: Mapping[str, Any]) -> list[dict[str, Any]]:
             about = (
                 f"step {step:,}: {text.words(event['kind'])}: {event['message'].partition(chr(10))[0][:90]}"
             )
-            found.append({"step": step, "severity": severity(event["kind"]), "text": about})
-    found.sort(key=lambda event: ("critical", "warning", "notice", "info").index(event["severity"]))
-    return found[:_TICKS]
+            ticks.append({"step": step, "severity": severity(event["kind"]), "text": about})
+    ticks.sort(key=lambda event: ("critical", "warning", "notice", "info").index(event["severity"]))
+    return ticks[:_TICKS]
 
 
 def time_of(spine: Mapping[str, Any]) -> tuple[int, int | None] | None:
@@ -145,8 +145,8 @@ def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
     between = spine["between"] if time_of(spine) else ()
     onset = () if spine["onset"] is None else (spine["onset"],)
     return {
-        "between": [at / 1e6 for at in _times(spine, between)] or None,
-        "onset": next((at / 1e6 for at in _times(spine, onset)), None),
+        "between": [t_ns / 1e6 for t_ns in _times(spine, between)] or None,
+        "onset": next((t_ns / 1e6 for t_ns in _times(spine, onset)), None),
         "axis": "time",
     }
 
@@ -154,8 +154,8 @@ def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
 def _times(spine: Mapping[str, Any], steps: Sequence[float]) -> list[int]:
     """Return when steps were over, ns since the epoch."""
     end = int(spine["t_ns"][-1])
-    found = np.interp(steps, spine["last"], spine["t_ns"] - end) if len(steps) else np.empty(0)
-    return [end + int(each) for each in found]
+    times = np.interp(steps, spine["last"], spine["t_ns"] - end) if len(steps) else np.empty(0)
+    return [end + int(t_ns) for t_ns in times]
 
 
 def panel(view: Mapping[str, Any], route: Route) -> Any:
@@ -188,8 +188,8 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
 def _table(spine: Mapping[str, Any]) -> Any:
     """Return the spine in numbers, the newest steps first."""
     columns: Columns = {
-        "steps": lambda at: f"{spine['first'][at]:,}–{spine['last'][at]:,}",
-        ">step": lambda at: text.ms(spine["step_ms"][at]),
+        "steps": lambda index: f"{spine['first'][index]:,}–{spine['last'][index]:,}",
+        ">step": lambda index: text.ms(spine["step_ms"][index]),
     }
     return table(columns, range(len(spine["first"]) - 1, -1, -1)[:_ROWS], label="Time of a step")
 
@@ -208,15 +208,15 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
     }
     edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": figures.BLUE, "width": 2}}
     shapes = [{**dim, "x0": ends[0], "x1": low}, {**dim, "x0": high, "x1": ends[1]}]
-    shapes += [{**edge, "x0": at, "x1": at} for at in (low, high)]
+    shapes += [{**edge, "x0": step, "x1": step} for step in (low, high)]
     middle = ((spine["first"] + spine["last"]) // 2).tolist()
     line = {"type": "scatter", "mode": "lines", "name": "step", "x": middle, "y": rounded(spine["step_ms"])}
-    look = {"line": {"width": 1.2, "color": figures.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
+    style = {"line": {"width": 1.2, "color": figures.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
     meta = {"axis": "step", "steps": spine["last"].tolist(), "t_ms": None}
     if spine["t_ns"] is not None:
         meta["t_ms"] = (spine["t_ns"] // 1_000_000).tolist()
     return figures.figure(
-        [{**line, **look}],
+        [{**line, **style}],
         "",
         "ms",
         xaxis={"range": ends, "fixedrange": True, "nticks": 6},
@@ -258,7 +258,7 @@ def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:
         href = route.here(**{"from": low if low == NEWEST else max(begin, low), "to": high})
         return link(label, href, "chip", on=on, title=title)
 
-    found = [
+    links = [
         to("←", "Earlier", first - half, last - half if last - half > begin + 1 else begin + wide),
         to("→", "Later", min(first + half, max(begin, end - wide)), last + half),
         to("−", "Zoom out", first - half, last + half),
@@ -268,17 +268,17 @@ def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:
     ]
     if onset is not None:
         lead = max(_LEAST, (end - onset) // _ROOM)
-        found.insert(
+        links.insert(
             4, to("since the onset", f"Since step {onset:,}, with what was before", onset - lead, None)
         )
-    return found
+    return links
 
 
 def _tracks(spine: Mapping[str, Any], route: Route) -> list[Any]:
     """Return a lane for each cause, and one with the events."""
     rows = [
-        _lane(name, [mark for episode in own for mark in _bar(episode, spine, route)])
-        for name, own in spine["lanes"]
+        _lane(name, [mark for episode in episodes for mark in _bar(episode, spine, route)])
+        for name, episodes in spine["lanes"]
     ]
     ticks = [
         html.I(
@@ -305,12 +305,12 @@ def _bar(episode: Mapping[str, Any], spine: Mapping[str, Any], route: Route) -> 
     until = None if episode["goes_on"] or last + around >= spine["last"][-1] else last + around
     lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
     about = f"{named(episode)}: steps {first:,}–{last:,}, {lasted}, cost {cost}"
-    place = _place(spine, first, spine["last"][-1] if episode["goes_on"] else last)
+    style = _place(spine, first, spine["last"][-1] if episode["goes_on"] else last)
     href = route.here(**{"from": max(0, first - around), "to": until})
     inside = html.Span(about, className="unseen")
     return [
-        html.I(style=place, className=f"bar-mark {severity(episode['label'])}"),
-        html.A(inside, href=href, className="bar-link", style=place, title=about),
+        html.I(style=style, className=f"bar-mark {severity(episode['label'])}"),
+        html.A(inside, href=href, className="bar-link", style=style, title=about),
     ]
 
 

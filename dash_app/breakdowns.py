@@ -59,29 +59,29 @@ class Breakdowns:
         if not info.profile.captured:
             return "no rank was captured"
         with self._lock:
-            known = self._made.get(name)
-            tired = isinstance(known, str) and time.monotonic() > self._failed[name] + _AGAIN_S
+            made = self._made.get(name)
+            tired = isinstance(made, str) and time.monotonic() > self._failed[name] + _AGAIN_S
             if name in self._made and not tired:
                 self._made.move_to_end(name)
-                return known
+                return made
             self._made[name] = None
         threading.Thread(target=self._make, args=(info,), name="traceml-traces", daemon=True).start()
         return None
 
     def _make(self, info: ProfileInfo) -> None:
-        found: Breakdown | str
+        result: Breakdown | str
         try:
             with traces_of(self._source, info) as folder:
-                found = _read(folder)
+                result = _read(folder)
         except (JobError, QueryError, OSError, ValueError) as error:
             self._errors.note("traces", error)
-            found = str(error)
+            result = str(error)
         except Exception as error:
             self._errors.note("traces", error)
-            found = error_text(error)
+            result = error_text(error)
         with self._lock:
-            self._made[info.profile.id] = found
-            if isinstance(found, str):
+            self._made[info.profile.id] = result
+            if isinstance(result, str):
                 self._failed[info.profile.id] = time.monotonic()
             done = [name for name, made in self._made.items() if made is not None]
             for name in done[:-_KEPT]:
@@ -97,10 +97,10 @@ def _read(folder: Path) -> Breakdown:
         out = Path(there) / FILE
         trace_job.run("breakdown", folder, out, wait_s=trace_job.MOST_S)
         data = read_file(out, MAX_BYTES)
-    found = decode(data)
+    made = decode(data)
     with contextlib.suppress(OSError):  # of a folder that is another user's
         write_file(folder / FILE, data)
-    return found
+    return made
 
 
 @contextlib.contextmanager
@@ -128,8 +128,8 @@ def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
 def is_here(info: ProfileInfo) -> bool:
     """Return whether the folder of a profile is on this machine, or on a disk that both have."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_profile(Path(info.path))
-        return (found.session, found.t_ns) == (info.profile.session, info.profile.t_ns)
+        profile = read_profile(Path(info.path))
+        return (profile.session, profile.t_ns) == (info.profile.session, info.profile.t_ns)
     return False
 
 

@@ -75,7 +75,7 @@ def _plain(content: Any) -> Any:
     children = props.pop("children", ())
     inside = children if isinstance(children, (list, tuple)) else [children]
     tag = content._type.lower()
-    return ["a" if tag == "link" else tag, props, *(_plain(each) for each in inside if each is not None)]
+    return ["a" if tag == "link" else tag, props, *(_plain(child) for child in inside if child is not None)]
 
 
 def aria(**properties: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def panel(title: str, *body: Any, note: Any = None) -> html.Section:
 
 
 def _head(title: str, note: Any, id: str = "") -> html.Div:
-    own: dict[str, Any] = {"id": id} if id else {}
-    beside = html.Div(note, className="note", **own)
+    attributes: dict[str, Any] = {"id": id} if id else {}
+    beside = html.Div(note, className="note", **attributes)
     return html.Div([html.H2(title), beside], className="panel-head")
 
 
@@ -118,7 +118,7 @@ def chart(
             trace["visible"] = False
     keys: list[Any] = [
         *_legend(id, series or {}, off, route),
-        *(_key(*each) for each in (colours or {}).items()),
+        *(_key(*entry) for entry in (colours or {}).items()),
     ]
     style: Any = {"style": {"height": f"{height}px"}} if height else {}
     box = {"className": f"graph {tall}".strip(), "role": "img", **style, **aria(label=label)}
@@ -147,14 +147,14 @@ def figure_table(figure: figures.Figure, label: str) -> Any:
     axis = figure["layout"]["yaxis" if flat else "xaxis"]
     names = traces[0]["y" if flat else "x"][::-1] if traces else ()
     timed = axis.get("type") == "date"
-    columns = {axis["title"]["text"]: lambda at: _place(names[at], timed)}
+    columns = {axis["title"]["text"]: lambda index: _place(names[index], timed)}
     for trace in traces:
         columns[f">{trace['name']}"] = functools.partial(_value, trace["x" if flat else "y"][::-1])
     return table(columns, range(min(len(names), _TABLE_ROWS)), label=label)
 
 
-def _value(values: Sequence[float | None], at: int) -> str:
-    return text.number(values[at])
+def _value(values: Sequence[float | None], index: int) -> str:
+    return text.number(values[index])
 
 
 def _place(value: Any, timed: bool) -> Any:
@@ -164,7 +164,7 @@ def _place(value: Any, timed: bool) -> Any:
 
 def _switched_off(id: str, route: Route) -> set[str]:
     """Return the series of a chart that a person has switched off: `chart.series`, … in the URL."""
-    chosen = (each.partition(".") for each in (route.get("off") or "").split(","))
+    chosen = (entry.partition(".") for entry in (route.get("off") or "").split(","))
     return {series for chart, _, series in chosen if chart == id}
 
 
@@ -174,13 +174,13 @@ def _key(name: str, colour: str) -> html.Span:
 
 def _legend(id: str, series: Mapping[str, str], off: set[str], route: Route) -> list[html.A]:
     """Return names with the colours they are drawn in, as links that switch them."""
-    others = [each for each in (route.get("off") or "").split(",") if each]
-    found = []
+    others = [entry for entry in (route.get("off") or "").split(",") if entry]
+    entries = []
     for name, colour in series.items():
-        own = f"{id}.{name}"
-        after = [each for each in others if each != own] + ([] if name in off else [own])
+        key = f"{id}.{name}"
+        after = [entry for entry in others if entry != key] + ([] if name in off else [key])
         does = f"{'Show' if name in off else 'Hide'} {name}"
-        found.append(
+        entries.append(
             html.A(
                 [html.I(style={"background": colour}), name.removeprefix("GPU ")],
                 href=route.here(off=",".join(after[-_MOST_OFF:]) or None),
@@ -188,7 +188,7 @@ def _legend(id: str, series: Mapping[str, str], off: set[str], route: Route) -> 
                 title=does,
             )
         )
-    return found
+    return entries
 
 
 Columns = Mapping[str, Callable[[Any], Any]]
@@ -282,8 +282,8 @@ def died(death: DeathInfo) -> list[Any]:
     """Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, after step 110, in `data`"."""
     when = f"{'at' if death['exact'] else 'about'} {moment(death['t_ns'])}"
     how = death["how"][:1].upper() + death["how"][1:]
-    place = place_words(death["step"], death["stage"])
-    return marked(", ".join(filter(None, (f"{how} {when}", place))))
+    where = place_words(death["step"], death["stage"])
+    return marked(", ".join(filter(None, (f"{how} {when}", where))))
 
 
 def meter(label: str, value: float | None) -> html.Div:

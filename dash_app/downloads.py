@@ -28,8 +28,8 @@ def serve(server: Flask, session: SessionPages) -> None:
 
     def download(name: str) -> Response:
         source = session.of(request.args.get("session")).source
-        found = query.ask_one(source.reply, query.Bundles())
-        bundle = next((each for each in found if each["name"] == name), None)
+        bundles = query.ask_one(source.reply, query.Bundles())
+        bundle = next((bundle for bundle in bundles if bundle["name"] == name), None)
         if bundle is None:
             return Response("There is no such bundle.\n", 404, mimetype="text/plain")
         return Response(_tar(source, bundle), mimetype="application/x-tar")

@@ -86,8 +86,8 @@ def _framed(
     """Return the layout of a chart of steps, or over time: a drag chooses other ones, see assets/axis.js."""
     shapes, notes = [*layout.get("shapes", ())], [*layout.get("annotations", ())]
     if onset is not None:
-        at = {"x0": onset, "x1": onset, "yref": "paper", "y0": 0, "y1": 1}
-        shapes.append({"type": "line", **at, "line": {"color": GREY, "width": 1.5, "dash": "dashdot"}})
+        line = {"x0": onset, "x1": onset, "yref": "paper", "y0": 0, "y1": 1}
+        shapes.append({"type": "line", **line, "line": {"color": GREY, "width": 1.5, "dash": "dashdot"}})
         where = {
             "x": onset,
             "xanchor": "right" if between and 5 * onset > between[0] + 4 * between[1] else "left",
@@ -227,11 +227,11 @@ def lines(
     if not len(x) or not shown:
         return blank("Not measured here." if len(x) else "No sample yet.")
     timed = kind == "time"
-    at = [t // 1_000_000 for t in x] if timed else list(x)
+    x_values = [t // 1_000_000 for t in x] if timed else list(x)
     style = {name: {"dash": "dot" if name == dashed else "solid"} for name in shown}
     hover = "%{y:,} " + unit
     traces = [
-        _line(name, at, brief(values), 1.5, colour[name], line=style[name], hovertemplate=hover)
+        _line(name, x_values, brief(values), 1.5, colour[name], line=style[name], hovertemplate=hover)
         for name, values in shown.items()
     ]
     layout: dict[str, Any] = {} if timed else scale(np.concatenate([*shown.values()]), unit)
@@ -239,7 +239,7 @@ def lines(
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
     layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
     if timed and frame:
-        frame = _on_clock(frame, at[0], at[-1])
+        frame = _on_clock(frame, x_values[0], x_values[-1])
     return figure(traces, _time() if timed else "step", y, revision=revision, frame=frame, **layout)
 
 
@@ -272,7 +272,7 @@ def sizes(
     series: Mapping[str, tuple[Sequence[int], Sequence[float], str]], frame: Mapping[str, Any] | None = None
 ) -> Figure:
     """Return bytes over time, by name: times of its own (ns since the epoch), values, colour."""
-    unit, factor = ("GB", 1e-9) if max(max(own[1]) for own in series.values()) >= 1e9 else ("MB", 1e-6)
+    unit, factor = ("GB", 1e-9) if max(max(curve[1]) for curve in series.values()) >= 1e9 else ("MB", 1e-6)
     traces = [
         _line(
             name,
@@ -284,7 +284,7 @@ def sizes(
         )
         for name, (t_ns, values, colour) in series.items()
     ]
-    every = sorted(t for own in series.values() for t in own[0])
+    every = sorted(t for curve in series.values() for t in curve[0])
     common = _on_clock(frame, every[0] // 1_000_000, every[-1] // 1_000_000) if frame else None
     return figure(traces, _time(), unit, frame=common, xaxis=_clock(every))
 

@@ -47,20 +47,21 @@ def rows(
     groups: dict[str, list[int]] = {}
     for rank in step["ranks"]:
         groups.setdefault(node_of.get(rank, ""), []).append(rank)
-    found = []
-    for node, own in groups.items():
+    rows = []
+    for node, node_ranks in groups.items():
         if len(late) <= MOST_ROWS or node == opened:
-            found += [
-                Row(rank, f"{node}  {rank}" if rank == own[0] else str(rank), rank in named) for rank in own
+            rows += [
+                Row(rank, f"{node}  {rank}" if rank == node_ranks[0] else str(rank), rank in named)
+                for rank in node_ranks
             ]
         else:
-            worst = max(own, key=lambda rank: late[rank])
-            shown = dict.fromkeys([worst, *(rank for rank in own if rank in named)])
-            found += [Row(rank, f"{node}  {rank}", rank in named) for rank in shown]
+            worst = max(node_ranks, key=lambda rank: late[rank])
+            shown = dict.fromkeys([worst, *(rank for rank in node_ranks if rank in named)])
+            rows += [Row(rank, f"{node}  {rank}", rank in named) for rank in shown]
     if latest:
-        found.sort(key=lambda row: -late[row.rank])
-        found = [row._replace(label=f"{node_of.get(row.rank, '')}  {row.rank}") for row in found]
-    return found
+        rows.sort(key=lambda row: -late[row.rank])
+        rows = [row._replace(label=f"{node_of.get(row.rank, '')}  {row.rank}") for row in rows]
+    return rows
 
 
 def height(drawn: Sequence[Row]) -> int:
@@ -75,16 +76,16 @@ def spans(step: Mapping[str, Any]) -> dict[str, str]:
 
 def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
     """Return the stages of each row from left to right, and in a small figure its spans under them."""
-    few, at = len(drawn) <= FEW, {row.rank: place for place, row in enumerate(drawn)}
-    mine = [place for place, rank in enumerate(step["of"]) if rank in at]
-    whose = [step["of"][place] for place in mine]
+    few, row_of_rank = len(drawn) <= FEW, {row.rank: number for number, row in enumerate(drawn)}
+    mine = [index for index, rank in enumerate(step["of"]) if rank in row_of_rank]
+    whose = [step["of"][index] for index in mine]
     stages = np.asarray(step["stages"], float)[mine].reshape(-1, len(STAGES))
     begins = _begins(whose, stages)
     traces = [
         _bars(
             name,
             figures.STAGES[name],
-            [at[rank] for rank in whose],
+            [row_of_rank[rank] for rank in whose],
             begins[:, column],
             stages[:, column],
             [f"rank {rank}" for rank in whose],
@@ -93,11 +94,13 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
         for column, name in enumerate(STAGES)
     ]
     if few:
-        traces.append(_span_bars(step, at, dict(zip(whose, range(len(whose)), strict=True)), begins, stages))
+        traces.append(
+            _span_bars(step, row_of_rank, dict(zip(whose, range(len(whose)), strict=True)), begins, stages)
+        )
     every = max(1, -(-len(drawn) // _LABELS))
-    ticks = [place for place, row in enumerate(drawn) if row.named or place % every == 0]
+    ticks = [number for number, row in enumerate(drawn) if row.named or number % every == 0]
     labels = [
-        f"<b>▲ {drawn[place].label}</b>" if drawn[place].named else drawn[place].label for place in ticks
+        f"<b>▲ {drawn[number].label}</b>" if drawn[number].named else drawn[number].label for number in ticks
     ]
     yaxis = {
         "tickvals": ticks,
@@ -125,7 +128,7 @@ def _begins(whose: Sequence[int], stages: Array) -> Array:
 
 def _span_bars(
     step: Mapping[str, Any],
-    at: Mapping[int, int],
+    row_of_rank: Mapping[int, int],
     row_of: Mapping[int, int],
     begins: Array,
     stages: Array,
@@ -137,19 +140,19 @@ def _span_bars(
     return _bars(
         "span",
         [colours[span["name"]] for span in shown],
-        [at[span["rank"]] + 0.42 for span in shown],
-        [begins[place] for place in places],
-        [min(span["ms"], stages[place]) for span, place in zip(shown, places, strict=True)],
+        [row_of_rank[span["rank"]] + 0.42 for span in shown],
+        [begins[index] for index in places],
+        [min(span["ms"], stages[index]) for span, index in zip(shown, places, strict=True)],
         [_span_text(span) for span in shown],
         0.2,
     )
 
 
 def _span_text(span: Mapping[str, Any]) -> str:
-    of = f"step {span['from_step']:,}"
+    steps = f"step {span['from_step']:,}"
     if span["to_step"] > span["from_step"]:
-        of = f"mean of steps {span['from_step']:,}–{span['to_step']:,}"
-    return f"rank {span['rank']}: {span['name']}, {text.ms(span['ms'])} ({of})"
+        steps = f"mean of steps {span['from_step']:,}–{span['to_step']:,}"
+    return f"rank {span['rank']}: {span['name']}, {text.ms(span['ms'])} ({steps})"
 
 
 def _bars(

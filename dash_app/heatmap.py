@@ -40,9 +40,9 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     named = heat_rows.suspects(heat, verdict)
     if route.get("order") == "cost":
         return [_linked(heat, row, route) for row in heat_rows.by_cost(heat, named)]
-    found = heat_rows.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
-    several = heat["by"] != "node" and sum(row.first for row in found) > 1
-    return [_linked(heat, row, route, several and row.first) for row in found]
+    drawn = heat_rows.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
+    several = heat["by"] != "node" and sum(row.first for row in drawn) > 1
+    return [_linked(heat, row, route, several and row.first) for row in drawn]
 
 
 def _linked(heat: Mapping[str, Any], row: Row, route: Route, opens: bool = False) -> Row:
@@ -84,14 +84,14 @@ def figure(
         "zmin": 0,
         "zmax": 255,
         "colorscale": [
-            *((level(at) / 255, css(c)) for at, c in HEAT_COLOURS.items()),
+            *((level(factor) / 255, css(c)) for factor, c in HEAT_COLOURS.items()),
             (grey, css(HEAT_MISSING)),
             (1, css(HEAT_MISSING)),
         ],
         "showscale": False,
         "hoverinfo": "none",
         "meta": {
-            "rows": [_about(heat, row, at) for row, at in zip(drawn, edges, strict=False)],
+            "rows": [_about(heat, row, edge) for row, edge in zip(drawn, edges, strict=False)],
             "first": heat["first"],
             "last": heat["last"],
         },
@@ -111,12 +111,12 @@ def figure(
     )
 
 
-def _about(heat: Mapping[str, Any], row: Row, at: int) -> dict[str, Any]:
+def _about(heat: Mapping[str, Any], row: Row, edge: int) -> dict[str, Any]:
     """Return what a browser has of a row: where it begins, and its rank, or its first and its last."""
     ranks = [row.rank]
     if row.rank is None:
         ranks = [heat["ranks"][line] for line in (row.lines[0], row.lines[-1])] if row.href else []
-    return {"name": row.name, "href": row.href, "ranks": ranks, "at": at}
+    return {"name": row.name, "href": row.href, "ranks": ranks, "at": edge}
 
 
 def _line(y: float) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def gutter(drawn: Sequence[Row]) -> html.Div:
     px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
     edges = [0, *accumulate(row.height for row in drawn)]
     middles = [px * (low + high) / 2 / lines for low, high in pairwise(edges)]
-    labels = [_label(drawn[at], TOP + middles[at]) for at in _shown(drawn, middles)]
+    labels = [_label(drawn[index], TOP + middles[index]) for index in _shown(drawn, middles)]
     return html.Div(labels, id="heat-rows", style={"height": f"{px + TOP + BOTTOM}px"})
 
 
@@ -148,7 +148,7 @@ def _label(row: Row, y: float) -> html.Div:
     )
 
 
-def _shown(drawn: Sequence[Row], at: Sequence[float]) -> list[int]:
+def _shown(drawn: Sequence[Row], middles: Sequence[float]) -> list[int]:
     """Return the rows that have a label, as many as there is room for: named and higher ones come first."""
     chosen: list[int] = []
     for row in sorted(
@@ -161,15 +161,20 @@ def _shown(drawn: Sequence[Row], at: Sequence[float]) -> list[int]:
         ),
     ):
         both = [_TOGGLE if drawn[row].toggle and drawn[other].toggle else _LABEL for other in chosen]
-        if all(abs(at[row] - at[other]) >= room for other, room in zip(chosen, both, strict=True)):
+        if all(abs(middles[row] - middles[other]) >= room for other, room in zip(chosen, both, strict=True)):
             chosen.append(row)
     return sorted(chosen)
 
 
 def scale() -> html.Div:
     """Return the colours with what they mean."""
-    stops = ", ".join(f"{css(colour)} {100 * level(at) / 254:.0f}%" for at, colour in HEAT_COLOURS.items())
-    marks = [html.Span(f"{at:g}×", style={"left": f"{100 * level(at) / 254:.0f}%"}) for at in HEAT_MARKS]
+    stops = ", ".join(
+        f"{css(colour)} {100 * level(factor) / 254:.0f}%" for factor, colour in HEAT_COLOURS.items()
+    )
+    marks = [
+        html.Span(f"{factor:g}×", style={"left": f"{100 * level(factor) / 254:.0f}%"})
+        for factor in HEAT_MARKS
+    ]
     return html.Div(
         [html.I(style={"background": f"linear-gradient(90deg, {stops})"}), *marks], className="scale"
     )
@@ -179,10 +184,14 @@ def as_table(heat: Mapping[str, Any], drawn: Sequence[Row]) -> html.Div:
     """Return the newest columns in numbers, the worst rows first."""
     z = heat_rows.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
-    order = sorted(range(len(drawn)), key=lambda at: (-over[at] if over[at] == over[at] else math.inf, at))
+    order = sorted(
+        range(len(drawn)), key=lambda index: (-over[index] if over[index] == over[index] else math.inf, index)
+    )
     columns: Columns = {
-        "row": lambda at: dcc.Link(drawn[at].name, href=drawn[at].href) if drawn[at].href else drawn[at].name,
-        ">mean": lambda at: text.times(1 + over[at]),
+        "row": lambda index: (
+            dcc.Link(drawn[index].name, href=drawn[index].href) if drawn[index].href else drawn[index].name
+        ),
+        ">mean": lambda index: text.times(1 + over[index]),
         **{
             f">step {last:,}": functools.partial(_cell, z[:, column])
             for column, last in [*enumerate(heat["last"])][-_TABLE_COLUMNS:]
@@ -193,8 +202,8 @@ def as_table(heat: Mapping[str, Any], drawn: Sequence[Row]) -> html.Div:
     return html.Div([rows, html.P(shown, className="hint")])
 
 
-def _cell(column: UInt8, at: int) -> str:
-    value = int(column[at])
+def _cell(column: UInt8, index: int) -> str:
+    value = int(column[index])
     return (
         "missing"
         if value == MISSING

@@ -29,25 +29,29 @@ class Chosen(NamedTuple):
     """One page of a list."""
 
     items: Sequence[Any]
-    found: int
-    """How many there are on all pages, of how many in all."""
-    of: int
+    n_matching: int
+    """Number of items that match the search, on all pages."""
+    n_all: int
+    """Number of items without the search."""
     page: int
+    """Number of this page, from 1."""
     pages: int
 
 
 def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> Chosen:
     """Return the page of `items` that the URL names; `words_of` an item are what is searched."""
     words = (route.get("q") or "").casefold().split()
-    found = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
+    matching = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
     name = route.get("sort") or ""
     if key := keys.get(name.removeprefix("-")):
-        known = [item for item in found if key(item) is not None]
-        unknown = [item for item in found if key(item) is None]
-        found = sorted(known, key=lambda item: _comparable(key(item)), reverse=name[:1] == "-") + unknown
-    pages = max(1, -(-len(found) // PER_PAGE))
+        with_key = [item for item in matching if key(item) is not None]
+        unknown = [item for item in matching if key(item) is None]
+        matching = (
+            sorted(with_key, key=lambda item: _comparable(key(item)), reverse=name[:1] == "-") + unknown
+        )
+    pages = max(1, -(-len(matching) // PER_PAGE))
     page = min(whole(route.get("page")) or 1, pages)
-    return Chosen(found[(page - 1) * PER_PAGE :][:PER_PAGE], len(found), len(items), page, pages)
+    return Chosen(matching[(page - 1) * PER_PAGE :][:PER_PAGE], len(matching), len(items), page, pages)
 
 
 def _has(among: str, words: Iterable[str]) -> bool:
@@ -90,15 +94,15 @@ def heads(columns: Iterable[str], keys: Keys, route: Route) -> dict[str, Any]:
 
 def pages(chosen: Chosen, route: Route, noun: str) -> html.Div:
     """Return how many there are, and links to the pages around this one."""
-    at, last = chosen.page, chosen.pages
-    size = text.count(chosen.of, noun)
-    size = size if chosen.found == chosen.of else f"{chosen.found:,} of {size}"
+    page, last = chosen.page, chosen.pages
+    size = text.count(chosen.n_all, noun)
+    size = size if chosen.n_matching == chosen.n_all else f"{chosen.n_matching:,} of {size}"
     shown: list[Any] = [html.Span(size)]
     if last > 1:
-        first = (at - 1) * PER_PAGE + 1
+        first = (page - 1) * PER_PAGE + 1
         shown = [html.Span(f"{first:,}–{first + len(chosen.items) - 1:,} of {size}")]
-        near = sorted({1, at - 1, at, at + 1, last} & {*range(1, last + 1)})
-        shown += [link(f"{n:,}", route.here(page=n if n > 1 else None), "chip", on=n == at) for n in near]
+        near = sorted({1, page - 1, page, page + 1, last} & {*range(1, last + 1)})
+        shown += [link(f"{n:,}", route.here(page=n if n > 1 else None), "chip", on=n == page) for n in near]
     return html.Div(shown, className="pages", **aria(label="Pages"))
 
 

@@ -43,12 +43,12 @@ def health(session: SessionPages) -> dict[str, Any]:
 def exposition(session: SessionPages, accept: str = "") -> tuple[bytes, str]:
     """Return all metrics in the format that the `Accept` header asks for, and its content type."""
     with session.lock:
-        found = [family for family in _families(session) if family.samples]
+        families = [family for family in _families(session) if family.samples]
     try:
         encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # it takes any version for a number
         encode, content_type = choose_encoder("")
-    return encode(SimpleNamespace(collect=lambda: found)), content_type  # of one session: in no registry
+    return encode(SimpleNamespace(collect=lambda: families)), content_type  # of one session: in no registry
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:
@@ -72,8 +72,8 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     poll = quantiles(np.array(session.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
     about = "Time to bring the session up to date."
     yield _gauge("dashboard_poll", about, ["quantile"], _by_quantile(poll), "seconds")
-    own, aggregator = session.errors, session.status.get("errors") or {}
-    yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(own))
+    errors, aggregator = session.errors, session.status.get("errors") or {}
+    yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(errors))
     yield _counter("aggregator_errors", "Errors of the aggregator, by place.", ["place"], _by_key(aggregator))
     ledger: Mapping[str, Any] = session.status.get("ledger") or {}
     rows = {name: ledger[name] for name in ("produced", "stored") if name in ledger}
@@ -132,10 +132,10 @@ def _of_steps(run: RunState) -> Iterator[Metric]:
     yield _gauge("step", about, ["run", "quantile"], _by_quantile(quantile, name), "seconds")
     exposed = [((name, stage), ms / 1e3) for stage, ms in times["stages"].items()]
     yield _gauge("exposed", "Mean exposed time of a step, by stage.", ["run", "stage"], exposed, "seconds")
-    nodes = [((name, node), own["median_ms"] / 1e3) for node, own in times["nodes"].items()]
+    nodes = [((name, node), values["median_ms"] / 1e3) for node, values in times["nodes"].items()]
     yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
     per_rank = zip(times["ranks"], times["busy_ms"].tolist(), strict=True)
-    shown = [each for each in per_rank if len(times["ranks"]) <= _MOST or each[0] == times["worst_rank"]]
+    shown = [pair for pair in per_rank if len(times["ranks"]) <= _MOST or pair[0] == times["worst_rank"]]
     busy = [((name, rank, run.node_of(rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
@@ -166,25 +166,25 @@ def _of_nodes(run: RunState) -> Iterator[Metric]:
     """Yield the quantities of the newest sample of each node, and of its devices."""
     name = run.id
     samples = [(run.labels.get(node, node), sample) for node, sample in run.samples.items()]
-    for each in NODE:
-        yield from _quantity(each, "node", ["run", "node"], [((name, node), s) for node, s in samples])
+    for quantity in NODE:
+        yield from _quantity(quantity, "node", ["run", "node"], [((name, node), s) for node, s in samples])
     devices = [((name, node, gpu["index"]), gpu) for node, s in samples for gpu in s["gpus"] or ()]
-    for each in GPU if len(devices) <= _MOST else ():
-        if not each.counter:  # counters of devices are not in every sample
-            yield from _quantity(each, "gpu", ["run", "node", "gpu"], devices)
+    for quantity in GPU if len(devices) <= _MOST else ():
+        if not quantity.counter:  # counters of devices are not in every sample
+            yield from _quantity(quantity, "gpu", ["run", "node", "gpu"], devices)
 
 
 def _quantity(
     quantity: Quantity,
-    of: str,
+    kind: str,
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[object], Mapping[str, Any]]],
 ) -> Iterator[Metric]:
     if quantity.single:
         (field,), unit = quantity.fields, quantity.unit
-        known = [(values, sample[field]) for values, sample in samples]
-        series = [(values, None if value is None else value * unit.base) for values, value in known]
+        sample_values = [(values, sample[field]) for values, sample in samples]
+        series = [(values, None if value is None else value * unit.base) for values, value in sample_values]
         about = " ".join(filter(None, (quantity.chart, quantity.line))) or text.words(field)
         family = _counter if quantity.counter else _gauge
         name = re.sub("_(pct|bytes|ns|w|c|mhz)$", "", field)
-        yield family(f"{of}_{name}", f"{about}, newest sample.", labels, series, unit.metric)
+        yield family(f"{kind}_{name}", f"{about}, newest sample.", labels, series, unit.metric)

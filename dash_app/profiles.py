@@ -38,8 +38,8 @@ def found(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     if not announced and not cache.source.stored:
         return []
 
-    def settled(found: Profiles) -> bool:
-        there = {info.profile.id: info.profile for info in found.done}
+    def settled(profiles: Profiles) -> bool:
+        there = {info.profile.id: info.profile for info in profiles.done}
         explained = all(one.found or one.suspect is None for one in there.values())
         return announced <= there.keys() and explained
 
@@ -119,5 +119,5 @@ def reasons(profile: Profile) -> str:
     for rank in profile.ranks:
         if rank.state != "captured":
             lacking.setdefault(rank.reason or rank.state, []).append(rank.rank)
-    found = [f"{text.ranks(ranks)}: {why}" for why, ranks in lacking.items()]
-    return "; ".join(filter(None, [profile.error or "", *found]))
+    parts = [f"{text.ranks(ranks)}: {why}" for why, ranks in lacking.items()]
+    return "; ".join(filter(None, [profile.error or "", *parts]))

@@ -84,10 +84,10 @@ def _is_loopback(host: str) -> bool:
 
 def _addresses(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise SettingError(f"host={host!r} has no address: {error}") from None
-    return [str(address[0]).partition("%")[0] for *_, address in found]
+    return [str(address[0]).partition("%")[0] for *_, address in addresses]
 
 
 class Guard:

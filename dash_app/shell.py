@@ -102,7 +102,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
 def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     return {
         **session_facts(cache, run),
-        "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
+        "runs": [{name: entry[name] for name in ("id", "name", "status")} for entry in cache.runs],
     }
 
 
@@ -114,10 +114,10 @@ def _by_layer(
         return None
     if verdict["rank"] is None:
         return None
-    found = layers_of(cache, run, state)
-    findings = found.findings if found else ()
-    own = (one for one in findings if one.rank in verdict["ranks"] and verdict["stage"] in one.phase)
-    return next((sentence(one.why) for one in own), None)
+    layers = layers_of(cache, run, state)
+    findings = layers.findings if layers else ()
+    matching = (one for one in findings if one.rank in verdict["ranks"] and verdict["stage"] in one.phase)
+    return next((sentence(one.why) for one in matching), None)
 
 
 def _by_operation(
@@ -293,11 +293,11 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
     return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
 
 
-def _layer(found: str | None, route: Route) -> list[Any] | None:
+def _layer(layer_sentence: str | None, route: Route) -> list[Any] | None:
     """Return which layer makes a rank late, and a link to the page of layers."""
-    if found is None:
+    if layer_sentence is None:
         return None
-    return [html.B("By layer "), *marked(found), " ", dcc.Link("Layers", href=route.to("layers"))]
+    return [html.B("By layer "), *marked(layer_sentence), " ", dcc.Link("Layers", href=route.to("layers"))]
 
 
 def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:

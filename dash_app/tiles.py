@@ -29,16 +29,16 @@ def box(tile: Mapping[str, Any]) -> html.Div:
     value = [html.Span(text.number(tile["value"]), className="value")]
     if tile["value"] is not None:
         value.append(html.Span(tile["unit"], className="unit"))
-    known = [v for v in tile["series"] if v is not None]
-    first, last = (text.number(known[at]) if known else "" for at in (0, -1))
-    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if known else ""
+    values = [v for v in tile["series"] if v is not None]
+    first, last = (text.number(values[index]) if values else "" for index in (0, -1))
+    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if values else ""
     label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"], className="text")
-    drawn = [spark(tile["series"], alt), *_ends(known)] if len(known) > 1 else []
+    drawn = [spark(tile["series"], alt), *_ends(values)] if len(values) > 1 else []
     line = html.Div(drawn, className="spark-box")
     return html.Div([label, html.Div(value), line, under], className="tile", title=tile["title"] or None)
 
 
-def _ends(known: Sequence[float]) -> list[html.Span]:
+def _ends(values: Sequence[float]) -> list[html.Span]:
     """Return the scale of a sparkline: its highest and its lowest value."""
-    high, low = text.number(max(known)), text.number(min(known))
+    high, low = text.number(max(values)), text.number(min(values))
     return [html.Span(high, className="high"), *([html.Span(low, className="low")] if low != high else [])]

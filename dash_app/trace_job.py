@@ -63,8 +63,8 @@ def run(job: Job, folder: Path, out: Path, wait_s: float = WAIT_S) -> None:
     finally:
         _ONE.release()
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise JobError(text.one_line("".join(said)) or f"its process ended with {done.returncode}")
+        last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise JobError(text.one_line("".join(last_line)) or f"its process ended with {done.returncode}")
 
 
 def _breakdown(stored: StoredProfile, out: Path) -> None:

@@ -55,7 +55,7 @@ def clock(moment: str) -> str:
 
 def written(sentence: str) -> str:
     """Return a sentence with its moments as "23:13:25 CET"."""
-    return text.MOMENT.sub(lambda found: clock(found[0]), sentence)
+    return text.MOMENT.sub(lambda match: clock(match[0]), sentence)
 
 
 def date(moment: str) -> str:

@@ -103,8 +103,8 @@ def page() -> str:
 def found(path: str, names: tuple[str, ...]) -> list[ast.ClassDef | ast.FunctionDef]:
     """Return the definitions of `names` in a file, in that order. Raises KeyError for a missing one."""
     body = ast.parse((ROOT / path).read_text()).body
-    known = {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    return [known[name] for name in names]
+    definitions = {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return [definitions[name] for name in names]
 
 
 def entry(node: ast.ClassDef | ast.FunctionDef, title: str = "### ") -> str:
@@ -112,19 +112,19 @@ def entry(node: ast.ClassDef | ast.FunctionDef, title: str = "### ") -> str:
     text = f"{title}{node.name}\n\n```python\n{signature(node)}\n```\n\n{text_of(node)}"
     if not isinstance(node, ast.ClassDef) or node.name != METHODS_OF:
         return text
-    public = [each for each in methods(node) if not each.name.startswith("_")]
-    return "\n".join([text, *(entry(each, f"#### {node.name}.") for each in public)])
+    public = [method for method in methods(node) if not method.name.startswith("_")]
+    return "\n".join([text, *(entry(method, f"#### {node.name}.") for method in public)])
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
     """Yield the functions of a class."""
-    yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
+    yield from (member for member in node.body if isinstance(member, ast.FunctionDef))
 
 
 def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
     """Return how it is called, one keyword a line where that is long."""
     if isinstance(node, ast.ClassDef):
-        init = next((each for each in methods(node) if each.name == "__init__"), None)
+        init = next((method for method in methods(node) if method.name == "__init__"), None)
         if init is None or node.name == METHODS_OF or node.name.endswith("Error"):
             return f"class {node.name}"
         arguments, returns = arguments_of(init), ""
@@ -134,18 +134,18 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
     line = f"{node.name}({', '.join(arguments)}){returns}"
     if len(line) <= 100:
         return line
-    return f"{node.name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
+    return f"{node.name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
 
 
 def arguments_of(node: ast.FunctionDef) -> list[str]:
     """Return the arguments of a function as they are written."""
-    found, args = [], node.args
+    shown, args = [], node.args
     positional = [None] * (len(args.args) - len(args.defaults)) + [*args.defaults]
     for argument, default in zip(args.args, positional, strict=True):
         if argument.arg != "self":
-            found.append(one_argument(argument, default))
-    found += ["*"] if args.kwonlyargs else []
-    return found + [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+            shown.append(one_argument(argument, default))
+    shown += ["*"] if args.kwonlyargs else []
+    return shown + [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
 
 
 def one_argument(argument: ast.arg, default: ast.expr | None) -> str:

@@ -34,9 +34,9 @@ def save(text: Text, out: Path, title: str, width: int) -> None:
     out.write_text(re.sub(pattern, _shift, svg))
 
 
-def _shift(found: re.Match[str]) -> str:
+def _shift(match: re.Match[str]) -> str:
     """Move a text that begins with spaces to where its first letter stands: not every viewer keeps them."""
-    x, y, length, rest, spaces = found.groups()
+    x, y, length, rest, spaces = match.groups()
     by = CHARACTER_WIDTH * spaces.count("&")
     return f'x="{float(x) + by:g}"{y} textLength="{float(length) - by:g}"{rest}'
 

@@ -83,8 +83,8 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    own = device.type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-    dist.init_process_group("nccl" if own else "gloo", device_id=device if own else None)
+    has_gpu = device.type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    dist.init_process_group("nccl" if has_gpu else "gloo", device_id=device if has_gpu else None)
     train(args, rank, device)
     dist.barrier()  # a gloo thread may still hold a tensor of the last exchange
     dist.destroy_process_group()

@@ -73,8 +73,8 @@ def run_stage(stage: Any, inputs: Tensor) -> Tensor:
 
 def parameters_of(stage: Any) -> list[Any]:
     """Return the parameters of a stage, from the worker that has it."""
-    found: list[Any] = stage.local_value().parameter_rrefs()
-    return found
+    parameters: list[Any] = stage.local_value().parameter_rrefs()
+    return parameters
 
 
 def begin_to_record() -> None:
@@ -106,7 +106,9 @@ def call(to: str, function: Any, *args: Any) -> Any:
 def train(steps: int, recorded: int) -> None:
     """Train both stages; each micro-batch goes through one while the next goes through the other."""
     stages = [rpc.remote(worker, Stage, args=(layers,)) for worker, layers in (("stage1", 3), ("stage2", 1))]
-    parameters = [each for stage in stages for each in call(stage.owner_name(), parameters_of, stage).wait()]
+    parameters = [
+        parameter for stage in stages for parameter in call(stage.owner_name(), parameters_of, stage).wait()
+    ]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.05)
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
     for step in range(steps):

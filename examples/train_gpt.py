@@ -440,8 +440,10 @@ def main() -> None:
         print(f"{me.world_size} ranks, {devices} CUDA devices a machine ({name}), {backend}", flush=True)
     if me.world_size > 1:
         dist.init_process_group(backend, device_id=me.device if backend == "nccl" else None)
-    own = me.rank > 0 and args.loss_log != os.devnull
-    with Path(f"{args.loss_log}.rank{me.rank}" if own else args.loss_log).open("w", buffering=1) as exact:
+    separate = me.rank > 0 and args.loss_log != os.devnull
+    with Path(f"{args.loss_log}.rank{me.rank}" if separate else args.loss_log).open(
+        "w", buffering=1
+    ) as exact:
         train(args, me, exact)
     if me.world_size > 1:
         # A gloo thread may still hold the tensor of the last all_reduce, and abort a process that ends before

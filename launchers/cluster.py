@@ -135,14 +135,14 @@ def members(session: int) -> list[psutil.Process]:
 
     Raises OSError where processes cannot be listed: without `/proc`.
     """
-    found = []
+    processes = []
     for pid in _pids():
         with contextlib.suppress(psutil.Error, OSError):
             if os.getsid(pid) == session:
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-    return found
+                    processes.append(process)
+    return processes
 
 
 def _pids() -> list[int]:
@@ -257,8 +257,11 @@ def main() -> None:
     parent, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)
     if head:
-        address, own = reach(head, JOIN_S)
-        arguments += [f"--address={address}", f"--node-ip-address={own_address(address, int(rank), own)}"]
+        address, local_ip = reach(head, JOIN_S)
+        arguments += [
+            f"--address={address}",
+            f"--node-ip-address={own_address(address, int(rank), local_ip)}",
+        ]
     sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
     from ray.scripts.scripts import main as ray
 

@@ -84,10 +84,15 @@ def _nodes(args: argparse.Namespace) -> Nodes:
             f"--nnodes={args.nnodes} needs --master-addr HOST and a --node-rank below it on each node"
         )
     head = join(head_host(args.master_addr), args.traceml_port or RAY_PORT)
-    place = hashlib.sha256(head.encode()).hexdigest()[:8]
+    head_hash = hashlib.sha256(head.encode()).hexdigest()[:8]
     first = args.node_rank == 0
     return Nodes(
-        args.nnodes, rank=args.node_rank, first=first, host=args.master_addr, head=head, job=f"job-{place}"
+        args.nnodes,
+        rank=args.node_rank,
+        first=first,
+        host=args.master_addr,
+        head=head,
+        job=f"job-{head_hash}",
     )
 
 

@@ -142,7 +142,7 @@ def _running(folder: Path, limit_s: float = UP_S) -> Live:
 def _others(folder: Path) -> str:
     """Return which sessions beside it are live: one that begins has no file to be found by yet."""
     live = [path.parent for path in folder.parent.glob(f"*/{LIVE}") if path.parent != folder]
-    names = [repr(each.name) for each in live if holder(each) is not None]
+    names = [repr(folder.name) for folder in live if holder(folder) is not None]
     return f"; live is {listed(names)}, which may just be starting" if names else ""
 
 

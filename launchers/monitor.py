@@ -311,15 +311,15 @@ class Monitor:
 
     def _let_others_attach(self, address: str) -> None:
         """Write what ranks and views need to attach; so the token is in no environment."""
-        found = Attachment(address)
+        attachment = Attachment(address)
         if self._ray is not None:
             environ: dict[str, str | None] = {name: None for name in self.environ if name.startswith("RAY_")}
             environ["RAY_AUTH_MODE"] = self._ray.environ["RAY_AUTH_MODE"]
             if self._ray.token is not None:
                 environ["RAY_AUTH_TOKEN_PATH"] = str(self._runtime / "token")
                 write_file(self._runtime / "token", self._ray.token.encode())
-            found = Attachment(address, str(self._ray.folder), environ)
-        write_file(self._runtime / ATTACHMENT, msgspec.json.encode(found))
+            attachment = Attachment(address, str(self._ray.folder), environ)
+        write_file(self._runtime / ATTACHMENT, msgspec.json.encode(attachment))
 
     def _request(self, address: str) -> HelperRequest:
         actors = ActorConfig(

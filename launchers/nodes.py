@@ -65,7 +65,7 @@ def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
         )
     first = _hosts_rendezvous(args, host) if rank is None else rank == 0
     named = re.sub(r"[^A-Za-z0-9_-]", "-", args.rdzv_id)[:40] if args.rdzv_id != "none" else "job"
-    place = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
+    address_hash = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
     return Nodes(
         count=least,
         fixed=least == most,
@@ -73,7 +73,7 @@ def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
         first=first,
         host=host,
         head=join(head_host(host), args.traceml_port or port + 1),
-        job=f"{named}-{place}",
+        job=f"{named}-{address_hash}",
     )
 
 

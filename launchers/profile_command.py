@@ -134,20 +134,20 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
         return 2
     try:
         with progress.shown("profile"):
-            found = profile(folder, wanted)
+            result = profile(folder, wanted)
     except ControlError as error:
         say(error)
         return 1
     # What is shown of it may be one document (--json).
-    show(render_profile(found.profile, found.path), end="", file=sys.stderr if shows else None)
-    if not found.profile.captured:
+    show(render_profile(result.profile, result.path), end="", file=sys.stderr if shows else None)
+    if not result.profile.captured:
         return 1
-    return profile_views.show_stored(found, arguments) if shows else 0
+    return profile_views.show_stored(result, arguments) if shows else 0
 
 
 def _remove(folder: Path, name: str) -> int:
     if remove_profile(folder, name):
         return 0
-    known = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
-    say(f"no profile {name!r} in {folder}; there: {known}")
+    profile_ids = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
+    say(f"no profile {name!r} in {folder}; there: {profile_ids}")
     return 2

@@ -57,12 +57,12 @@ def show_stored(stored: StoredProfile, arguments: argparse.Namespace) -> int:
 
 
 def _shown(
-    found: Callable[[], tuple[Sequence[Source], Profile | None]],
+    load_sources: Callable[[], tuple[Sequence[Source], Profile | None]],
     arguments: argparse.Namespace,
     named: bool = False,
 ) -> int:
     try:
-        sources, profile = found()
+        sources, profile = load_sources()
         chosen = _chosen(sources, arguments)
         _show(chosen, profile, arguments)
         if profile is not None and not named:
@@ -97,11 +97,17 @@ def _chosen(sources: Sequence[Source], arguments: argparse.Namespace) -> Sequenc
     if arguments.ranks == "all":
         return sources
     ranks, named = rank_filter(arguments.ranks), _pair(arguments.diff) if arguments.diff else ()
-    found = [each for each in sources if each.rank is not None and (each.rank in ranks or each.rank in named)]
-    if not found:
-        known = text.ranks(each.rank for each in sources if each.rank is not None)
-        raise ViewError(f"there is no trace of --ranks {arguments.ranks[:40]}: there are those of {known}")
-    return found
+    chosen = [
+        source
+        for source in sources
+        if source.rank is not None and (source.rank in ranks or source.rank in named)
+    ]
+    if not chosen:
+        traced_ranks = text.ranks(source.rank for source in sources if source.rank is not None)
+        raise ViewError(
+            f"there is no trace of --ranks {arguments.ranks[:40]}: there are those of {traced_ranks}"
+        )
+    return chosen
 
 
 def _note(sources: Sequence[Source], profile: Profile, arguments: argparse.Namespace) -> None:
@@ -115,13 +121,13 @@ def _note(sources: Sequence[Source], profile: Profile, arguments: argparse.Names
 
 def _stored(folder: Path, name: str | None) -> StoredProfile:
     there = profiles_of(folder)
-    found = [stored for stored in there if name in (None, stored.profile.id)]
-    if found:
-        return found[-1]
-    known = (
+    matching = [stored for stored in there if name in (None, stored.profile.id)]
+    if matching:
+        return matching[-1]
+    available = (
         text.listed([stored.profile.id for stored in there[-5:]]) or "none; `traceml-ray profile` makes one"
     )
-    raise ViewError(f"no profile {name or ''!s} in {folder}: there is {known}".replace("  ", " "))
+    raise ViewError(f"no profile {name or ''!s} in {folder}: there is {available}".replace("  ", " "))
 
 
 def _show(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
@@ -136,9 +142,9 @@ def _show(sources: Sequence[Source], profile: Profile | None, arguments: argpars
         show("\n".join([made, *merged.notes]), file=messages)
     if arguments.diff:
         rank, beside = _pair(arguments.diff)
-        found = document["difference"] = difference(sources, rank, beside, arguments.stage)
+        compared = document["difference"] = difference(sources, rank, beside, arguments.stage)
         if not arguments.json:
-            show(render_difference(found, arguments.top or 15), end="")
+            show(render_difference(compared, arguments.top or 15), end="")
     alone = arguments.json and not arguments.diff
     none = not any((arguments.trace, arguments.diff, arguments.csv, arguments.parquet, arguments.json))
     table = arguments.table or none or alone
@@ -165,8 +171,8 @@ def _operations(
 ) -> Sequence[Operation]:
     """Return the rows asked for, which are also written to the files asked for."""
     with progress.shown("reading"):
-        found = key_averages(_counted(sources), arguments.by_shape)
-    rows = select(sort(found, arguments.sort or _SORT), arguments.name, top=arguments.top)
+        operations = key_averages(_counted(sources), arguments.by_shape)
+    rows = select(sort(operations, arguments.sort or _SORT), arguments.name, top=arguments.top)
     for name, write in _WRITERS.items():
         if out := getattr(arguments, name):
             write_file(out, write(rows))

@@ -147,7 +147,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     theirs, complete = set(parser._option_string_actions), parser._get_option_tuples
     # An abbreviation that torchrun understands is not ambiguous because of our flags.
     parser._get_option_tuples = lambda option_string: (  # type: ignore[method-assign]
-        [found for found in complete(option_string) if found[1] in theirs] or complete(option_string)
+        [option for option in complete(option_string) if option[1] in theirs] or complete(option_string)
     )
     ours = parser.add_argument_group(
         "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, ..."

@@ -264,15 +264,15 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         from traceml_ray.ray.actor_channel import ActorChannel
 
         context = get_train_context()
-        place = context.distributed_context
+        distributed = context.distributed_context
         config = msgspec.json.decode(self._config, type=ready(ActorConfig))
         identity = RankIdentity(
-            global_rank=place.world_rank,
-            local_rank=place.local_rank,
-            node_rank=place.node_rank,
-            world_size=place.world_size,
-            local_world_size=place.local_world_size,
-            nnodes=max(self._nnodes, place.node_rank + 1),
+            global_rank=distributed.world_rank,
+            local_rank=distributed.local_rank,
+            node_rank=distributed.node_rank,
+            world_size=distributed.world_size,
+            local_world_size=distributed.local_world_size,
+            nnodes=max(self._nnodes, distributed.node_rank + 1),
             hostname=os.uname().nodename,
             node_id=None,
             job_id=context.train_run_context.run_id,

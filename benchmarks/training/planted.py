@@ -117,8 +117,8 @@ class Net(nn.Module):
         """Return one number for each row of x (n, WIDTH)."""
         self.pace.pass_time("forward")
         hidden = _Backward.apply(self.first(x), self.pace)
-        found: Tensor = self.rest(hidden)
-        return found
+        output: Tensor = self.rest(hidden)
+        return output
 
 
 def train(plan: dict[str, Any], rank: int) -> Pace:

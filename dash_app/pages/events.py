@@ -38,9 +38,9 @@ _LAST_S = {"10 min": 600, "1 h": 3600, "24 h": 86400}
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what happened, newest first, of the kind, severity, time, rank or node in the URL."""
-    found = events_of(cache, run)
-    kinds, severities = (Counter(event[name] for event in found) for name in ("kind", "severity"))
-    newest = max((event["t_ns"] for event in found), default=0)
+    events = events_of(cache, run)
+    kinds, severities = (Counter(event[name] for event in events) for name in ("kind", "severity"))
+    newest = max((event["t_ns"] for event in events), default=0)
     now = newest if cache.source.stored else cache.clock()
     tests: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
         "kind": lambda event, kind: event["kind"] == kind,
@@ -50,10 +50,10 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "last": lambda event, last: now - event["t_ns"] <= _LAST_S.get(last, 1 << 40) * 1e9,
     }
     for name, asked in route.select(*tests).items():
-        found = [event for event in found if tests[name](event, asked)]
+        events = [event for event in events if tests[name](event, asked)]
     verdict = run.verdict or {}
     return {
-        "chosen": listing.choose(found, route, _words, {}),
+        "chosen": listing.choose(events, route, _words, {}),
         "kinds": dict(kinds),
         "severities": {name: severities[name] for name in SIGNS if severities[name]},
         "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
@@ -120,12 +120,12 @@ def _filters(view: Mapping[str, Any], route: Route) -> list[html.Nav]:
     severities = {f"{SIGNS[name]} {name} {n:,}": name for name, n in view["severities"].items()}
     kinds = {f"{text.words(kind)} {n:,}": kind for kind, n in sorted(view["kinds"].items())}
     times = {f"last {name}": name for name in _LAST_S}
-    own = {name: route.get(name) for name in ("rank", "node") if route.get(name)}
+    filters = {name: route.get(name) for name in ("rank", "node") if route.get(name)}
     return [
         listing.chips(route, "severity", {"any severity": None, **severities}, "Severity"),
         listing.chips(route, "last", {"any time": None, **times}, "Time"),
         listing.chips(route, "kind", {"all kinds": None, **kinds}, "Kind"),
-        *(listing.chips(route, name, {f"{name} {value} ✕": None}, name) for name, value in own.items()),
+        *(listing.chips(route, name, {f"{name} {value} ✕": None}, name) for name, value in filters.items()),
     ]
 
 
@@ -143,10 +143,10 @@ def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) 
     }
     shown = {name: columns[name] for name in names or columns}
     heads = {"time": f"time, {zone.abbreviation()}"}
-    found: list[Any] = []
-    for group, of in groupby(events, key=itemgetter("group")):
-        found += [html.H3(group or "Before")] if found or group else []
-        found.append(table(shown, of, heads=heads, label=group or "Events"))
-    if not found:
+    body: list[Any] = []
+    for group, rows in groupby(events, key=itemgetter("group")):
+        body += [html.H3(group or "Before")] if body or group else []
+        body.append(table(shown, rows, heads=heads, label=group or "Events"))
+    if not body:
         return table(shown, (), empty="No event of this kind yet.", label="")
-    return html.Div(found, className="events")
+    return html.Div(body, className="events")

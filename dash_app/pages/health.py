@@ -26,7 +26,7 @@ def data(cache: SessionCache, run: RunState | None, _route: Route) -> dict[str, 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    errors = sorted(view["errors"].items(), key=lambda each: -each[1])
+    errors = sorted(view["errors"].items(), key=lambda item: -item[1])
     counts: Columns = {"where": lambda error: error[0], ">times": lambda error: f"{error[1]:,}"}
     panels = {
         "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished")),
@@ -45,7 +45,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
-    known = sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+    ordered = sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
     columns: Columns = {
         "node": lambda relay: node_link(relay["node_id"], relay["label"], route),
         "state": lambda relay: "alive" if relay["alive"] else "lost",
@@ -53,9 +53,9 @@ def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
         ">ranks": lambda relay: text.plain(len(relay["ranks"])),
         ">clock": _clock,
     }
-    rest = len(known) - _RELAYS
+    rest = len(ordered) - _RELAYS
     more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
-    rows = table(columns, known[:_RELAYS], label="Relays")
+    rows = table(columns, ordered[:_RELAYS], label="Relays")
     return html.Div([rows, html.P(more, className="hint")], id="health-relays")
 
 

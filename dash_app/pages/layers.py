@@ -46,12 +46,12 @@ _WHAT = (
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the layers of the run; in the URL `steps` fills the form, `asked` is this browser's request."""
-    found = cache.ask(query.Layers(run.id))
+    answer = cache.ask(query.Layers(run.id))
     asked = route.get("asked")
     of_request = cache.ask(query.Layers(run.id, asked)) if asked else None
-    layers = found.layers if found else []
+    layers = answer.layers if answer else []
     return {
-        "layers": found,
+        "layers": answer,
         "chosen": listing.choose(
             layers, route, lambda one: f"{layer_name(one)} {one.kind} {one.region}", _KEYS
         ),
@@ -65,20 +65,20 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     head = [html.H1("Layers"), listing.field(route, "layers")]
     body: list[Any] = [trail(route, ("layers", None)), html.Div(head, className="title-row")]
-    found: Layers | None = view["layers"]
+    layers: Layers | None = view["layers"]
     asks = view["state"] == "live" and not route.get("session")
     if asks:
         body.append(panel("Measure the steps to come", part(_form(view, route)), part(_asked(view, route))))
-    if found is None or not found.ranks:
+    if layers is None or not layers.ranks:
         nothing = marked(f"{NOTHING}{', or on this page' * asks}.")
         return html.Div([*body, part(html.P(nothing, id="layers-missing", className="empty"))])
     body += [
-        part(html.Div(_found(found), id="layers-found")),
-        _icicle(found, route),
+        part(html.Div(_found(layers), id="layers-found")),
+        _icicle(layers, route),
         panel("Layers", part(html.Div(_layers(view, route), id="layers-table"))),
     ]
-    if len(found.ranks) > 1:
-        body.append(panel("Rank beside rank", part(html.Div(_beside(found, route), id="layers-ranks"))))
+    if len(layers.ranks) > 1:
+        body.append(panel("Rank beside rank", part(html.Div(_beside(layers, route), id="layers-ranks"))))
     return html.Div(body)
 
 
@@ -111,18 +111,20 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
 
 def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
     """Return how far the request of this browser is."""
-    said = ""
+    message = ""
     if route.get("asked"):
-        done, of = view["answered"], text.count(view["world"], "rank")
-        said = f"{done:,} of {of} have measured them." if done else "Asked for: they are being measured …"
-    return html.Div(said, id="layers-asked", **aria(live="polite"))
+        done, all_ranks = view["answered"], text.count(view["world"], "rank")
+        message = (
+            f"{done:,} of {all_ranks} have measured them." if done else "Asked for: they are being measured …"
+        )
+    return html.Div(message, id="layers-asked", **aria(live="polite"))
 
 
-def _found(found: Layers) -> list[Any]:
+def _found(layers: Layers) -> list[Any]:
     """Return which layer takes longer on a rank, or that none does, and what that is of."""
-    sentences = layers_sentences(found)
-    tone = "warning" if found.findings else "good" if sentences else "info"
-    about = [about_layers(msgspec.structs.asdict(found)), *found.limits]
+    sentences = layers_sentences(layers)
+    tone = "warning" if layers.findings else "good" if sentences else "info"
+    about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]
     shown = [html.P(marked(sentence)) for sentence in sentences]
     return [
         html.Div(shown, className=f"callout {tone}") if shown else None,
@@ -130,9 +132,9 @@ def _found(found: Layers) -> list[Any]:
     ]
 
 
-def _icicle(found: Layers, route: Route) -> Any:
-    named = {one.layer for one in found.findings}
-    boxes = icicle([msgspec.structs.asdict(one) for one in found.layers], named)
+def _icicle(layers: Layers, route: Route) -> Any:
+    named = {one.layer for one in layers.findings}
+    boxes = icicle([msgspec.structs.asdict(one) for one in layers.layers], named)
     figure = figures.icicle(boxes)
     rows = max((box.depth for box in boxes), default=0) + 1
     return chart(
@@ -143,23 +145,23 @@ def _icicle(found: Layers, route: Route) -> Any:
         route,
         colours={"takes longer on one rank": figures.ORANGE} if named - {None} else None,
         height=60 + 26 * rows,
-        rows=_tree(found),
+        rows=_tree(layers),
     )
 
 
-def _tree(found: Layers) -> Any:
+def _tree(layers: Layers) -> Any:
     columns: Columns = {
         "layer": layer_name,
         ">with those inside, ms": lambda one: text.number(one.total_ms, aligned=True),
         ">of the model": lambda one: text.share(one.share),
     }
-    return table(columns, found.layers, label="Time of each layer with the layers inside it")
+    return table(columns, layers.layers, label="Time of each layer with the layers inside it")
 
 
 def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
-    found: Layers = view["layers"]
-    named = {one.layer: one for one in found.findings}
-    several, again = len(found.ranks) > 1, any(one.recomputed for one in found.layers)
+    layers: Layers = view["layers"]
+    named = {one.layer: one for one in layers.findings}
+    several, again = len(layers.ranks) > 1, any(one.recomputed for one in layers.layers)
 
     def largest(one: Layer) -> Any:
         shown = text.number(one.worst_ms, aligned=True)
@@ -187,32 +189,32 @@ def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
     return [rows, listing.pages(chosen, route, "layer"), html.P(_WHAT, className="hint")]
 
 
-def _beside(found: Layers, route: Route) -> list[Any]:
+def _beside(layers: Layers, route: Route) -> list[Any]:
     """Return the layers that take longest, with a column for each of some ranks."""
-    order = sorted(range(len(found.layers)), key=lambda at: -_longest(found, at))[:_BESIDE]
-    stands_out = {(one.layer, one.rank) for one in found.findings}
+    order = sorted(range(len(layers.layers)), key=lambda index: -_longest(layers, index))[:_BESIDE]
+    stands_out = {(one.layer, one.rank) for one in layers.findings}
 
     def cell(rank: int) -> Any:
-        def shown(at: int) -> Any:
-            value = text.number(found.per_rank_ms[rank][at], aligned=True)
-            named = (found.layers[at].name, rank) in stands_out
+        def shown(index: int) -> Any:
+            value = text.number(layers.per_rank_ms[rank][index], aligned=True)
+            named = (layers.layers[index].name, rank) in stands_out
             return html.B(f"▲ {value}", className="sev warning") if named else value
 
         return shown
 
     columns: Columns = {
-        "layer": lambda at: html.Code(layer_name(found.layers[at])),
-        **{f">rank {rank}": cell(rank) for rank in found.per_rank_ms},
+        "layer": lambda index: html.Code(layer_name(layers.layers[index])),
+        **{f">rank {rank}": cell(rank) for rank in layers.per_rank_ms},
     }
-    which = "" if len(found.per_rank_ms) == len(found.ranks) else " Of many ranks, those that take longest."
+    which = "" if len(layers.per_rank_ms) == len(layers.ranks) else " Of many ranks, those that take longest."
     hint = f"Forward and backward, ms a step, without the layers inside; the {_BESIDE} largest.{which}"
     heads: Mapping[str, Any] = {
-        f">rank {rank}": rank_link(rank, route, "rank ") for rank in found.per_rank_ms
+        f">rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms
     }
     rows = table(columns, sorted(order), heads=heads, label="Layers, rank beside rank")
     return [rows, html.P(hint, className="hint")]
 
 
-def _longest(found: Layers, at: int) -> float:
-    values: Sequence[float | None] = [own[at] for own in found.per_rank_ms.values()]
+def _longest(layers: Layers, index: int) -> float:
+    values: Sequence[float | None] = [times[index] for times in layers.per_rank_ms.values()]
     return max((value for value in values if value is not None), default=0.0)

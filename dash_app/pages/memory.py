@@ -61,21 +61,21 @@ _KEYS: listing.Keys = {
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    found, divided = cache.ask(query.Memory(run.id)), cache.ask(query.Sharding(run.id))
-    if found is None or not found.ranks:
+    memory, divided = cache.ask(query.Memory(run.id)), cache.ask(query.Sharding(run.id))
+    if memory is None or not memory.ranks:
         return {"memory": None, "axis": spine, "sharding": divided}
     asked, wrong = _asked(route)
-    ranks = [row for row in found.ranks if row.rank in asked]
+    ranks = [row for row in memory.ranks if row.rank in asked]
     searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
     chosen = listing.choose(ranks, searched, _words, _KEYS)
-    drawn = _drawn(found, [row.rank for row in (ranks if asked.ranges else chosen.items)])
+    drawn = _drawn(memory, [row.rank for row in (ranks if asked.ranges else chosen.items)])
     processes = tuple(run.ranks[rank].id for rank in drawn if rank in run.ranks)
     between = axis.time_of(spine) or ()
     samples = cache.ask(query.MemorySamples(processes, _SAMPLES, *between)) or ()
     return {
-        "memory": found,
-        "findings": [each for each in found.findings if each.rank in asked],
-        "attributions": [each for each in found.collectives if each.rank in asked],
+        "memory": memory,
+        "findings": [finding for finding in memory.findings if finding.rank in asked],
+        "attributions": [attribution for attribution in memory.collectives if attribution.rank in asked],
         "chosen": chosen,
         "wrong": wrong,
         "lines": _lines(run, drawn, samples),
@@ -97,17 +97,17 @@ def _asked(route: Route) -> tuple[RankFilter, str]:
 
 
 def _without(route: Route, name: str) -> tuple[tuple[str, str], ...]:
-    return tuple(each for each in route.query if each[0] != name)
+    return tuple(item for item in route.query if item[0] != name)
 
 
 def _words(row: RankMemory) -> str:
     return f"rank {row.rank} {row.node} {text.words(row.anomaly or '')}"
 
 
-def _drawn(found: Memory, ranks: Sequence[int]) -> list[int]:
+def _drawn(memory: Memory, ranks: Sequence[int]) -> list[int]:
     """Return which of `ranks` are drawn: those that something was found about, the most severe first."""
-    first = [found.first_cause.rank] if found.first_cause else []
-    named = [*first, *(each.rank for each in found.findings), *ranks]
+    first = [memory.first_cause.rank] if memory.first_cause else []
+    named = [*first, *(finding.rank for finding in memory.findings), *ranks]
     return [rank for rank in dict.fromkeys(named) if rank in ranks][:_LINES]
 
 
@@ -116,31 +116,31 @@ def _lines(
 ) -> dict[str, dict[str, tuple[list[int], list[float | None]]]]:
     """Return by field, then by rank and device: times and values."""
     ranks = {run.ranks[rank].id: rank for rank in drawn if rank in run.ranks}
-    found: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {name: {} for name in _COUNTERS}
+    charts: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {name: {} for name in _COUNTERS}
     for process, sample in samples:
         device = "" if sample.device is None else f", GPU {sample.device}"
-        for name, lines in found.items():
+        for name, lines in charts.items():
             value = getattr(sample, name)
             if value is not None:
                 times, values = lines.setdefault(f"rank {ranks[process]}{device}", ([], []))
                 times.append(sample.t_ns)
                 values.append(value)
-    return {name: lines for name, lines in found.items() if lines}
+    return {name: lines for name, lines in charts.items() if lines}
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page; panels of what was not found are absent."""
     head = [html.H1("Memory"), listing.field(route, "ranks (0,4-7) and nodes")]
     body: list[Any] = [trail(route, ("memory", None)), html.Div(head, className="title-row")]
-    found: Memory | None = view["memory"]
-    if found is None:
+    memory: Memory | None = view["memory"]
+    if memory is None:
         none = f"No rank has sent a sample of its memory{' yet' * (view['state'] in RUNNING)}."
         body.append(part(html.P(none, id="memory-missing", className="empty")))
         return html.Div([*body, *shards.panels(view["sharding"], route)])
     body += [
         part(html.Div(view["wrong"], id="memory-filter", className="problem", role="alert")),
         axis.panel(view, route),
-        part(html.Div(_first(found), id="memory-first")),
+        part(html.Div(_first(memory), id="memory-first")),
         panel("Findings", part(html.Div(_findings(view["findings"], route), id="memory-findings"))),
         html.Div(
             [_chart(name, lines, view, route) for name, lines in view["lines"].items()],
@@ -161,31 +161,31 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(body)
 
 
-def _first(found: Memory) -> html.Div:
+def _first(memory: Memory) -> html.Div:
     """Return who grew first, or that nobody did, and who is missing."""
-    tone = found.findings[0].severity if found.findings else "good"
-    sentences = [html.P(marked(sentence)) for sentence in first_words(found)]
+    tone = memory.findings[0].severity if memory.findings else "good"
+    sentences = [html.P(marked(sentence)) for sentence in first_words(memory)]
     return html.Div(sentences, className=f"callout {tone}")
 
 
-def _findings(found: Sequence[Finding], route: Route) -> Any:
+def _findings(findings: Sequence[Finding], route: Route) -> Any:
     """Return the findings, most severe first; what many ranks have alike is one line."""
     alike: dict[Any, list[Finding]] = {}
-    for each in found:
-        alike.setdefault((each.kind, each.severity, each.device is None), []).append(each)
+    for finding in findings:
+        alike.setdefault((finding.kind, finding.severity, finding.device is None), []).append(finding)
     lines = [
         line
         for same in alike.values()
-        for line in ([same] if len(same) > _ALIKE else [[each] for each in same])
+        for line in ([same] if len(same) > _ALIKE else [[finding] for finding in same])
     ]
     columns: Columns = {
         "severity": lambda line: html.Span(
             f"{SIGNS[line[0].severity]} {line[0].severity}", className=f"sev {line[0].severity}"
         ),
         "rank": lambda line: _who(line, route),
-        "memory": lambda line: _where({each.device for each in line}),
+        "memory": lambda line: _where({finding.device for finding in line}),
         "what": lambda line: text.words(line[0].kind),
-        "since": lambda line: when(moment(min(each.from_ns for each in line))),
+        "since": lambda line: when(moment(min(finding.from_ns for finding in line))),
         "confidence": lambda line: line[0].confidence,
         "why": lambda line: html.Div(
             [html.Div(marked(line[0].why)), html.Div(marked(" ".join(line[0].next)), className="hint")]
@@ -197,7 +197,7 @@ def _findings(found: Sequence[Finding], route: Route) -> Any:
 def _who(line: Sequence[Finding], route: Route) -> Any:
     if len(line) == 1:
         return rank_link(line[0].rank, route)
-    return text.ranks(sorted({each.rank for each in line}))
+    return text.ranks(sorted({finding.rank for finding in line}))
 
 
 def _where(devices: Collection[int | None]) -> str:
@@ -208,7 +208,7 @@ def _where(devices: Collection[int | None]) -> str:
 
 def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> Chart:
     colours = dict(zip(lines, figures.LINES, strict=False))
-    drawn = {rank: (*own, colours[rank]) for rank, own in lines.items()}
+    drawn = {rank: (*curve, colours[rank]) for rank, curve in lines.items()}
     return chart(
         f"memory-{name}",
         f"Memory {_COUNTERS[name]}",
@@ -221,13 +221,13 @@ def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: 
 
 
 def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
-    found: Memory = view["memory"]
-    first = found.first_cause and (found.first_cause.rank, found.first_cause.device)
+    memory: Memory = view["memory"]
+    first = memory.first_cause and (memory.first_cause.rank, memory.first_cause.device)
 
     def anomaly(row: RankMemory) -> Any:
         sign = f"{SIGNS[row.severity]} {text.words(row.anomaly or '')}" if row.severity else ""
-        own = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
-        return [*own, html.B(" first")] if first == (row.rank, row.device) else own
+        signs = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
+        return [*signs, html.B(" first")] if first == (row.rank, row.device) else signs
 
     columns: Columns = {
         ">rank": lambda row: rank_link(row.rank, route),
@@ -251,8 +251,8 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
 
 
 def _used(row: RankMemory) -> str:
-    of = "" if row.total_bytes is None else f" of {text.size(row.total_bytes)}"
-    return text.size(row.used_bytes) + of * (row.used_bytes is not None)
+    total = "" if row.total_bytes is None else f" of {text.size(row.total_bytes)}"
+    return text.size(row.used_bytes) + total * (row.used_bytes is not None)
 
 
 def _forecast(row: RankMemory) -> str:
@@ -262,13 +262,13 @@ def _forecast(row: RankMemory) -> str:
     return text.age(row.forecast_s) + steps
 
 
-def _collectives(found: Sequence[Attribution], route: Route) -> Any:
+def _collectives(attributions: Sequence[Attribution], route: Route) -> Any:
     columns: Columns = {
-        ">rank": lambda each: rank_link(each.rank, route),
-        "memory": lambda each: _where([each.device]),
-        "by": lambda each: each.op or text.NA,
-        ">hidden memory": lambda each: text.size(each.bytes),
-        "how sure": lambda each: each.kind.removeprefix("collective_"),
-        "why": lambda each: html.Span(marked(each.why)),
+        ">rank": lambda attribution: rank_link(attribution.rank, route),
+        "memory": lambda attribution: _where([attribution.device]),
+        "by": lambda attribution: attribution.op or text.NA,
+        ">hidden memory": lambda attribution: text.size(attribution.bytes),
+        "how sure": lambda attribution: attribution.kind.removeprefix("collective_"),
+        "why": lambda attribution: html.Span(marked(attribution.why)),
     }
-    return table(columns, found[:_MOST], label="Hidden memory of communication")
+    return table(columns, attributions[:_MOST], label="Hidden memory of communication")

@@ -114,13 +114,19 @@ def _ranks_data(
 
 def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, list[int]]:
     """Return by rank what torch has allocated and reserved last, on all devices together."""
-    found: dict[int, list[wire.MemorySample]] = {}
+    samples_of_rank: dict[int, list[wire.MemorySample]] = {}
     for process, sample in cache.ask(query.MemorySamples(tuple(ranks), last=_DEVICES)) or ():
         if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
-            found.setdefault(ranks[process], []).append(sample)
-    newest = {rank: [each for each in own if each.t_ns == own[-1].t_ns] for rank, own in found.items()}
+            samples_of_rank.setdefault(ranks[process], []).append(sample)
+    newest = {
+        rank: [sample for sample in samples if sample.t_ns == samples[-1].t_ns]
+        for rank, samples in samples_of_rank.items()
+    }
     both = "allocated_bytes", "reserved_bytes"
-    return {rank: [sum(getattr(each, name) for each in own) for name in both] for rank, own in newest.items()}
+    return {
+        rank: [sum(getattr(sample, name) for sample in samples) for name in both]
+        for rank, samples in newest.items()
+    }
 
 
 def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> int | None:
@@ -140,8 +146,8 @@ def samples_of(
     cache: SessionCache, request: query.NodeSamples | query.ProcessSamples | query.MemorySamples
 ) -> list[dict[str, Any]]:
     """Return the samples of one node or process."""
-    found: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
-    return [as_dict(sample) for _, sample in found]
+    answers: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
+    return [as_dict(sample) for _, sample in answers]
 
 
 def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
@@ -149,8 +155,8 @@ def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) 
     return _newest({"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)})
 
 
-def _newest(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values and values[-SAMPLES:] for name, values in found.items()}
+def _newest(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values and values[-SAMPLES:] for name, values in columns.items()}
 
 
 def _gpus_data(
@@ -163,19 +169,19 @@ def _gpus_data(
             by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
     critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
     gpus = []
-    for index, found in sorted(by_device.items()):
-        known = series(found, GPU)
-        known |= {each.name: _held(known[each.name]) for each in GPU if each.counter}
-        known["ecc"] = _held([gpu["ecc_uncorrected"] for gpu in found])
-        known["t_ns"] = [gpu["t_ns"] for gpu in found]
+    for index, gpu_samples in sorted(by_device.items()):
+        columns = series(gpu_samples, GPU)
+        columns |= {quantity.name: _held(columns[quantity.name]) for quantity in GPU if quantity.counter}
+        columns["ecc"] = _held([gpu["ecc_uncorrected"] for gpu in gpu_samples])
+        columns["t_ns"] = [gpu["t_ns"] for gpu in gpu_samples]
         xids = [
             xid for event in reversed(critical) if event.get("gpu") == index and (xid := event.get("xid"))
         ]
         gpus.append(
             {
-                **{name: found[-1][name] for name in ("index", "name", "throttle")},
-                **_newest(known),
-                "xid": xids or (None if found[-1]["xid"] is None else []),
+                **{name: gpu_samples[-1][name] for name in ("index", "name", "throttle")},
+                **_newest(columns),
+                "xid": xids or (None if gpu_samples[-1]["xid"] is None else []),
             }
         )
     return gpus
@@ -222,8 +228,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 def evidence_link(anomaly: Mapping[str, Any], route: Route) -> html.A:
     """Return a link to the chart that shows an anomaly of a machine."""
     kind, device = anomaly["kind"], anomaly["device"]
-    own = f"node-{kind}" if device is None else "node-gpus"
-    href = f"{route.to('node', anomaly['node'])}#{_SEEN_IN.get(kind, own)}"
+    anchor = f"node-{kind}" if device is None else "node-gpus"
+    href = f"{route.to('node', anomaly['node'])}#{_SEEN_IN.get(kind, anchor)}"
     return link(anomaly["text"], href, "chip")
 
 
@@ -241,13 +247,13 @@ def quantity_charts(
             f"{prefix}-{measured[0].name}",
             title,
             samples["t_ns"],
-            {each.line or title: (each, samples[each.name]) for each in measured},
+            {quantity.line or title: (quantity, samples[quantity.name]) for quantity in measured},
             route,
             revision,
             frame,
         )
         for title, measured in sorted(charts(quantities).items())
-        if any(value is not None for each in measured for value in samples[each.name] or ())
+        if any(value is not None for quantity in measured for value in samples[quantity.name] or ())
     ]
 
 
@@ -255,15 +261,15 @@ def _gpu_charts(gpus: Sequence[Mapping[str, Any]], route: Route, frame: Mapping[
     t_ns = max((gpu["t_ns"] for gpu in gpus), key=len, default=())
     return [
         _chart(
-            f"gpu-{each.name}",
+            f"gpu-{quantity.name}",
             title,
             t_ns,
-            {f"GPU {gpu['index']}": (each, gpu[each.name]) for gpu in gpus},
+            {f"GPU {gpu['index']}": (quantity, gpu[quantity.name]) for gpu in gpus},
             route,
             frame=frame,
         )
-        for title, (each, *_) in charts(GPU).items()
-        if any(gpu[each.name] for gpu in gpus)
+        for title, (quantity, *_) in charts(GPU).items()
+        if any(gpu[quantity.name] for gpu in gpus)
     ]
 
 
@@ -283,8 +289,8 @@ def _chart(
 
 def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any] | None, route: Route) -> list[html.A]:
     """Return a link to each node: of very many, to the neighbours."""
-    at = nodes.index(node) if node else 0
-    around = nodes[max(0, at - _TABS // 2) :][:_TABS]
+    position = nodes.index(node) if node else 0
+    around = nodes[max(0, position - _TABS // 2) :][:_TABS]
     return [
         link(other["label"], route.to("node", other["node_id"]), "chip", on=other is node) for other in around
     ]
@@ -306,8 +312,8 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int]) -> Any:
-    known = [value for rank in ranks for value in rank["busy"] if value is not None]
-    between = (min(known), max(known)) if known else None
+    busy = [value for rank in ranks for value in rank["busy"] if value is not None]
+    between = (min(busy), max(busy)) if busy else None
     clocked = any(rank["gpu_idle_pct"] is not None for rank in ranks)
     devices = any(rank["device_memory"] for rank in ranks)
     columns: Columns = {
@@ -327,8 +333,8 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
 
 
 def _allocated(rank: Mapping[str, Any]) -> str:
-    known: Sequence[int] | None = rank["device_memory"]
-    return text.NA if known is None else ", ".join(map(text.size, known))
+    sizes: Sequence[int] | None = rank["device_memory"]
+    return text.NA if sizes is None else ", ".join(map(text.size, sizes))
 
 
 def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:
@@ -357,8 +363,8 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
     return table(columns, gpus, label="GPUs of this node")
 
 
-def _memory(of: Mapping[str, Any]) -> str:
-    return " of ".join(text.size(_last(of[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
+def _memory(columns: Mapping[str, Any]) -> str:
+    return " of ".join(text.size(_last(columns[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
 
 
 def _watts(gpu: Mapping[str, Any]) -> str:

@@ -61,16 +61,16 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     work = run.throughput if whole is None else cache.ask(query.Throughput(run.id, whole))
     columns: Mapping[str, Any] | None = cache.ask(asked)
     spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
-    found: dict[str, Any] = {
+    view: dict[str, Any] = {
         "nodes": nodes(run, times),
         "events": events_of(cache, run)[:_EVENTS],
         "axis": spine,
     }
-    found["change"] = cache.ask(asked_change) if asked_change else None
+    view["change"] = cache.ask(asked_change) if asked_change else None
     if not times or not columns or not len(columns["first"]):
-        return {**found, "tiles": [], "heat": {"ranks": []}, "columns": {}}
+        return {**view, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**found, "tiles": tiles.data(times, columns, work), "heat": heat, "columns": columns}
+    return {**view, "tiles": tiles.data(times, columns, work), "heat": heat, "columns": columns}
 
 
 def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:
@@ -105,15 +105,17 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     rank, several = asked.ranks[0], len(asked.ranks) > 1
     if several and (columns := cache.ask(_columns(cache, run, route))):
         rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)
-    found = cache.ask(query.Cell(run.id, rank, asked.first, asked.last))
-    if found is None or found["busy_ms"] is None or np.isnan(found["busy_ms"]):
+    answer = cache.ask(query.Cell(run.id, rank, asked.first, asked.last))
+    if answer is None or answer["busy_ms"] is None or np.isnan(answer["busy_ms"]):
         return {"text": "no row of this rank here"}
-    whose = f"rank {found['rank']}: " if several else ""
-    over = "" if found["over"] is None else f"{text.times(found['over'])} the median: "
-    own = f"{whose}{over}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
-    far = sorted(found["stages"].items(), key=lambda each: -abs(each[1][0] - each[1][1]))[:2]
+    whose = f"rank {answer['rank']}: " if several else ""
+    over = "" if answer["over"] is None else f"{text.times(answer['over'])} the median: "
+    first_line = (
+        f"{whose}{over}busy {text.ms(answer['busy_ms'])}, the median rank {text.ms(answer['median_ms'])}"
+    )
+    far = sorted(answer["stages"].items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:2]
     stages = [f"{name} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
-    return {"text": "\n".join([own, *stages])}
+    return {"text": "\n".join([first_line, *stages])}
 
 
 def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
@@ -121,8 +123,8 @@ def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
     if first not in heat["ranks"] or last not in heat["ranks"] or step not in heat["first"]:
         return first
     lines = slice(heat["ranks"].index(first), heat["ranks"].index(last) + 1)
-    known = heat["z"][lines, heat["first"].index(step)] + np.uint8(1)  # what is missing is 255, and now 0
-    return int(heat["ranks"][lines][known.argmax()])
+    levels = heat["z"][lines, heat["first"].index(step)] + np.uint8(1)  # what is missing is 255, and now 0
+    return int(heat["ranks"][lines][levels.argmax()])
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

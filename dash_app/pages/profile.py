@@ -39,16 +39,16 @@ _TOP = 15
 _MOST_CHIPS = 16
 _MORE = "What one rank does more of than others"
 _KEYS: listing.Keys = {
-    "node": lambda each: each.node or each.node_id,
-    "rank": lambda each: each.rank,
-    "operation": lambda each: each.name,
-    "self CPU": lambda each: each.self_cpu_ms,
-    "CPU": lambda each: each.cpu_ms,
-    "self device": lambda each: each.self_device_ms,
-    "device": lambda each: each.device_ms,
-    "self CPU memory": lambda each: each.self_cpu_bytes,
-    "self device memory": lambda each: each.self_device_bytes,
-    "calls": lambda each: each.calls,
+    "node": lambda operation: operation.node or operation.node_id,
+    "rank": lambda operation: operation.rank,
+    "operation": lambda operation: operation.name,
+    "self CPU": lambda operation: operation.self_cpu_ms,
+    "CPU": lambda operation: operation.cpu_ms,
+    "self device": lambda operation: operation.self_device_ms,
+    "device": lambda operation: operation.device_ms,
+    "self CPU memory": lambda operation: operation.self_cpu_bytes,
+    "self device memory": lambda operation: operation.self_device_bytes,
+    "calls": lambda operation: operation.calls,
 }
 _OPTIONAL = {
     "inputs": "input_shapes",
@@ -70,29 +70,33 @@ def data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
     Return one profile. In the URL `of`, `beside` and `stage` choose what is compared, `kind` and the names of
     `listing` which operations are listed.
     """
-    found = cache.ask(query.Profiles())
-    info = next((each for each in found.done if each.profile.id == route.key), None) if found else None
+    answer = cache.ask(query.Profiles())
+    info = next((info for info in answer.done if info.profile.id == route.key), None) if answer else None
     made = cache.breakdowns.of(info) if info else None
-    shown: dict[str, Any] = {"info": info, "known": found is not None, "made": made}
+    shown: dict[str, Any] = {"info": info, "known": answer is not None, "made": made}
     if info is None or not isinstance(made, Breakdown):
         return shown
     kind = route.get("kind")
-    rows = [each for each in made.operations if kind in (None, each.kind)]
+    rows = [operation for operation in made.operations if kind in (None, operation.kind)]
     return {
         **shown,
         "difference": _difference(info.profile, made, route),
-        "kinds": {name: sum(each.kind == name for each in made.operations) for name in _kinds(made)},
+        "kinds": {
+            name: sum(operation.kind == name for operation in made.operations) for name in _kinds(made)
+        },
         "chosen": listing.choose(rows, route, _words, _KEYS),
     }
 
 
 def _kinds(made: Breakdown) -> list[str]:
-    return list(dict.fromkeys(each.kind for each in made.operations))
+    return list(dict.fromkeys(operation.kind for operation in made.operations))
 
 
-def _words(each: Operation) -> str:
-    rank = "" if each.rank is None else f"rank {each.rank}"
-    return " ".join(filter(None, (each.name, each.kind, rank, each.node, each.input_shapes)))
+def _words(operation: Operation) -> str:
+    rank = "" if operation.rank is None else f"rank {operation.rank}"
+    return " ".join(
+        filter(None, (operation.name, operation.kind, rank, operation.node, operation.input_shapes))
+    )
 
 
 def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference | None:
@@ -103,7 +107,7 @@ def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference |
 
 
 def _sides(profile: Profile, made: Breakdown, route: Route) -> tuple[int | None, int | Literal["median"]]:
-    ranks = {each.rank for each in made.ranks}
+    ranks = {rank_times.rank for rank_times in made.ranks}
     rank, beside = whole(route.get("of")), whole(route.get("beside"))
     if rank not in ranks:
         rank = profile.suspect if profile.suspect in ranks else made.slowest()
@@ -154,18 +158,18 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
 
 def _compared(view: Mapping[str, Any], route: Route) -> Any:
     """Return what one rank does more of than others, and the choice of both."""
-    made, found = view["made"], view["difference"]
+    made, difference = view["made"], view["difference"]
     profile: Profile = view["info"].profile
     rank, beside = _sides(profile, made, route)
     if rank is None:
         alone = "Only one rank was captured: there is nothing to compare it with."
         return panel(_MORE, part(html.P(alone, id="profile-compared", className="empty")))
-    ranks = [each.rank for each in made.ranks]
+    ranks = [rank_times.rank for rank_times in made.ranks]
     others = {"the median of the others": None} | {
         f"rank {other}": str(other) for other in ranks if other != rank
     }
     chips = [
-        _chips(route, "of", {f"rank {each}": str(each) for each in ranks}, "Rank", str(rank)),
+        _chips(route, "of", {f"rank {number}": str(number) for number in ranks}, "Rank", str(rank)),
         _chips(route, "beside", others, "Beside", None if beside == MEDIAN else str(beside)),
         _chips(
             route,
@@ -175,54 +179,58 @@ def _compared(view: Mapping[str, Any], route: Route) -> Any:
             route.get("stage"),
         ),
     ]
-    return panel(_MORE, part(html.Div([*chips, *_differing(found)], id="profile-compared")))
+    return panel(_MORE, part(html.Div([*chips, *_differing(difference)], id="profile-compared")))
 
 
 def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str, chosen: str | None) -> Any:
     """Return links to choices, `chosen` among them; of very many the first ones."""
     shown = dict([*values.items()][:_MOST_CHIPS])
-    shown |= {each: value for each, value in values.items() if value == chosen}
+    shown |= {label: value for label, value in values.items() if value == chosen}
     links = [
-        link(each, route.here(**{name: value}), "chip", on=value == chosen) for each, value in shown.items()
+        link(label, route.here(**{name: value}), "chip", on=value == chosen) for label, value in shown.items()
     ]
     nav = html.Nav(links, className="chips", **aria(label=label))
     return html.Div([html.Span(label, **aria(hidden="true")), nav], className="choice")
 
 
-def _differing(found: Difference | None) -> list[Any]:
-    if found is None:
+def _differing(difference: Difference | None) -> list[Any]:
+    if difference is None:
         return [html.P("That was not recorded of both.", className="empty")]
-    said = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in found.sentences]
-    per = f"ms a step, of {text.count(found.steps, 'step')}" if found.steps else "ms in the whole trace"
-    more = [row for row in found.operations if row.more_ms][:_TOP]
-    rows = table(_sided(found, more), more, empty="Nothing.", label="Operations that it does more of")
+    sentences = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in difference.sentences]
+    per = (
+        f"ms a step, of {text.count(difference.steps, 'step')}"
+        if difference.steps
+        else "ms in the whole trace"
+    )
+    more = [row for row in difference.operations if row.more_ms][:_TOP]
+    rows = table(_sided(difference, more), more, empty="Nothing.", label="Operations that it does more of")
     shown = [
-        html.Div(said, className="said"),
+        html.Div(sentences, className="said"),
         html.P(f"By operation, without those inside it; {per}.", className="hint"),
         rows,
     ]
-    if found.waits:
-        waits = found.waits[:_TOP]
+    if difference.waits:
+        waits = difference.waits[:_TOP]
         shown += [
             html.H3("Waiting for other ranks, or for a device: time that no work hides"),
-            table(_sided(found, waits), waits, label="Waiting, by operation"),
+            table(_sided(difference, waits), waits, label="Waiting, by operation"),
         ]
     return shown
 
 
-def _sided(found: Difference, rows: Sequence[Compared]) -> Columns:
+def _sided(difference: Difference, rows: Sequence[Compared]) -> Columns:
     """Return the columns of a difference; those of a device only where there was one."""
-    own = f"rank {found.rank}"
-    than = f"rank {found.others[0]}" if len(found.others) == 1 else "median"
+    rank_name = f"rank {difference.rank}"
+    than = f"rank {difference.others[0]}" if len(difference.others) == 1 else "median"
     columns: Columns = {
         "operation": lambda row: html.Code(row.name),
         ">more": lambda row: text.number(row.more_ms, sign=True),
         "on": lambda row: "device" if row.on_device else "CPU",
-        f">self CPU, {own}": lambda row: text.number(row.self_cpu_ms),
+        f">self CPU, {rank_name}": lambda row: text.number(row.self_cpu_ms),
         f">{than}": lambda row: text.number(row.other_self_cpu_ms),
-        f">self device, {own}": lambda row: text.number(row.self_device_ms),
+        f">self device, {rank_name}": lambda row: text.number(row.self_device_ms),
         f"> {than}": lambda row: text.number(row.other_self_device_ms),
-        f">calls, {own}": lambda row: text.number(row.calls),
+        f">calls, {rank_name}": lambda row: text.number(row.calls),
         f">  {than}": lambda row: text.number(row.other_calls),
     }
     device = any(row.self_device_ms is not None for row in rows)
@@ -237,21 +245,23 @@ def _operations(view: Mapping[str, Any], route: Route) -> Any:
     """Return the table of all operations of all ranks."""
     made, chosen = view["made"], view["chosen"]
     every: Columns = {
-        "node": lambda each: html.Span(text.plain(each.node), title=each.node_id),
-        ">rank": lambda each: rank_link(each.rank, route),
-        "operation": lambda each: html.Code(each.name),
-        "kind": lambda each: each.kind,
-        "inputs": lambda each: each.input_shapes or "",
-        ">self CPU": lambda each: text.number(each.self_cpu_ms),
-        ">CPU": lambda each: text.number(each.cpu_ms),
-        ">self device": lambda each: text.number(each.self_device_ms),
-        ">device": lambda each: text.number(each.device_ms),
-        ">self CPU memory": lambda each: text.size(each.self_cpu_bytes),
-        ">self device memory": lambda each: text.size(each.self_device_bytes),
-        ">calls": lambda each: f"{each.calls:,}",
+        "node": lambda operation: html.Span(text.plain(operation.node), title=operation.node_id),
+        ">rank": lambda operation: rank_link(operation.rank, route),
+        "operation": lambda operation: html.Code(operation.name),
+        "kind": lambda operation: operation.kind,
+        "inputs": lambda operation: operation.input_shapes or "",
+        ">self CPU": lambda operation: text.number(operation.self_cpu_ms),
+        ">CPU": lambda operation: text.number(operation.cpu_ms),
+        ">self device": lambda operation: text.number(operation.self_device_ms),
+        ">device": lambda operation: text.number(operation.device_ms),
+        ">self CPU memory": lambda operation: text.size(operation.self_cpu_bytes),
+        ">self device memory": lambda operation: text.size(operation.self_device_bytes),
+        ">calls": lambda operation: f"{operation.calls:,}",
     }
     absent = {
-        name for name, of in _OPTIONAL.items() if all(getattr(each, of) is None for each in made.operations)
+        name
+        for name, field in _OPTIONAL.items()
+        if all(getattr(operation, field) is None for operation in made.operations)
     }
     columns = {name: cell for name, cell in every.items() if name not in absent}
     heads = listing.heads(columns, _KEYS, route)
@@ -260,8 +270,8 @@ def _operations(view: Mapping[str, Any], route: Route) -> Any:
         f"{kind} {n:,}": kind for kind, n in view["kinds"].items()
     }
     what = "Times in ms, of all calls of the recorded steps together; self: without the operations inside it."
-    if made.found > len(made.operations):
-        what += f" The {MOST:,} longest of {made.found:,}; the CSV file has all."
+    if made.n_operations > len(made.operations):
+        what += f" The {MOST:,} longest of {made.n_operations:,}; the CSV file has all."
     body = [listing.chips(route, "kind", kinds, "Kind"), rows, listing.pages(chosen, route, "operation")]
     head = html.Div(
         [html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row"

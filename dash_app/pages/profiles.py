@@ -38,18 +38,18 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     Return the profiles of the session. In the URL `ranks`, `steps`, … fill the form, `asked` is the request
     that this browser has made.
     """
-    found = cache.ask(query.Profiles())
+    answer = cache.ask(query.Profiles())
     wrong = ""
     try:
         profiles.request_of(dict(route.query))
     except ValueError as error:
         wrong = str(error)
     return {
-        "done": [*reversed(found.done)][:_MOST] if found else None,
-        "now": found.now if found else None,
+        "done": [*reversed(answer.done)][:_MOST] if answer else None,
+        "now": answer.now if answer else None,
         "ranks": route.get("ranks") or profiles.offered(run),
         "wrong": wrong,
-        "names": {each["id"]: each["name"] for each in cache.runs},
+        "names": {entry["id"]: entry["name"] for entry in cache.runs},
         "of_run": run.id,
     }
 
@@ -104,7 +104,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
 
 def _labelled(name: str, *properties: Mapping[str, Any]) -> html.Label:
     id = f"profile-{name.lower()}"
-    given = {key: value for each in properties for key, value in each.items()}
+    given = {key: value for group in properties for key, value in group.items()}
     return html.Label([html.Span(name), profiles.field("input", id=id, **given)], htmlFor=id)
 
 
@@ -126,8 +126,8 @@ def _cost(done: Sequence[ProfileInfo] | None) -> str:
     if newest is None:
         return what
     took = [f"{name} {text.ms(_most(newest, name))}" for name in ("start", "stop", "export")]
-    of = f"{text.count(newest.n_steps, 'step')} of {profiles.ranks_of(newest)}"
-    return f"{what} The newest one, of {of}, cost a rank at most: {', '.join(took)}."
+    extent = f"{text.count(newest.n_steps, 'step')} of {profiles.ranks_of(newest)}"
+    return f"{what} The newest one, of {extent}, cost a rank at most: {', '.join(took)}."
 
 
 def _most(profile: Profile, what: str) -> float | None:
@@ -156,9 +156,9 @@ def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
     elif asked and not (now and asked in now.requests):
         shown.append(html.P("Asked for; it begins when the aggregator has told all ranks."))
     if now:
-        at, share = so_far(now)
-        said = f"{at} {text.share(share)}" if share else at
-        heading = f"Profile {now.id} of {text.ranks(rank.rank for rank in now.ranks)}: {said}"
+        phase, share = so_far(now)
+        progress = f"{phase} {text.share(share)}" if share else phase
+        heading = f"Profile {now.id} of {text.ranks(rank.rank for rank in now.ranks)}: {progress}"
         bar = html.Progress(value=str(round(share, 3)), max="1", **aria(label=f"Profile {now.id}"))
         shown += [html.P(heading), bar, _states(now.ranks, route)]
     return shown

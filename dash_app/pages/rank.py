@@ -99,7 +99,7 @@ def _bubble(run: RunState, role: str | None) -> float | None:
 def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
     """Return the newest profiles that have the rank."""
     of_run = (info.profile for info in profiles.found(cache, run) if info.profile.run == run.id)
-    return [one for one in of_run if any(each.rank == rank for each in one.captured)][:_PROFILES]
+    return [one for one in of_run if any(captured.rank == rank for captured in one.captured)][:_PROFILES]
 
 
 def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -109,11 +109,11 @@ def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         by_device.setdefault(sample["device"], []).append(sample)
     return [
         {
-            **timed(found, (*DEVICE_MEMORY, *HOST_MEMORY)),
+            **timed(samples, (*DEVICE_MEMORY, *HOST_MEMORY)),
             "device": device,
-            "newest": {name: found[-1][name] for name in _NEWEST},
+            "newest": {name: samples[-1][name] for name in _NEWEST},
         }
-        for device, found in sorted(by_device.items(), key=lambda each: -1 if each[0] is None else each[0])
+        for device, samples in sorted(by_device.items(), key=lambda item: -1 if item[0] is None else item[0])
     ]
 
 
@@ -157,13 +157,13 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     way = trail(route, node, (f"rank {number}", None))
     chips = part(html.Div(around, id="rank-around", className="chips"))
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
-    known = facts("rank-facts", _facts(rank) | _memory_facts(view["memory"]))
+    facts_panel = facts("rank-facts", _facts(rank) | _memory_facts(view["memory"]))
     body: list[Any] = [
         way,
         head,
         axis.panel(view, route),
         part(html.Div(_callout(view, number, route), id="rank-callout")),
-        known,
+        facts_panel,
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
         html.Div(
@@ -180,9 +180,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         body += [html.H2("Process"), html.Div(process, className="grid")]
     body += _memory_charts(view, route)
     dead = any(death["rank"] == number for death in view["deaths"])
-    place = 1 + next(at for at, one in enumerate(body) if one is known)
-    place = place if dead or view["hangs"] else len(body)
-    return html.Div([*body[:place], *_last_words(view), *body[place:]])
+    position = 1 + next(index for index, one in enumerate(body) if one is facts_panel)
+    position = position if dead or view["hangs"] else len(body)
+    return html.Div([*body[:position], *_last_words(view), *body[position:]])
 
 
 def _last_words(view: Mapping[str, Any]) -> list[Any]:
@@ -196,32 +196,35 @@ def _last_words(view: Mapping[str, Any]) -> list[Any]:
 
 def _memory_charts(view: Mapping[str, Any], route: Route) -> list[Any]:
     """Return the charts of the process's memory, those of each device under its number."""
-    frame, several, found = axis.clock(view["axis"]), len(view["memory"]) > 1, list[Any]()
-    for each in view["memory"]:
-        name = "host" if each["device"] is None else f"gpu-{each['device']}"
-        drawn = quantity_charts(f"memory-{name}", DEVICE_MEMORY, each, route, route.key, frame)
-        if each is view["memory"][0]:
-            drawn += quantity_charts("memory", HOST_MEMORY, each, route, route.key, frame)
+    frame, several, body = axis.clock(view["axis"]), len(view["memory"]) > 1, list[Any]()
+    for memory in view["memory"]:
+        name = "host" if memory["device"] is None else f"gpu-{memory['device']}"
+        drawn = quantity_charts(f"memory-{name}", DEVICE_MEMORY, memory, route, route.key, frame)
+        if memory is view["memory"][0]:
+            drawn += quantity_charts("memory", HOST_MEMORY, memory, route, route.key, frame)
         if drawn:
-            title = f"Memory of GPU {each['device']}" if several else "Memory"
-            found += [html.H2(title), html.Div(drawn, className="grid")]
-    return found
+            title = f"Memory of GPU {memory['device']}" if several else "Memory"
+            body += [html.H2(title), html.Div(drawn, className="grid")]
+    return body
 
 
 def _memory_facts(memory: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the newest figures, those that are known."""
-    found = {}
-    for each in memory:
-        newest, name = each["newest"], "GPU memory" if len(memory) == 1 else f"memory of GPU {each['device']}"
+    shown = {}
+    for device_memory in memory:
+        newest, name = (
+            device_memory["newest"],
+            "GPU memory" if len(memory) == 1 else f"memory of GPU {device_memory['device']}",
+        )
         if newest["allocated_bytes"] is not None:
             allocated, reserved = (text.size(newest[f"{name}_bytes"]) for name in ("allocated", "reserved"))
-            found[name] = f"{allocated} allocated, {reserved} reserved"
+            shown[name] = f"{allocated} allocated, {reserved} reserved"
         if newest["rss_bytes"] is not None:
-            found["RSS"] = text.size(newest["rss_bytes"])
+            shown["RSS"] = text.size(newest["rss_bytes"])
         if newest["limit_bytes"] is not None:
             used = text.size(newest["limit_used_bytes"])
-            found["host memory in use"] = f"{used} of {text.size(newest['limit_bytes'])}"
-    return found
+            shown["host memory in use"] = f"{used} of {text.size(newest['limit_bytes'])}"
+    return shown
 
 
 def _no_rank(rank: int, ranks: Sequence[int], world: int, route: Route) -> html.Div:
@@ -300,11 +303,11 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 def _role_facts(rank: Mapping[str, Any]) -> dict[str, str]:
     """Return where the rank is in a job that is not only data parallel."""
-    mesh = ", ".join(f"{name} {at} of {size}" for name, (at, size) in rank["mesh"].items())
+    mesh = ", ".join(f"{name} {coordinate} of {size}" for name, (coordinate, size) in rank["mesh"].items())
     waits = "" if rank["bubble"] is None else text.share(rank["bubble"])
-    known = {"role": rank["role"], "device mesh": mesh, "waits for other roles": waits}
-    known["experts"] = rank["experts"][0] if rank["experts"] else ""
-    return {name: value for name, value in known.items() if value}
+    shown = {"role": rank["role"], "device mesh": mesh, "waits for other roles": waits}
+    shown["experts"] = rank["experts"][0] if rank["experts"] else ""
+    return {name: value for name, value in shown.items() if value}
 
 
 def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
@@ -312,7 +315,7 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
     death = next((death for death in view["deaths"] if death["rank"] == number), None)
     if death is None:
         return None if view["suspect"] is None else _suspect(view["suspect"])
-    first = [each["rank"] for each in view["deaths"] if each["first"]]
+    first = [death["rank"] for death in view["deaths"] if death["first"]]
     after: list[Any] = [f"It ended first of {text.count(len(view['deaths']), 'rank')} that died."]
     if not death["first"]:
         after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
@@ -332,7 +335,7 @@ def _suspect(suspect: Mapping[str, Any]) -> html.P:
     return html.P(sentence, className="callout warning")
 
 
-def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
+def _spans(spans: Sequence[Mapping[str, Any]]) -> Any:
     columns: Columns = {
         "span": lambda span: span["name"],
         "in": lambda span: span["stage"],
@@ -342,7 +345,7 @@ def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
         ">times a step": lambda span: text.number(span["times_per_step"]),
         ">bytes each": lambda span: text.size(span["bytes"]),
     }
-    return table(columns, found, empty="No span was marked in this run.", label="Spans")
+    return table(columns, spans, empty="No span was marked in this run.", label="Spans")
 
 
 def _output(output: Mapping[str, Any] | None) -> Any:

@@ -52,7 +52,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     for row in chosen.items:
         if process := run.ranks.get(row["rank"]):
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
-    suspects = {(each["rank"], each["stage"]) for each in (run.verdict or {}).get("suspects") or ()}
+    suspects = {(suspect["rank"], suspect["stage"]) for suspect in (run.verdict or {}).get("suspects") or ()}
     roles = any(process.work for process in run.ranks.values())
     return {"chosen": chosen, "states": dict(states), "suspects": suspects, "roles": roles}
 
@@ -72,13 +72,13 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     columns = _columns(view, route)
     heads = listing.heads(columns, _KEYS, route)
     rows = table(columns, chosen.items, heads=heads, empty="No rank is like that.", label="Ranks")
-    found = html.Div([rows, listing.pages(chosen, route, "rank")], id="rank-table", className="panel")
+    rows_panel = html.Div([rows, listing.pages(chosen, route, "rank")], id="rank-table", className="panel")
     return html.Div(
         [
             trail(route, ("ranks", None)),
             html.Div([html.H1("Ranks"), listing.field(route, "ranks and nodes")], className="title-row"),
             part(bar),
-            part(found),
+            part(rows_panel),
             html.P(
                 "Busy: the median step without waiting. Stages: the mean of a step, ms.", className="hint"
             ),

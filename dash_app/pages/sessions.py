@@ -96,7 +96,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     chosen, states = view["chosen"], view["states"]
     columns: Columns = {
-        "compare": lambda s: html.Span([_choose(at, s.name, route) for at in SIDES], className="choose"),
+        "compare": lambda s: html.Span([_choose(side, s.name, route) for side in SIDES], className="choose"),
         "session": lambda s: dcc.Link(
             s.name, href=route.to("overview", session=s.name, run=None), title=s.path
         ),
@@ -142,18 +142,18 @@ def _status(entry: Entry) -> Any:
     return html.Span(entry.status, className="sev critical" if bad else "")
 
 
-def _choose(at: str, name: str, route: Route) -> Any:
-    on = route.get(at) == name
-    href = route.here(**{at: None if on else name})
-    title = f"{'Chosen' if on else 'Choose'} {name} as {at.upper()}"
-    return link(at.upper(), href, "chip", on=on, title=title)
+def _choose(side: str, name: str, route: Route) -> Any:
+    on = route.get(side) == name
+    href = route.here(**{side: None if on else name})
+    title = f"{'Chosen' if on else 'Choose'} {name} as {side.upper()}"
+    return link(side.upper(), href, "chip", on=on, title=title)
 
 
 def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[Any]:
     """Return two sessions side by side: numbers, curves over each other, what they were started with."""
     if sides is None:
         return []
-    titles = {at: f"{at.upper()}: {route.get(at)}" for at in SIDES}
+    titles = {side: f"{side.upper()}: {route.get(side)}" for side in SIDES}
     empty = [one for one in sides if not (one.get("columns") and len(one["columns"]["last"]))]
     if empty:
         missing = [
@@ -183,8 +183,8 @@ def _judged(sides: Sequence[Mapping[str, Any]]) -> comparison.Comparison | None:
 
 
 def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
-    found = _judged(sides)
-    if found is None:
+    comparison = _judged(sides)
+    if comparison is None:
         return html.P("The steps of both are read …")
     tones = {"worse": "sev critical", "better": "better"}
     columns: Columns = {
@@ -200,15 +200,15 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> A
     verdicts = [one["verdict"]["headline"] if one["verdict"] else text.NA for one in sides]
     words = [
         html.P(
-            [html.B("Compared "), *marked(f"{found.headline}. {found.where}")],
-            className=tones.get(found.word or "", ""),
+            [html.B("Compared "), *marked(f"{comparison.headline}. {comparison.where}")],
+            className=tones.get(comparison.word or "", ""),
         )
     ]
     words.append(html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint"))
-    more = [html.Li(f"Not compared, {each}.") for each in found.cannot] + [
-        html.Li(each) for each in found.notes
+    more = [html.Li(f"Not compared, {reason}.") for reason in comparison.cannot] + [
+        html.Li(note) for note in comparison.notes
     ]
-    rows = [row for row in found.changes if (row.a, row.b) != (None, None)]
+    rows = [row for row in comparison.changes if (row.a, row.b) != (None, None)]
     return html.Div(
         [*words, table(columns, rows, label="Numbers of both sessions"), html.Ul(more, className="hint")]
     )
@@ -216,27 +216,29 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> A
 
 def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
     a, b = (one["facts"] for one in sides)
-    known = [name for name in dict.fromkeys([*a, *b]) if (a.get(name), b.get(name)) != (None, None)]
+    names = [name for name in dict.fromkeys([*a, *b]) if (a.get(name), b.get(name)) != (None, None)]
 
-    def cell(of: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Any:
+    def cell(values: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Any:
         shown = (
-            html.Code(str(of[name])) if of.get(name) is not None else "default" * name.startswith("setting")
+            html.Code(str(values[name]))
+            if values.get(name) is not None
+            else "default" * name.startswith("setting")
         )
-        return html.Span(shown, className="" if of.get(name) == other.get(name) else "sev warning")
+        return html.Span(shown, className="" if values.get(name) == other.get(name) else "sev warning")
 
     columns: Columns = {
         "": lambda name: text.words(name),
         titles["a"]: lambda name: cell(a, b, name),
         titles["b"]: lambda name: cell(b, a, name),
     }
-    return table(columns, known, label="Command and settings of both sessions")
+    return table(columns, names, label="Command and settings of both sessions")
 
 
 def _curve(name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Chart:
     title, unit = _CURVES[name]
     lines = {
-        titles[at]: (one["columns"]["last"].tolist(), rounded(one["columns"][name]), _COLOURS[at])
-        for at, one in zip(SIDES, sides, strict=True)
+        titles[side]: (one["columns"]["last"].tolist(), rounded(one["columns"][name]), _COLOURS[side])
+        for side, one in zip(SIDES, sides, strict=True)
     }
     figure = figures.overlaid(lines, unit, revision=f"{route.get('a')} {route.get('b')}")
     series = {shown: colour for shown, (_, _, colour) in lines.items()}

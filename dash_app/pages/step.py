@@ -32,8 +32,8 @@ _LISTED = 200
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return one step of all ranks, and where they run."""
 
-    def whole(found: OneStep) -> bool:
-        return len(found["ranks"]) >= run.world
+    def whole(step: OneStep) -> bool:
+        return len(step["ranks"]) >= run.world
 
     step = cache.ask(query.Step(run.id, int(route.key)), settled=whole)
     nodes = {rank: run.node_of(rank) or text.NA for rank in run.ranks}
@@ -74,21 +74,21 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 def _marked(view: Mapping[str, Any], route: Route) -> set[int]:
     """Return the ranks that the verdict names, and the one that a person came from."""
-    own = whole(route.get("rank"))
-    return {*view["named"], *([] if own is None else [own])}
+    chosen = whole(route.get("rank"))
+    return {*view["named"], *([] if chosen is None else [chosen])}
 
 
 def _trail(view: Mapping[str, Any], number: int, route: Route) -> Any:
-    own = whole(route.get("rank"))
-    node = None if own is None else view["nodes"].get(own)
-    between = [(node, route.to("node", node)), (f"rank {own}", route.to("rank", own))] if node else []
+    rank = whole(route.get("rank"))
+    node = None if rank is None else view["nodes"].get(rank)
+    between = [(node, route.to("node", node)), (f"rank {rank}", route.to("rank", rank))] if node else []
     return trail(route, *between, (f"step {number:,}", None))
 
 
 def _around(view: Mapping[str, Any], number: int, route: Route) -> html.Div:
     step, kept = view["one"] or {}, route.select("rank", "order", "open")
-    known = [each for each in (step.get("last"), view["step"]) if each is not None]
-    last, first = max(known, default=number), step.get("first") or 0
+    numbers = [number for number in (step.get("last"), view["step"]) if number is not None]
+    last, first = max(numbers, default=number), step.get("first") or 0
     shown = []
     if number > first:
         shown.append(link("← previous", route.to("step", min(number - 1, last), **kept), "chip"))
@@ -115,9 +115,9 @@ def _facts(view: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
     late = np.asarray(step["late"])
     last: str | None = None
     if np.isfinite(late).any():
-        at = int(np.nanargmax(late))
-        rank = step["ranks"][at]
-        last = f"rank {rank} ({view['nodes'].get(rank)}), {text.ms(late[at])} after the median rank"
+        latest = int(np.nanargmax(late))
+        rank = step["ranks"][latest]
+        last = f"rank {rank} ({view['nodes'].get(rank)}), {text.ms(late[latest])} after the median rank"
     device = f"GPU of {text.ranks(step['device'])}" if step["device"] else "CPU"
     return {
         "took": text.ms(step["took_ms"]),
@@ -140,7 +140,7 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
         ">rank": lambda rank: rank_link(rank, route),
         "node": lambda rank: view["nodes"].get(rank),
         ">after the median": lambda rank: text.ms(late[rank]),
-        **{f">{name}": _of_stage(sums, at) for at, name in enumerate(STAGES)},
+        **{f">{name}": _of_stage(sums, index) for index, name in enumerate(STAGES)},
         "spans, mean": lambda rank: ", ".join(spans.get(rank, ())),
     }
     rest = len(step["ranks"]) - len(shown)
@@ -148,5 +148,5 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
     return html.Div([table(columns, shown, label="The step, by rank"), more])
 
 
-def _of_stage(sums: Mapping[int, Any], at: int) -> Any:
-    return lambda rank: text.number(float(sums[rank][at]), aligned=True)
+def _of_stage(sums: Mapping[int, Any], stage: int) -> Any:
+    return lambda rank: text.number(float(sums[rank][stage]), aligned=True)

@@ -79,7 +79,7 @@ def made_of(folder: Path) -> None:
             merge(sources, folder / "merged")
             compared(sources)
             made = breakdown.breakdown(sources, by_shape=True)
-            assert breakdown.decode(breakdown.encode(made)).found == len(found)
+            assert breakdown.decode(breakdown.encode(made)).n_operations == len(found)
         except TraceError as error:
             assert 0 < len(str(error)) < 2000
             return

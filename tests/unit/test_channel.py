@@ -160,7 +160,7 @@ def test_actor_calls_retry_the_lookup_where_no_thread_can_start(monkeypatch: pyt
     assert isinstance(failed, RuntimeError)
     monkeypatch.setattr("traceml_ray.ray.actor_calls.LOOK_UP_S", 0.0)
     end = time.monotonic() + 10 + LOOK_UP_S
-    while not calls.found and time.monotonic() < end:
+    while not calls.handles_found and time.monotonic() < end:
         calls.call("ingest", b"")
         calls.poll()
-    assert calls.found == 1
+    assert calls.handles_found == 1

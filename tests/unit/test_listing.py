@@ -81,7 +81,7 @@ def test_long_list_comes_in_pages() -> None:
     for page in ("", "2", "3"):
         chosen = choose(numbers, Route("ranks", "", (("page", page),)), str, {})
         seen += chosen.items
-        assert (chosen.found, chosen.of, chosen.pages) == (len(numbers), len(numbers), 3)
+        assert (chosen.n_matching, chosen.n_all, chosen.pages) == (len(numbers), len(numbers), 3)
     assert seen == numbers
     assert choose(numbers, Route("ranks", "", (("page", "99"),)), str, {}).page == 3
 

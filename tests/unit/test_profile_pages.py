@@ -101,7 +101,7 @@ def test_breakdown_is_what_table_and_difference_say(played: Played) -> None:
     (one,) = profiles.profiles_of(played.folder)
     sources = of_profile(one)
     found = made_of.decode(made_of.encode(made_of.breakdown(sources)))
-    assert found.operations == key_averages(sources) and found.found == 7
+    assert found.operations == key_averages(sources) and found.n_operations == 7
     for beside, stage in (("median", None), (1, None), (1, "forward")):
         assert found.difference(5, beside, stage) == difference(sources, 5, beside, stage)
     assert found.stages() and found.difference(5, 4) is None and found.difference(4) is None

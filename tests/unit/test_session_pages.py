@@ -640,7 +640,7 @@ def test_events_are_selected_by_kind_rank_and_node(played: Played) -> None:
     pages.poll()
     pages.version += 1
     assert not look(pages, "events", last="10 min")["chosen"].items
-    assert look(pages, "events", last="1 h")["chosen"].found == every["chosen"].of
+    assert look(pages, "events", last="1 h")["chosen"].n_matching == every["chosen"].n_all
     assert {event["rank"] for event in look(pages, "events", rank=3)["chosen"].items} == {3}
     assert {event["node"] for event in look(pages, "events", node="node-1", kind="note")["chosen"].items} == {
         "host-1"

@@ -35,9 +35,11 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
             frame = frame.f_back
             if frame.f_code.co_name == "call_event":
                 handler = frame.f_locals.get("self")
-        found = getattr(handler, "callbacks", None)
-        if isinstance(found, list) and self in found:  # a new list: the handler is going through that one
-            others = [one for one in found if one is not self]
+        callbacks = getattr(handler, "callbacks", None)
+        if (
+            isinstance(callbacks, list) and self in callbacks
+        ):  # a new list: the handler is going through that one
+            others = [one for one in callbacks if one is not self]
             flow = sum(isinstance(one, DefaultFlowCallback) for one in others[:1])  # decides when to save
             handler.callbacks = [*others[:flow], self, *others[flow:]]  # type: ignore[union-attr]
 

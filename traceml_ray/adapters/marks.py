@@ -97,13 +97,13 @@ class Marks:
         verdict = self._agent.verdict
         if not verdict:
             return {}
-        known = {
+        values = {
             "step_ms": verdict.get("mean_step_ms"),
             "cost_pct": verdict.get("cost_pct"),
             "late_rank": -1 if verdict.get("rank") is None else verdict["rank"],
             "micro_batches": self._per_step or None,
         }
-        return {f"traceml/{name}": float(value) for name, value in known.items() if value is not None}
+        return {f"traceml/{name}": float(value) for name, value in values.items() if value is not None}
 
     def new_verdict(self) -> str | None:
         """Return the verdict as a sentence, where it is another than the last time."""

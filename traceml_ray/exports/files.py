@@ -51,8 +51,8 @@ def export(
     """
     path = folder / DATABASE
     _check_target(out, kind, path)
-    with SessionFile(path) as whole, legible(path), whole.at_one_moment():
-        session = whole.of(_run_id(whole, run))
+    with SessionFile(path) as file, legible(path), file.at_one_moment():
+        session = file.of(_run_id(file, run))
         if kind == "perfetto":
             with appearing(out) as temporary:
                 if not write_step_trace(session, temporary, chosen):
@@ -61,8 +61,8 @@ def export(
         write = {"parquet": _parquet, "csv": _csv}[kind]()
         out.mkdir(parents=True, exist_ok=True)
         files = []
-        for at, (name, table) in enumerate(TABLES.items()):
-            progress.advance(f"writing {name}.{kind}", at / len(TABLES))
+        for number, (name, table) in enumerate(TABLES.items()):
+            progress.advance(f"writing {name}.{kind}", number / len(TABLES))
             files.append(out / f"{name}.{kind}")
             with appearing(files[-1]) as temporary, _of_table(name):
                 write(temporary, table, table.batches(session, chosen))
@@ -88,10 +88,10 @@ def _check_target(out: Path, kind: str, session: Path) -> None:
 
 def _run_id(session: SessionFile, name: str | None) -> str | None:
     names = run_names(session.processes(), session.meta())
-    found = [run for run, known in names.items() if name in (run, known)]
-    if name is not None and not found:
+    matching = [run for run, run_name in names.items() if name in (run, run_name)]
+    if name is not None and not matching:
         raise QueryError(f"there is no run {name!r} in {session.path}")
-    return found[-1] if found else None
+    return matching[-1] if matching else None
 
 
 def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:

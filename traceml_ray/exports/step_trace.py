@@ -55,8 +55,8 @@ def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
     OSError.
     """
     lines = _Lines(session, chosen)
-    for found, share in _slices(session):
-        lines.add(found)
+    for chunk, share in _slices(session):
+        lines.add(chunk)
         progress.advance("reading steps", share / 2)
     if not lines.place(session.ranks()):
         return False
@@ -75,11 +75,11 @@ def _slices(session: SessionFile) -> Iterator[tuple[list[RankRows], float]]:
     """Yield the rows of the run a slice at a time, and which share of them that was."""
     cursor, top = 0, max(1, session.last_chunk())
     while True:
-        found, after = session.rows(since=cursor, most=_CHUNKS)
+        chunk, after = session.rows(since=cursor, most=_CHUNKS)
         if after == cursor:
             return
         cursor = after
-        yield found, cursor / top
+        yield chunk, cursor / top
 
 
 class _Lines:
@@ -90,19 +90,19 @@ class _Lines:
         self.of: dict[int, _Line] = {}
         self._every, self._edges, self.start_ns = 1, 0, 0
 
-    def add(self, found: list[RankRows]) -> None:
+    def add(self, chunk: list[RankRows]) -> None:
         """Take the next rows of some ranks, and note when steps were over."""
-        for own in found:
-            if own.rank not in self.chosen.ranks:
+        for rank_rows in chunk:
+            if rank_rows.rank not in self.chosen.ranks:
                 continue
-            line = self.of.setdefault(own.rank, _Line(own.rank, own.node))
-            steps = own.keys >> SEGMENT_BITS
-            ends = line.length_ns + np.cumsum(own.rows[:, :N_STAGES].sum(axis=1))
+            line = self.of.setdefault(rank_rows.rank, _Line(rank_rows.rank, rank_rows.node))
+            steps = rank_rows.keys >> SEGMENT_BITS
+            ends = line.length_ns + np.cumsum(rank_rows.rows[:, :N_STAGES].sum(axis=1))
             line.first = int(steps[0]) if line.first is None else line.first
             line.length_ns = int(ends[-1])
-            at = np.flatnonzero(steps % self._every == 0)
+            kept = np.flatnonzero(steps % self._every == 0)
             before = len(line.edges)
-            line.edges.update(zip(steps[at].tolist(), ends[at].tolist(), strict=True))
+            line.edges.update(zip(steps[kept].tolist(), ends[kept].tolist(), strict=True))
             self._edges += len(line.edges) - before
         while self._edges > _MOST_EDGES and self._every < 1 << 40:
             self._thin()
@@ -117,29 +117,29 @@ class _Lines:
         """Learn where on one axis each rank is; False where there is none."""
         if not self.of:
             return False
-        known = max(self.of.values(), key=lambda line: (len(line.edges), -line.rank))
+        longest = max(self.of.values(), key=lambda line: (len(line.edges), -line.rank))
         for line in self.of.values():
-            self._compare(line, known, ranks)
+            self._compare(line, longest, ranks)
         self.start_ns = min(int(line.offsets[0]) for line in self.of.values())
         return True
 
-    def _compare(self, line: _Line, known: _Line, ranks: dict[int, RankProcess]) -> None:
-        common = np.array(sorted(line.edges.keys() & known.edges.keys()), np.int64)
+    def _compare(self, line: _Line, reference: _Line, ranks: dict[int, RankProcess]) -> None:
+        common = np.array(sorted(line.edges.keys() & reference.edges.keys()), np.int64)
         if len(common):
-            apart = np.array([known.edges[step] - line.edges[step] for step in common.tolist()])
+            apart = np.array([reference.edges[step] - line.edges[step] for step in common.tolist()])
             line.steps, line.offsets = common, _smoothed(apart)
             return
-        came = [ranks[each.rank].last_rows_ns or 0 for each in (line, known)]
+        came = [ranks[compared.rank].last_rows_ns or 0 for compared in (line, reference)]
         line.alone = True
-        line.offsets = np.array([came[0] - came[1] + known.length_ns - line.length_ns])
+        line.offsets = np.array([came[0] - came[1] + reference.length_ns - line.length_ns])
 
     def notes(self) -> list[str]:
         """Return sentences about the axis."""
-        found = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
+        notes = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
         alone = [line.rank for line in self.of.values() if line.alone]
         if alone:
-            found.append(f"Ranks {alone} have no step in common with others: placed by when their rows came.")
-        return found
+            notes.append(f"Ranks {alone} have no step in common with others: placed by when their rows came.")
+        return notes
 
 
 def _smoothed(values: Int64) -> Int64:
@@ -147,41 +147,41 @@ def _smoothed(values: Int64) -> Int64:
     half = min(_SMOOTHED // 2, (len(values) - 1) // 2)
     around = np.pad(values, half, mode="edge")
     windows = np.lib.stride_tricks.sliding_window_view(around, 2 * half + 1)
-    found: Int64 = np.rint(np.median(windows, axis=1)).astype(np.int64)
-    return found
+    smoothed: Int64 = np.rint(np.median(windows, axis=1)).astype(np.int64)
+    return smoothed
 
 
 def _events(lines: _Lines, session: SessionFile) -> Iterator[Event]:
-    for line in sorted(lines.of.values(), key=lambda each: each.rank):
+    for line in sorted(lines.of.values(), key=lambda line: line.rank):
         yield from _names(line)
     length = dict.fromkeys(lines.of, 0)
     before = dict.fromkeys(lines.of, -(1 << 62))
-    for found, share in _slices(session):
-        for own in found:
-            if own.rank in lines.of:
-                yield from _slices_of(lines, own, length, before)
+    for chunk, share in _slices(session):
+        for rank_rows in chunk:
+            if rank_rows.rank in lines.of:
+                yield from _slices_of(lines, rank_rows, length, before)
         progress.advance("writing the trace", (1 + share) / 2)
 
 
 def _slices_of(
-    lines: _Lines, own: RankRows, length: dict[int, int], before: dict[int, int]
+    lines: _Lines, rank_rows: RankRows, length: dict[int, int], before: dict[int, int]
 ) -> Iterator[Event]:
     """Yield the stages of some rows; `length` and `before` are where the rank's rows, and slices, ended."""
-    line, rows = lines.of[own.rank], own.rows[:, :N_STAGES]
-    steps = own.keys >> SEGMENT_BITS
-    starts = length[own.rank] + np.cumsum(rows.sum(axis=1)) - rows.sum(axis=1)
-    length[own.rank] += int(rows.sum())
+    line, rows = lines.of[rank_rows.rank], rank_rows.rows[:, :N_STAGES]
+    steps = rank_rows.keys >> SEGMENT_BITS
+    starts = length[rank_rows.rank] + np.cumsum(rows.sum(axis=1)) - rows.sum(axis=1)
+    length[rank_rows.rank] += int(rows.sum())
     moved = np.interp(steps, line.steps, line.offsets - line.offsets[0]).astype(np.int64) + line.offsets[0]
     edges = (starts + moved - lines.start_ns)[:, None] + begins(rows)
     ends = edges + rows
-    for at in np.flatnonzero((steps >= lines.chosen.first) & (steps <= lines.chosen.last)).tolist():
-        step = int(steps[at])
+    for row in np.flatnonzero((steps >= lines.chosen.first) & (steps <= lines.chosen.last)).tolist():
+        step = int(steps[row])
         for stage, name in enumerate(STAGES):
-            begin = max(int(edges[at, stage]), before[own.rank])
-            end = int(ends[at, stage])
+            begin = max(int(edges[row, stage]), before[rank_rows.rank])
+            end = int(ends[row, stage])
             if end > begin:
-                before[own.rank] = end
-                yield _slice(own.rank, stage, name, begin, end, step)
+                before[rank_rows.rank] = end
+                yield _slice(rank_rows.rank, stage, name, begin, end, step)
 
 
 def _slice(rank: int, stage: int, name: str, begin_ns: int, end_ns: int, step: int) -> Event:

@@ -67,24 +67,24 @@ _STEPS: dict[str, Kind] = {
 
 def _steps(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
     """Yield the rows of all processes of known rank, in order of arrival."""
-    who = {each.id: each.identity for each in session.processes() if each.identity is not None}
-    wanted = {process: own for process, own in who.items() if own.global_rank in chosen.ranks}
-    found, rows = [], 0
+    who = {process.id: process.identity for process in session.processes() if process.identity is not None}
+    wanted = {process: identity for process, identity in who.items() if identity.global_rank in chosen.ranks}
+    parts, rows = [], 0
     for process, first, *chunk in session.chunks():
         if process not in wanted:
             continue
-        own = wanted[process]
+        identity = wanted[process]
         columns = _chunk(chunk, chosen)
         n = len(columns["step"])
         columns["row"] = columns.pop("at") + first
-        columns |= {"process": np.full(n, process), "rank": np.full(n, own.global_rank)}
-        found.append((columns, [own.job_id] * n))
+        columns |= {"process": np.full(n, process), "rank": np.full(n, identity.global_rank)}
+        parts.append((columns, [identity.job_id] * n))
         rows += n
         if rows >= AT_ONCE:
-            yield _joined(found)
-            found, rows = [], 0
+            yield _joined(parts)
+            parts, rows = [], 0
     if rows:
-        yield _joined(found)
+        yield _joined(parts)
 
 
 def _chunk(chunk: Sequence[bytes], chosen: Chosen) -> dict[str, Any]:
@@ -92,32 +92,40 @@ def _chunk(chunk: Sequence[bytes], chosen: Chosen) -> dict[str, Any]:
     keys, flags, rows, host, leads = chunk
     key = np.frombuffer(keys, "<i8")
     step = key >> SEGMENT_BITS
-    at = np.flatnonzero((step >= chosen.first) & (step <= chosen.last))
-    stages = np.frombuffer(rows, "<i8").reshape(-1, len(STAGES))[at]
-    found: dict[str, Any] = {"at": at, "step": step[at], "segment": (key & (1 << SEGMENT_BITS) - 1)[at]}
-    found["flags"] = np.frombuffer(flags, np.uint8)[at].astype(np.int64)
-    found |= {f"{stage}_ns": stages[:, place] for place, stage in enumerate(STAGES)}
-    own = np.frombuffer(host, "<i8").reshape(-1, len(STAGES))[at] if host else None
-    three = np.frombuffer(leads, np.uint8).reshape(-1, LEAD_BYTES)[at].astype(np.int64) if leads else None
-    found |= {name: None if own is None else own[:, place] for place, name in enumerate(_HOST)}
-    return found | {name: None if three is None else three[:, place] for place, name in enumerate(_LEADS)}
+    selected = np.flatnonzero((step >= chosen.first) & (step <= chosen.last))
+    stages = np.frombuffer(rows, "<i8").reshape(-1, len(STAGES))[selected]
+    columns: dict[str, Any] = {
+        "at": selected,
+        "step": step[selected],
+        "segment": (key & (1 << SEGMENT_BITS) - 1)[selected],
+    }
+    columns["flags"] = np.frombuffer(flags, np.uint8)[selected].astype(np.int64)
+    columns |= {f"{stage}_ns": stages[:, number] for number, stage in enumerate(STAGES)}
+    host_rows = np.frombuffer(host, "<i8").reshape(-1, len(STAGES))[selected] if host else None
+    three = (
+        np.frombuffer(leads, np.uint8).reshape(-1, LEAD_BYTES)[selected].astype(np.int64) if leads else None
+    )
+    columns |= {
+        name: None if host_rows is None else host_rows[:, number] for number, name in enumerate(_HOST)
+    }
+    return columns | {name: None if three is None else three[:, number] for number, name in enumerate(_LEADS)}
 
 
 def _joined(parts: Sequence[tuple[Mapping[str, Any], list[str]]]) -> Batch:
-    found: Batch = {"run": [run for _, runs in parts for run in runs]}
+    joined: Batch = {"run": [run for _, runs in parts for run in runs]}
     for name in _STEPS:
         if name == "run":
             continue
         columns = [(columns[name], len(runs)) for columns, runs in parts]
         if any(column is None for column, _ in columns):
-            found[name] = [
+            joined[name] = [
                 value
                 for column, n in columns
                 for value in ([None] * n if column is None else column.tolist())
             ]
         else:
-            found[name] = np.concatenate([column for column, _ in columns])
-    return found
+            joined[name] = np.concatenate([column for column, _ in columns])
+    return joined
 
 
 def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
@@ -142,7 +150,9 @@ def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
         sizes = [unpacked(piece) for _, piece in pieces]
         both = np.concatenate(sizes).T
         yield {
-            "process": np.repeat([process for process, _ in pieces], [len(own) for own in sizes]),
+            "process": np.repeat(
+                [process for process, _ in pieces], [len(piece_sizes) for piece_sizes in sizes]
+            ),
             "step": np.concatenate([np.arange(one.first_step, one.last_step + 1) for _, one in pieces]),
             **{
                 name: [None if size < 0 else size for size in column.tolist()]
@@ -153,27 +163,30 @@ def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
 
 def _shards(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield how the model of each process is divided."""
-    found = [(process, *msgspec.structs.astuple(own)) for process, own in sorted(session.shardings().items())]
-    if found:
+    rows = [
+        (process, *msgspec.structs.astuple(sharding))
+        for process, sharding in sorted(session.shardings().items())
+    ]
+    if rows:
         yield {
-            name: [msgspec.json.encode(each).decode() if kind == "text" else each for each in column]
-            for (name, kind), column in zip(_SHARDS.items(), zip(*found, strict=True), strict=True)
+            name: [msgspec.json.encode(value).decode() if kind == "text" else value for value in column]
+            for (name, kind), column in zip(_SHARDS.items(), zip(*rows, strict=True), strict=True)
         }
 
 
 def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield each layer of each window that is kept of a process; of a window without layers one row."""
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     for process, window in session.every_layer_window():
         values = msgspec.structs.asdict(window)
         about = [int(value) if isinstance(value := values[name], bool) else value for name in _OF_WINDOW]
         of_layers = [msgspec.structs.astuple(one) for one in window.layers] or [(None,) * len(_OF_LAYER)]
-        found += [(process, *about, *own) for own in of_layers]
-        if len(found) >= AT_ONCE:
-            yield _by_column(found)
-            found = []
-    if found:
-        yield _by_column(found)
+        rows += [(process, *about, *layer) for layer in of_layers]
+        if len(rows) >= AT_ONCE:
+            yield _by_column(rows)
+            rows = []
+    if rows:
+        yield _by_column(rows)
 
 
 def _by_column(rows: Sequence[Sequence[Any]]) -> Batch:
@@ -184,19 +197,19 @@ def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _kinds(of: type[msgspec.Struct]) -> dict[str, Kind]:
+def _kinds(struct: type[msgspec.Struct]) -> dict[str, Kind]:
     """Return the kinds of the columns that a message is stored in."""
-    return {field.name: _kind(field.type) for field in msgspec.structs.fields(of)}
+    return {field.name: _kind(field.type) for field in msgspec.structs.fields(struct)}
 
 
-def _kind(of: Any) -> Kind:
+def _kind(annotation: Any) -> Kind:
     """Return what a value of a type is in the file: what has parts is JSON."""
-    while typing.get_origin(of) is typing.Annotated:
-        of = typing.get_args(of)[0]
-    if typing.get_origin(of) is Literal:
-        return _kind(type(typing.get_args(of)[0]))
-    parts = [part for part in typing.get_args(of) if part is not type(None)] or [of]
-    if typing.get_origin(of) in (list, dict, tuple) or len(parts) > 1:
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) is Literal:
+        return _kind(type(typing.get_args(annotation)[0]))
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)] or [annotation]
+    if typing.get_origin(annotation) in (list, dict, tuple) or len(parts) > 1:
         return "text"
     while typing.get_origin(parts[0]) is typing.Annotated:
         parts = [typing.get_args(parts[0])[0]]

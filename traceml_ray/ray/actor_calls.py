@@ -30,7 +30,7 @@ class ActorCalls:
     """
 
     def __init__(self, find: Callable[[], Any | None]) -> None:
-        self.found = 0
+        self.handles_found = 0
         """How often a handle was found, as of the last `poll`: what was sent before may be lost."""
         self._find = find
         self._actor: Any | None = None
@@ -62,7 +62,7 @@ class ActorCalls:
         """
         if self._new is not None:
             self._actor, self._new = self._new, None
-            self.found += 1
+            self.handles_found += 1
         replies: list[bytes | Exception] = []
         if self._refs:
             try:

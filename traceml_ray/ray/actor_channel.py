@@ -31,24 +31,24 @@ class ActorChannel:
     @property
     def generation(self) -> int:
         """Number of relays found so far."""
-        return self._calls.found
+        return self._calls.handles_found
 
     def offer(self, data: bytes) -> bool:
         """Call the relay; False when there is none or enough calls are unanswered."""
-        fresh = self._calls.found != self._began
+        fresh = self._calls.handles_found != self._began
         taken = self._calls.call("ingest", data, fresh)
-        self._began = self._calls.found if taken else self._began
+        self._began = self._calls.handles_found if taken else self._began
         return taken
 
     def replies(self) -> list[bytes]:
         """Return whatever the relay has answered since the last call."""
-        found = []
+        answers = []
         for reply in self._calls.poll():
             if isinstance(reply, bytes):
-                found.append(reply)
+                answers.append(reply)
             else:
                 self.errors[type(reply).__name__] += 1
-        return found
+        return answers
 
     def close(self) -> None:
         """Make no more calls."""

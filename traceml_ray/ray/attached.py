@@ -100,9 +100,9 @@ class AttachedChannel:
             return
 
     def _attach(self) -> None:
-        found = read_json(Path(self._path).parent / FILE, Attachment)
+        attachment = read_json(Path(self._path).parent / FILE, Attachment)
         with _environment_kept(), _hooks_kept(), _short_turns(), contextlib.ExitStack() as while_attaching:
-            attach(found, _REACH_S, lambda ray: self._about_to_attach(ray, while_attaching))
+            attach(attachment, _REACH_S, lambda ray: self._about_to_attach(ray, while_attaching))
             import ray
 
             worker: Any = ray._private.worker.global_worker
@@ -239,11 +239,11 @@ def _hooks_kept() -> Generator[None]:
     libc = ctypes.CDLL(None)
     before = {number: signal.getsignal(number) for number in _FATAL}
     handlers = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _FATAL}
-    known = [number for number in _FATAL if libc.sigaction(number, None, handlers[number]) == 0]
+    hooked = [number for number in _FATAL if libc.sigaction(number, None, handlers[number]) == 0]
     try:
         yield
     finally:
-        for number in known:
+        for number in hooked:
             if signal.getsignal(number) == before[number]:  # the script has not set one of its own meanwhile
                 libc.sigaction(number, handlers[number], None)
         if getattr(sys.excepthook, "__module__", "").startswith("ray."):

@@ -81,11 +81,11 @@ def find_token(environ: Mapping[str, str]) -> tuple[str, str]:
         return token, "RAY_AUTH_TOKEN"
     given = environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(given) if given else Path(environ.get("HOME", "~")).expanduser() / _TOKEN_FILE
-    place = f"{path} (RAY_AUTH_TOKEN_PATH)" if given else str(path)
+    source = f"{path} (RAY_AUTH_TOKEN_PATH)" if given else str(path)
     try:
-        return path.read_text().strip(), place
+        return path.read_text().strip(), source
     except (OSError, UnicodeDecodeError):
-        return "", place
+        return "", source
 
 
 def _uses_token() -> bool:
@@ -94,12 +94,11 @@ def _uses_token() -> bool:
 
 def _lacks_token() -> str:
     """Return what is missing where this process is to show a token and has none; "" where it has."""
-    token, place = find_token(os.environ)
+    token, source = find_token(os.environ)
     if token or not _uses_token() or _TOKEN_OF_KUBERNETES in os.environ:
         return ""
-    return (
-        f"RAY_AUTH_MODE=token, but there is no token: RAY_AUTH_TOKEN is not set, and there is none in {place}"
-    )
+    unset = "RAY_AUTH_TOKEN is not set"
+    return f"RAY_AUTH_MODE=token, but there is no token: {unset}, and there is none in {source}"
 
 
 def _refusal(address: str) -> str:
@@ -124,8 +123,8 @@ def _refusal(address: str) -> str:
 
 def _load_library() -> None:
     """Load Ray's library as its import does, but without the GIL, which that keeps for 15 ms."""
-    found = importlib.util.find_spec("ray")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("ray")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         ctypes.CDLL(None).dlopen(os.fsencode(Path(folder) / "_raylet.so"), os.RTLD_NOW)
 
 
@@ -150,9 +149,9 @@ def reach(address: str, timeout_s: float) -> tuple[str, str]:
     while True:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_TRY_S) as connection:
-                peer, own = connection.getpeername(), connection.getsockname()
+                peer, local = connection.getpeername(), connection.getsockname()
                 _greet(connection)
-            return join(peer[0], peer[1]), own[0]
+            return join(peer[0], peer[1]), local[0]
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(f"nothing answers at {address} ({error})") from None
@@ -173,10 +172,10 @@ def raylet_answers(relay_pid: int) -> bool:
     if raylet is None:
         return False
     sockets = raylet.net_connections if hasattr(raylet, "net_connections") else raylet.connections
-    for found in [found for found in sockets() if found.status == "LISTEN"]:
-        host = found.laddr.ip.removeprefix("::ffff:")
+    for listener in [listener for listener in sockets() if listener.status == "LISTEN"]:
+        host = listener.laddr.ip.removeprefix("::ffff:")
         try:
-            where = "127.0.0.1" if host in ("0.0.0.0", "::") else host, found.laddr.port
+            where = "127.0.0.1" if host in ("0.0.0.0", "::") else host, listener.laddr.port
             with socket.create_connection(where, timeout=_TRY_S) as connection:
                 _greet(connection)
             return True
@@ -190,19 +189,19 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def own_address(head: str, rank: int, own: str = "") -> str:
+def own_address(head: str, rank: int, source: str = "") -> str:
     """
     Return the address under which the others reach this node.
 
     Args:
         head: host:port of the cluster's head.
         rank: of this node: several launchers on one machine have a loopback address each.
-        own: address on the way to the head, where that is known.
+        source: this node's address on the way to the head; empty: it is looked up.
     """
     host, _, port = head.rpartition(":")
-    own = own or _source_address(host.strip("[]"), int(port))
-    if not own.startswith("127."):
-        return own
+    source = source or _source_address(host.strip("[]"), int(port))
+    if not source.startswith("127."):
+        return source
     if host.startswith("127."):
         return f"127.0.0.{2 + rank % 250}"
     return _source_address(_NOBODY, 9)  # a machine that knows its own name only as 127.0.1.1
@@ -212,5 +211,5 @@ def _source_address(host: str, port: int) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        own: str = probe.getsockname()[0]
-    return own
+        ip: str = probe.getsockname()[0]
+    return ip

@@ -73,8 +73,8 @@ def answers(aggregator: Any, timeout: float) -> bool:
 
 def find_relays(session: str) -> dict[str, Any]:
     """Return the handles of a session's relays by node id."""
-    found = {node_id: find_relay(session, node_id) for node_id in relay_nodes(session)}
-    return {node_id: relay for node_id, relay in found.items() if relay is not None}
+    relays = {node_id: find_relay(session, node_id) for node_id in relay_nodes(session)}
+    return {node_id: relay for node_id, relay in relays.items() if relay is not None}
 
 
 def relay_nodes(session: str) -> set[str]:

@@ -31,12 +31,12 @@ def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:
     node_id, job_id = context.get_node_id(), context.get_job_id()
 
     def who() -> RankIdentity:
-        found = identity()
+        process_identity = identity()
         return msgspec.structs.replace(
-            found,
+            process_identity,
             node_id=node_id,
-            job_id=job_id if found.job_id == "default" else found.job_id,
-            source="ray" if found.source == "single" else found.source,
+            job_id=job_id if process_identity.job_id == "default" else process_identity.job_id,
+            source="ray" if process_identity.source == "single" else process_identity.source,
             name=name[:64],
         )
 

@@ -66,15 +66,15 @@ class Beneath:
             self._height = len(lines)
             # The cursor's line, and what is above, move up until the panel has room below it.
             self._frame = "\x1bD" * len(lines) + f"\x1b[{len(lines)}A"
-        place = f"\x1b[1;{rows - len(lines)}r" if self._frame else ""
+        region = f"\x1b[1;{rows - len(lines)}r" if self._frame else ""
         before, self._frame = self._frame, ""
-        if whole or place:
+        if whole or region:
             self._screen.forget()
         self._screen.top = top
         self._screen.draw(lines)
         if not (before or self._frame):
             return 0
-        return self._write(f"{before}{SAVE}{place}{self._frame}{RESTORE}")
+        return self._write(f"{before}{SAVE}{region}{self._frame}{RESTORE}")
 
     def leave(self) -> None:
         """Give the panel's lines back."""

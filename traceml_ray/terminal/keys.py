@@ -28,20 +28,20 @@ class Keys:
     def feed(self, data: bytes) -> list[str]:
         """Return the keys in what was typed: a character, or a name as `page_up`; others are left out."""
         typed, self._rest = self._rest + data.decode("ascii", "ignore"), ""
-        found, at = [], 0
-        while at < len(typed):
-            sequence = _SEQUENCE.match(typed, at)
+        names, position = [], 0
+        while position < len(typed):
+            sequence = _SEQUENCE.match(typed, position)
             if sequence:
                 name = _SEQUENCES.get((sequence[1] or "") if sequence[2] == "~" else sequence[2], "")
-                at = sequence.end()
-            elif _UNFINISHED.match(typed, at) and len(typed) - at < _MOST:
-                self._rest, at, name = typed[at:], len(typed), ""
+                position = sequence.end()
+            elif _UNFINISHED.match(typed, position) and len(typed) - position < _MOST:
+                self._rest, position, name = typed[position:], len(typed), ""
             else:
-                single = typed[at]
+                single = typed[position]
                 name = "escape" if single == "\x1b" else _SINGLE.get(single, single)
-                at += 1
-            found += [name] if name and name.isprintable() else []
-        return found
+                position += 1
+            names += [name] if name and name.isprintable() else []
+        return names
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def _moved(choice: Choice, key: str, page: int) -> Choice:
         return replace(choice, scroll=0)
     if key == "escape" and (choice.rank is not None or choice.pane == "help"):
         return replace(choice, rank=None, pane=PANES[0] if choice.pane == "help" else choice.pane, scroll=0)
-    at = PANES.index(choice.pane) if choice.pane in PANES else 0
+    index = PANES.index(choice.pane) if choice.pane in PANES else 0
     steps = {"tab": 1, "right": 1, "back_tab": -1, "left": -1}
     if key in steps:
-        at += steps[key]
+        index += steps[key]
     elif key.isdecimal() and 1 <= int(key) <= len(PANES):
-        at = int(key) - 1
+        index = int(key) - 1
     else:
         return choice
-    return replace(choice, pane=PANES[at % len(PANES)], rank=None, scroll=0)
+    return replace(choice, pane=PANES[index % len(PANES)], rank=None, scroll=0)

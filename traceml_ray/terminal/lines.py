@@ -24,20 +24,20 @@ def fit(line: Cell, width: int) -> Text:
     """Return a line of exactly `width` cells: cut, with …, or filled up."""
     if width <= 0:
         return Text()
-    found = line.copy() if isinstance(line, Text) else Text(line)
-    found.truncate(width, overflow="ellipsis", pad=True)
-    return found
+    fitted = line.copy() if isinstance(line, Text) else Text(line)
+    fitted.truncate(width, overflow="ellipsis", pad=True)
+    return fitted
 
 
 def wrap(line: str, width: int, style: str = "") -> list[Text]:
     """Return text as lines of at most `width` cells, broken between words."""
-    found: list[str] = []
+    lines: list[str] = []
     for word in text.one_line(line).split():
-        if found and cell_len(found[-1]) + 1 + cell_len(word) <= width:
-            found[-1] += f" {word}"
+        if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
+            lines[-1] += f" {word}"
         else:
-            found.append(word)
-    return [Text(each, style=style) for each in found]
+            lines.append(word)
+    return [Text(line, style=style) for line in lines]
 
 
 def cut(lines: Sequence[Text], most: int) -> list[Text]:
@@ -52,21 +52,25 @@ def cut(lines: Sequence[Text], most: int) -> list[Text]:
 
 def table(rows: Sequence[Sequence[Cell]], width: int | None, right: Iterable[int] = ()) -> list[Text]:
     """Return rows of cells as lines (cut at `width`) with columns, those in `right` aligned to the right."""
-    own, numbers = [[_written(cell) for cell in row] for row in rows], {*right}
-    sizes = [[cell_len(cell) if isinstance(cell, str) else cell.cell_len for cell in row] for row in own]
+    cells, numbers = [[_written(cell) for cell in row] for row in rows], {*right}
+    sizes = [[cell_len(cell) if isinstance(cell, str) else cell.cell_len for cell in row] for row in cells]
     wide = [max(column) for column in zip(*sizes, strict=True)]
-    found = []
-    for row, taken in zip(own, sizes, strict=True):
+    lines = []
+    for row, taken in zip(cells, sizes, strict=True):
         parts: list[Cell] = [""]
-        for at, cell in enumerate(row):
-            fill = " " * (wide[at] - taken[at])
-            _join(parts, *((fill, cell) if at in numbers else (cell, fill)), " " * (_GAP * bool(wide[at])))
+        for column, cell in enumerate(row):
+            fill = " " * (wide[column] - taken[column])
+            _join(
+                parts,
+                *((fill, cell) if column in numbers else (cell, fill)),
+                " " * (_GAP * bool(wide[column])),
+            )
         line = Text.assemble(*parts)
         line.rstrip()
         if width is not None:
             line.truncate(width, overflow="ellipsis")
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def _join(parts: list[Cell], *cells: Cell) -> None:
@@ -85,13 +89,13 @@ def _written(cell: Cell) -> Cell:
 
 def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
     """Return items one after the other, on as many lines as they need."""
-    found: list[Text] = []
+    lines: list[Text] = []
     for item in items:
-        if found and found[-1].cell_len + gap + item.cell_len <= width:
-            found[-1].append(" " * gap).append_text(item)
+        if lines and lines[-1].cell_len + gap + item.cell_len <= width:
+            lines[-1].append(" " * gap).append_text(item)
         else:
-            found.append(item.copy())
-    return found
+            lines.append(item.copy())
+    return lines
 
 
 @dataclass(frozen=True)
@@ -117,33 +121,33 @@ def framed(
     if height is None:
         height = 2 + len(head) + sum(1 + section.want for section in sections if section.want)
     sizes = _sizes(sections, height - 2 - len(head))
-    found = [_rule("┌─ ", title, "", "─┐", width), *(_boxed(line, inner) for line in head)]
+    lines = [_rule("┌─ ", title, "", "─┐", width), *(_boxed(line, inner) for line in head)]
     for section, size in zip(sections, sizes, strict=True):
         if size:
-            found.append(_rule("├─ ", section.title, section.note, "─┤", width))
+            lines.append(_rule("├─ ", section.title, section.note, "─┤", width))
             body = [_boxed(line, inner) for line in section.lines(size)]
-            found += body + [_boxed("", inner)] * (size - len(body))
-    found = found[: max(0, height - 1)]
-    found += [_boxed("", inner)] * (height - 1 - len(found))
-    return [*found, _rule("└─", "", foot, "─┘", width)][-height:] if height else []
+            lines += body + [_boxed("", inner)] * (size - len(body))
+    lines = lines[: max(0, height - 1)]
+    lines += [_boxed("", inner)] * (height - 1 - len(lines))
+    return [*lines, _rule("└─", "", foot, "─┘", width)][-height:] if height else []
 
 
 def _sizes(sections: Sequence[Section], room: int) -> list[int]:
     """Return how many lines each section gets, 0 for one that is left out; each has its title besides."""
     sizes = [0] * len(sections)
-    for at, section in enumerate(sections):
+    for index, section in enumerate(sections):
         least = min(section.least, section.want)
         if not any(sizes):  # the first is cut rather than left out
             least = min(least, max(1, room - 1))
         if section.want and least + 1 <= room:
-            sizes[at] = least
-            room -= sizes[at] + 1
+            sizes[index] = least
+            room -= sizes[index] + 1
     growing = True
     while growing and room > 0:  # one line each, in turn
         growing = False
-        for at, section in enumerate(sections):
-            if 0 < sizes[at] < section.want and room > 0:
-                sizes[at], room, growing = sizes[at] + 1, room - 1, True
+        for index, section in enumerate(sections):
+            if 0 < sizes[index] < section.want and room > 0:
+                sizes[index], room, growing = sizes[index] + 1, room - 1, True
     return sizes
 
 

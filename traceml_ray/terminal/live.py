@@ -93,14 +93,14 @@ def _draw(feed: Feed, under: Beneath, whole: bool) -> int:
     room = under.room()
     if room is None:
         return 0
-    found, (width, height) = feed.newest, room
-    if found is None or found.state in _NOT_YET:
+    newest, (width, height) = feed.newest, room
+    if newest is None or newest.state in _NOT_YET:
         state = (
-            found.state_text if found is not None and found.state != "empty" else "waiting for the ranks …"
+            newest.state_text if newest is not None and newest.state != "empty" else "waiting for the ranks …"
         )
         lines = [fit(f"traceml-ray: {state}", width)]
     else:
-        lines = panel(found, feed.choice, width, height, "")
+        lines = panel(newest, feed.choice, width, height, "")
     return under.draw(lines, whole=whole)
 
 

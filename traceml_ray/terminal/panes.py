@@ -40,17 +40,17 @@ _Columns = dict[str, Callable[[Any], Cell]]
 
 def help_pane(_of: Snapshot, _choice: Choice, width: int) -> list[Section]:
     """Return the keys, and what the signs mean."""
-    found = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
-    found += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
+    lines = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
+    lines += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
     about = "Times are of each rank's own work, without its waiting for others. n/a: not known."
-    found += wrap(about, width)
-    return [Section("KEYS", lambda most: found[:most], len(found))]
+    lines += wrap(about, width)
+    return [Section("KEYS", lambda most: lines[:most], len(lines))]
 
 
-def nodes_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def nodes_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return all nodes with all that is known of each."""
-    rows = sorted(of.nodes, key=worst_first) if choice.sort == "time" else of.nodes
-    evidence = evidence_of(of.verdict)
+    rows = sorted(snapshot.nodes, key=worst_first) if choice.sort == "time" else snapshot.nodes
+    evidence = evidence_of(snapshot.verdict)
     columns: _Columns = {
         "node": lambda node: node["label"],
         ">ranks": lambda node: str(len(node["ranks"])) if node["alive"] else Text("lost", TONES["critical"]),
@@ -68,12 +68,14 @@ def nodes_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         "evidence": lambda node: Text("; ".join(evidence.get(node["label"], ())), MARK),
     }
     drop = ">°C", ">W", ">rank", ">worst ms"
-    return [_listed(f"NODES{of_steps(of)}", rows, columns, choice, width, drop)]
+    return [_listed(f"NODES{of_steps(snapshot)}", rows, columns, choice, width, drop)]
 
 
-def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def ranks_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return all ranks: where each is, its state, and what its steps are made of."""
-    suspects = {(each["rank"], each["stage"]) for each in (of.verdict or {}).get("suspects") or ()}
+    suspects = {
+        (suspect["rank"], suspect["stage"]) for suspect in (snapshot.verdict or {}).get("suspects") or ()
+    }
 
     def stage(name: str) -> Callable[[Any], Cell]:
         def cell(row: Mapping[str, Any]) -> Cell:
@@ -85,7 +87,7 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     columns: _Columns = {
         ">rank": _number,
         "node": lambda row: row["node"] or text.NA,
-        **({"role": lambda row: row["role"] or ""} if any(row["role"] for row in of.rows) else {}),
+        **({"role": lambda row: row["role"] or ""} if any(row["role"] for row in snapshot.rows) else {}),
         "state": _state,
         ">step": lambda row: text.plain(row["last_step"]),
         "in": lambda row: row["open_stage"] or text.NA,
@@ -93,12 +95,11 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         ">÷ med": lambda row: text.times(row["over"]),
         **{f">{name}": stage(name) for name in STAGES},
     }
-    rows = [*of.rows]
+    rows = [*snapshot.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
-    title = (
-        f"RANKS{of_steps(of)} (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
-    )
+    order = "the slowest first" if choice.sort == "time" else "named ones first"
+    title = f"RANKS{of_steps(snapshot)} (ms; {order})"
     return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node", "role"))]
 
 
@@ -115,9 +116,9 @@ def _state(row: Mapping[str, Any]) -> Cell:
     return Text(f"▲ {row['state']}", MARK) if late else text.words(row["state"])
 
 
-def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def rank_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return what is known of one rank."""
-    row = next((row for row in of.rows if row["rank"] == choice.rank), None)
+    row = next((row for row in snapshot.rows if row["rank"] == choice.rank), None)
     if row is None:
         return [Section(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
     facts = {
@@ -135,21 +136,21 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     if row["stages"]:
         stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
         drawn = [bar(stages, width), *flow(legend(stages), width)]
-        sections.append(Section(f"ITS STEP{of_steps(of)}", lambda most: drawn[:most], len(drawn)))
-    own = table([event_cells(event) for event in of.events if event["rank"] == choice.rank], width)
-    printed = output(of, width, choice.rank)
-    return [*sections, printed, Section("ITS EVENTS (UTC)", lambda most: own[:most], len(own))]
+        sections.append(Section(f"ITS STEP{of_steps(snapshot)}", lambda most: drawn[:most], len(drawn)))
+    events = table([event_cells(event) for event in snapshot.events if event["rank"] == choice.rank], width)
+    printed = output(snapshot, width, choice.rank)
+    return [*sections, printed, Section("ITS EVENTS (UTC)", lambda most: events[:most], len(events))]
 
 
-def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def memory_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return what was found about the memory of the ranks, and each in numbers."""
-    found, shards = of.memory, _shards(of, width)
-    if found is None or not found.ranks:
+    memory, shards = snapshot.memory, _shards(snapshot, width)
+    if memory is None or not memory.ranks:
         return [Section("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
-    said = [line for sentence in first_words(found) for line in wrap(sentence, width)]
-    for each in found.findings:
-        lines = wrap(f"{SIGNS[each.severity]} {each.why}", width, TONES[each.severity])
-        said += lines if each.why not in first_words(found) else []
+    sentences = [line for sentence in first_words(memory) for line in wrap(sentence, width)]
+    for finding in memory.findings:
+        lines = wrap(f"{SIGNS[finding.severity]} {finding.why}", width, TONES[finding.severity])
+        sentences += lines if finding.why not in first_words(memory) else []
     columns: _Columns = {
         ">rank": lambda row: str(row.rank),
         "node": lambda row: row.node,
@@ -163,20 +164,24 @@ def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         ">runs out in": lambda row: "" if row.forecast_s is None else text.duration(row.forecast_s),
         "finding": lambda row: Text(text.words(row.anomaly or ""), TONES[row.severity or "info"]),
     }
-    rows = [*found.ranks]
+    rows = [*memory.ranks]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
     listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">in all"))
-    return [Section("MEMORY", lambda most: said[:most], len(said), min(3, len(said))), *shards, listed]
+    return [
+        Section("MEMORY", lambda most: sentences[:most], len(sentences), min(3, len(sentences))),
+        *shards,
+        listed,
+    ]
 
 
-def _shards(of: Snapshot, width: int) -> list[Section]:
+def _shards(snapshot: Snapshot, width: int) -> list[Section]:
     """Return how FSDP2 divides the model, where it does."""
-    said = [line for _, each in sharding_facts(of.sharding).pairs for line in wrap(each, width)]
-    return [Section("SHARDS", lambda most: said[:most], len(said), min(2, len(said)))] if said else []
+    lines = [line for _, fact in sharding_facts(snapshot.sharding).pairs for line in wrap(fact, width)]
+    return [Section("SHARDS", lambda most: lines[:most], len(lines), min(2, len(lines)))] if lines else []
 
 
-def events_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def events_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return what happened, newest first."""
     columns: _Columns = {
         "time": lambda event: event_cells(event)[0],
@@ -184,56 +189,56 @@ def events_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         "node": lambda event: event["node"] or "",
         "what": lambda event: event["text"],
     }
-    return [_listed("EVENTS (UTC), newest first", of.events, columns, choice, width, ("node",))]
+    return [_listed("EVENTS (UTC), newest first", snapshot.events, columns, choice, width, ("node",))]
 
 
-def output_pane(of: Snapshot, _choice: Choice, width: int) -> list[Section]:
+def output_pane(snapshot: Snapshot, _choice: Choice, width: int) -> list[Section]:
     """Return what the chosen rank printed last, else the one that is named."""
-    return [output(of, width)]
+    return [output(snapshot, width)]
 
 
-def layers_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def layers_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return which layer takes longer on a rank, and all layers in numbers."""
-    found = of.layers
-    if found is None or not found.ranks:
-        said = wrap(_NO_LAYERS if found is not None else "No answer yet.", width)
-        return [Section("LAYERS", lambda most: said[:most], len(said))]
-    tone = MARK if found.findings else ""
-    named = [line for each in layers_sentences(found) for line in wrap(each, width, tone)]
-    about = [about_layers(msgspec.structs.asdict(found)), *found.limits]
-    said = [*named, *(line for each in about for line in wrap(each, width, QUIET))]
-    places = [*range(len(found.layers))]
+    layers = snapshot.layers
+    if layers is None or not layers.ranks:
+        lines = wrap(_NO_LAYERS if layers is not None else "No answer yet.", width)
+        return [Section("LAYERS", lambda most: lines[:most], len(lines))]
+    tone = MARK if layers.findings else ""
+    named = [line for sentence in layers_sentences(layers) for line in wrap(sentence, width, tone)]
+    about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]
+    lines = [*named, *(line for sentence in about for line in wrap(sentence, width, QUIET))]
+    places = [*range(len(layers.layers))]
     if choice.sort == "time":
-        places.sort(key=lambda at: -(found.layers[at].forward_ms + found.layers[at].backward_ms))
-    columns, drop = _layer_columns(found)
+        places.sort(key=lambda index: -(layers.layers[index].forward_ms + layers.layers[index].backward_ms))
+    columns, drop = _layer_columns(layers)
     order = "; the slowest first" if choice.sort == "time" else ""
     title = f"EACH LAYER (ms a step, without those inside{order})"
     listed = _listed(title, places, columns, choice, width, drop)
-    return [Section("LAYERS", lambda most: cut(said, most), len(said), min(3, len(said))), listed]
+    return [Section("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))), listed]
 
 
-def health_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+def health_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     """Return how the monitor itself is doing: its rows, relays, cost and errors."""
-    if of.health is None:
+    if snapshot.health is None:
         return [Section("HEALTH OF THE MONITOR", lambda _: [Text("No answer yet.")], 1)]
     cost = flow(
-        [Text(f"{name} ").append(said, HEAD) for name, said in health.facts(of.health).items()], width
+        [Text(f"{name} ").append(value, HEAD) for name, value in health.facts(snapshot.health).items()], width
     )
-    rows = _ledger_rows(of.health["ledger"], of.state in OVER, width)
+    rows = _ledger_rows(snapshot.health["ledger"], snapshot.state in OVER, width)
     relays: _Columns = {
         "node": lambda relay: relay["label"],
         "state": lambda relay: "alive" if relay["alive"] else Text("◆ lost", TONES["critical"]),
         ">last message": lambda relay: text.age(relay["age_s"]),
         ">ranks": lambda relay: f"{len(relay['ranks']):,}",
     }
-    known = sorted(of.health["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
-    errors = sorted(of.health["errors"].items(), key=lambda each: -each[1])
+    ordered = sorted(snapshot.health["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+    errors = sorted(snapshot.health["errors"].items(), key=lambda item: -item[1])
     counts: _Columns = {">times": lambda error: f"{error[1]:,}", "where": lambda error: error[0]}
     return [
         Section("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
         Section("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
         _listed("ERRORS, SWALLOWED AND COUNTED", errors, counts, choice, width, ()),
-        _listed("RELAYS", known, relays, choice, width, (">last message",)),
+        _listed("RELAYS", ordered, relays, choice, width, (">last message",)),
     ]
 
 
@@ -251,38 +256,38 @@ def _ledger_rows(ledger: Mapping[str, Any] | None, over: bool, width: int) -> li
     return table(body, width, range(5))
 
 
-def _layer_columns(found: Layers) -> tuple[_Columns, list[str]]:
+def _layer_columns(layers: Layers) -> tuple[_Columns, list[str]]:
     """Return what is shown of a layer (its position), and which columns a narrow window is without."""
-    of, several = found.layers, len(found.ranks) > 1
-    stands_out = {(one.layer, one.rank) for one in found.findings}
+    rows, several = layers.layers, len(layers.ranks) > 1
+    stands_out = {(one.layer, one.rank) for one in layers.findings}
 
-    def time(ms: float | None, at: int, rank: int | None) -> Cell:
+    def time(ms: float | None, index: int, rank: int | None) -> Cell:
         shown = text.number(ms, aligned=True)
-        return Text(f"▲{shown}", MARK) if (of[at].name, rank) in stands_out else shown
+        return Text(f"▲{shown}", MARK) if (rows[index].name, rank) in stands_out else shown
 
     def of_rank(rank: int) -> Callable[[Any], Cell]:
-        return lambda at: time(found.per_rank_ms[rank][at], at, rank)
+        return lambda index: time(layers.per_rank_ms[rank][index], index, rank)
 
     columns: _Columns = {
-        "layer": lambda at: layer_name(of[at]),
-        "class": lambda at: f"{of[at].kind}{region_of(of[at])}",
-        ">calls": lambda at: text.number(of[at].calls),
-        ">forward": lambda at: text.number(of[at].forward_ms, aligned=True),
-        ">backward": lambda at: text.number(of[at].backward_ms, aligned=True),
-        ">with inside": lambda at: text.number(of[at].total_ms, aligned=True),
-        ">of model": lambda at: text.share(of[at].share),
-        ">outputs": lambda at: text.size(of[at].output_bytes),
-        ">params": lambda at: text.size(of[at].parameter_bytes),
-        ">grads": lambda at: text.size(of[at].gradient_bytes),
+        "layer": lambda index: layer_name(rows[index]),
+        "class": lambda index: f"{rows[index].kind}{region_of(rows[index])}",
+        ">calls": lambda index: text.number(rows[index].calls),
+        ">forward": lambda index: text.number(rows[index].forward_ms, aligned=True),
+        ">backward": lambda index: text.number(rows[index].backward_ms, aligned=True),
+        ">with inside": lambda index: text.number(rows[index].total_ms, aligned=True),
+        ">of model": lambda index: text.share(rows[index].share),
+        ">outputs": lambda index: text.size(rows[index].output_bytes),
+        ">params": lambda index: text.size(rows[index].parameter_bytes),
+        ">grads": lambda index: text.size(rows[index].gradient_bytes),
     }
     if several:
         columns |= {
-            ">largest": lambda at: time(of[at].worst_ms, at, of[at].worst_rank),
-            ">on rank": lambda at: text.plain(of[at].worst_rank),
-            **{f">rank {rank}": of_rank(rank) for rank in found.per_rank_ms},
+            ">largest": lambda index: time(rows[index].worst_ms, index, rows[index].worst_rank),
+            ">on rank": lambda index: text.plain(rows[index].worst_rank),
+            **{f">rank {rank}": of_rank(rank) for rank in layers.per_rank_ms},
         }
-    named = {one.rank for one in found.findings}
-    ranks = sorted(found.per_rank_ms, key=lambda rank: (rank in named, -rank))
+    named = {one.rank for one in layers.findings}
+    ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named, -rank))
     first = [f">rank {rank}" for rank in ranks]
     return columns, [*first, ">grads", ">params", ">calls", ">outputs", "class", ">of model", ">with inside"]
 
@@ -300,10 +305,10 @@ def _listed(
         while True:
             body: list[list[Cell]] = [[Text(name.lstrip(">"), QUIET) for name in names]]
             body += [[columns[name](row) for name in names] for row in shown]
-            right = [at for at, name in enumerate(names) if name.startswith(">")]
-            found = table(body, None, right)
-            if not left or max(line.cell_len for line in found) <= width:
-                return found
+            right = [column for column, name in enumerate(names) if name.startswith(">")]
+            drawn = table(body, None, right)
+            if not left or max(line.cell_len for line in drawn) <= width:
+                return drawn
             names.remove(left.pop(0))
 
     last = f"from {choice.scroll + 1:,} of {len(rows):,}" if choice.scroll else f"{len(rows):,}"

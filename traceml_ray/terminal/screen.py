@@ -65,8 +65,8 @@ class Screen:
                 rows.append(self._cells[row])
                 continue
             cells = self._split(line)
-            known = self._cells[row] if self._cells else [_BLANK] * len(cells)
-            frame += _changes(known, cells, self.top + row)
+            before = self._cells[row] if self._cells else [_BLANK] * len(cells)
+            frame += _changes(before, cells, self.top + row)
             rows.append(cells)
         self._texts, self._cells = texts, rows
         if frame:
@@ -109,34 +109,36 @@ def _codes(style: Style | None, colours: ColorSystem | None) -> str:
 
 def _changes(before: Sequence[_Cell], cells: Sequence[_Cell], row: int) -> str:
     """Return what turns a line that is `before` into `cells`."""
-    found, at, codes = "", None, ""
+    output, cursor, codes = "", None, ""
     for first, last in _runs(before, cells):
-        found += f"\x1b[{row + 1};{first + 1}H" if at is None else f"\x1b[{first - at}C"
+        output += f"\x1b[{row + 1};{first + 1}H" if cursor is None else f"\x1b[{first - cursor}C"
         for char, style in cells[first:last]:
             if style != codes:
-                found += f"\x1b[0;{style}m" if style else "\x1b[m"
+                output += f"\x1b[0;{style}m" if style else "\x1b[m"
                 codes = style
-            found += char
-        at = last
-    return found + "\x1b[m" * bool(codes)
+            output += char
+        cursor = last
+    return output + "\x1b[m" * bool(codes)
 
 
 def _runs(before: Sequence[_Cell], cells: Sequence[_Cell]) -> list[tuple[int, int]]:
     """Return where cells differ: from which on, up to which."""
-    known, runs = len(before), list[tuple[int, int]]()
-    at = 0
-    while at < len(cells):
-        if at < known and before[at] == cells[at]:
-            at += 1
+    n_before, runs = len(before), list[tuple[int, int]]()
+    column = 0
+    while column < len(cells):
+        if column < n_before and before[column] == cells[column]:
+            column += 1
             continue
-        first = at
+        first = column
         while first and not cells[first][0]:
             first -= 1
-        at += 1
-        while at < len(cells) and (not cells[at][0] or at >= known or before[at] != cells[at]):
-            at += 1
+        column += 1
+        while column < len(cells) and (
+            not cells[column][0] or column >= n_before or before[column] != cells[column]
+        ):
+            column += 1
         if runs and first - runs[-1][1] <= _NEAR:
-            runs[-1] = runs[-1][0], at
+            runs[-1] = runs[-1][0], column
         else:
-            runs.append((first, at))
+            runs.append((first, column))
     return runs

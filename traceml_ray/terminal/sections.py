@@ -45,44 +45,48 @@ _STAGES = {
 """How a stage is drawn: by form and by colour."""
 
 
-def title_of(of: Snapshot) -> str:
+def title_of(snapshot: Snapshot) -> str:
     """Return "TraceML — Multi-Node DDP  (2 nodes × 4 GPUs = 8 ranks)"."""
-    ranks, nodes = of.facts["world_size"], of.facts["nnodes"]
-    kind = "Multi-Node " * bool(nodes and nodes > 1) + text.one_line(of.facts["strategy"] or "").upper()
+    ranks, nodes = snapshot.facts["world_size"], snapshot.facts["nnodes"]
+    kind = "Multi-Node " * bool(nodes and nodes > 1) + text.one_line(snapshot.facts["strategy"] or "").upper()
     kind = "" if kind == "SINGLE" else kind
-    return f"TraceML{f' — {kind}' if kind else ''}{_size(of, ranks, nodes)}"
+    return f"TraceML{f' — {kind}' if kind else ''}{_size(snapshot, ranks, nodes)}"
 
 
-def _size(of: Snapshot, ranks: int | None, nodes: int | None) -> str:
+def _size(snapshot: Snapshot, ranks: int | None, nodes: int | None) -> str:
     if not ranks:
         return ""
     if not nodes or ranks == 1:
         return f"  ({text.count(ranks, 'rank')})"
-    per_node = {len(node["ranks"]) for node in of.nodes if node["ranks"]}
+    per_node = {len(node["ranks"]) for node in snapshot.nodes if node["ranks"]}
     if len(per_node) != 1 or per_node != {ranks / nodes}:
         return f"  ({text.count(nodes, 'node')}, {text.count(ranks, 'rank')})"
-    (each,) = per_node
-    gpus = all((node["gpus"] or 0) >= each for node in of.nodes if node["ranks"])
-    unit = text.count(each, "GPU") if gpus else f"{each:,} process{'es' * (each > 1)}"
+    (ranks_per_node,) = per_node
+    gpus = all((node["gpus"] or 0) >= ranks_per_node for node in snapshot.nodes if node["ranks"])
+    unit = (
+        text.count(ranks_per_node, "GPU")
+        if gpus
+        else f"{ranks_per_node:,} process{'es' * (ranks_per_node > 1)}"
+    )
     return f"  ({text.count(nodes, 'node')} × {unit} = {text.count(ranks, 'rank')})"
 
 
-def head(of: Snapshot, width: int) -> list[Text]:
+def head(snapshot: Snapshot, width: int) -> list[Text]:
     """Return the session, its step, its skew and the straggler, on one line."""
-    label = of.verdict["label"] if of.verdict else ""
+    label = snapshot.verdict["label"] if snapshot.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
-    straggler = text.ranks(of.named) if kind == "finding" and of.named else text.NA
+    straggler = text.ranks(snapshot.named) if kind == "finding" and snapshot.named else text.NA
     straggler = "none" if kind == "healthy" else "none yet" if kind == "watching" else straggler
-    step = text.NA if of.step is None else f"{of.step:,}"
-    skew = number(of.times.get("skew_pct")) if of.times else None
+    step = text.NA if snapshot.step is None else f"{snapshot.step:,}"
+    skew = number(snapshot.times.get("skew_pct")) if snapshot.times else None
     facts = {
-        "SESSION": text.one_line(of.facts["id"]),
+        "SESSION": text.one_line(snapshot.facts["id"]),
         "STEP": step,
         "GLOBAL SKEW": text.percent(skew),
         "STRAGGLER": straggler,
     }
     used = sum(len(name) + len(value) + 4 for name, value in facts.items()) - 3
-    for name, value in rates(of).items():  # as many as there is room for
+    for name, value in rates(snapshot).items():  # as many as there is room for
         if (used := used + len(name) + len(value) + 4) <= width:
             facts[name] = value
     rest = sum(len(name) + len(value) + 4 for name, value in facts.items()) - len(facts["SESSION"]) - 3
@@ -94,78 +98,78 @@ def head(of: Snapshot, width: int) -> list[Text]:
     return [line]
 
 
-def rates(of: Snapshot) -> dict[str, str]:
+def rates(snapshot: Snapshot) -> dict[str, str]:
     """Return what the job gets through, its MFU and how long it will take, where they are known."""
-    known = of.throughput
-    if known is None:
+    throughput = snapshot.throughput
+    if throughput is None:
         return {}
-    found = dict[str, str]()
+    shown = dict[str, str]()
     for name in ("tokens", "samples"):
-        if not found and known.get(f"{name}_per_s") is not None:
-            found[f"{name.upper()}/S"] = text.number(known.get(f"{name}_per_s"))  # type: ignore[arg-type]
-    if known["mfu_pct"] is not None:
-        found["MFU"] = text.percent(known["mfu_pct"])
-    if known["eta_s"] is not None:
-        found["LEFT"] = text.duration(known["eta_s"])
-    return found
+        if not shown and throughput.get(f"{name}_per_s") is not None:
+            shown[f"{name.upper()}/S"] = text.number(throughput.get(f"{name}_per_s"))  # type: ignore[arg-type]
+    if throughput["mfu_pct"] is not None:
+        shown["MFU"] = text.percent(throughput["mfu_pct"])
+    if throughput["eta_s"] is not None:
+        shown["LEFT"] = text.duration(throughput["eta_s"])
+    return shown
 
 
-def verdict(of: Snapshot, width: int, most: int) -> Section:
+def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
     """Return the verdict, why, what to do, what it costs and since when; and how fresh and complete it is."""
-    late = "bold yellow" if of.state == "stale" else ""
-    note = Text().append(of.badge, late).append(f" · {of.coverage}")
-    known, first = of.verdict, of.first
+    late = "bold yellow" if snapshot.state == "stale" else ""
+    note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}")
+    step_verdict, first = snapshot.verdict, snapshot.first
     more = first is not None and first.subject != "steps"  # something is more severe than the verdict
-    parts = [] if known is None else [
-        *(_first(of, first) if first is not None and more else ()),
-        ("Steps" if more else "Verdict", headline(known), TONES[tone_of(known)[0]] or HEAD),
-        ("Why", known["why"], ""),
-        ("Next", known["next"] if known["label"] != "healthy" else "", ""),
-        ("Cost", known["cost"], ""),
-        *(("" if at else "Also", line, "") for at, line in enumerate(also(known))),
-        ("", known["began"], ""),
-        ("Restarts", of.facts["restarted"], ""),
+    parts = [] if step_verdict is None else [
+        *(_first(snapshot, first) if first is not None and more else ()),
+        ("Steps" if more else "Verdict", headline(step_verdict), TONES[tone_of(step_verdict)[0]] or HEAD),
+        ("Why", step_verdict["why"], ""),
+        ("Next", step_verdict["next"] if step_verdict["label"] != "healthy" else "", ""),
+        ("Cost", step_verdict["cost"], ""),
+        *(("" if number else "Also", line, "") for number, line in enumerate(also(step_verdict))),
+        ("", step_verdict["began"], ""),
+        ("Restarts", snapshot.facts["restarted"], ""),
     ]  # fmt: skip
-    if of.state != "live" or known is None:
-        at = 0 if known is None else 3 if of.state in RUN_OVER else 1
-        parts.insert(at, ("State", of.state_text, late))
-    least = _FIRST + 2 * (of.tone == "critical")  # what ends a run is more than a line long
-    shown = [(label, wrap(said, width - _LABEL, style)) for label, said, style in parts if said]
+    if snapshot.state != "live" or step_verdict is None:
+        position = 0 if step_verdict is None else 3 if snapshot.state in RUN_OVER else 1
+        parts.insert(position, ("State", snapshot.state_text, late))
+    least = _FIRST + 2 * (snapshot.tone == "critical")  # what ends a run is more than a line long
+    shown = [(label, wrap(value, width - _LABEL, style)) for label, value, style in parts if value]
     want = sum(len(lines) for _, lines in shown)
     return Section("VERDICT", lambda size: _labelled(shown, size), min(want, most), min(want, least), note)
 
 
-def _first(of: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
+def _first(snapshot: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
     """Return what is more severe than the verdict on the steps."""
-    shown = f"{of.sign} {first.headline}"
-    return [("Verdict", shown, TONES[of.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
+    shown = f"{snapshot.sign} {first.headline}"
+    return [("Verdict", shown, TONES[snapshot.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
 
 
-def headline(known: Mapping[str, Any]) -> str:
+def headline(verdict: Mapping[str, Any]) -> str:
     """Return the verdict on the steps in one line, with its cost."""
-    cost = known["cost_pct"] if known["label"] != "healthy" else None
-    return f"{tone_of(known)[1]} {known['headline']}" + (
-        f", {text.percent(cost)} {part_of(known)}" if cost else ""
+    cost = verdict["cost_pct"] if verdict["label"] != "healthy" else None
+    return f"{tone_of(verdict)[1]} {verdict['headline']}" + (
+        f", {text.percent(cost)} {part_of(verdict)}" if cost else ""
     )
 
 
 def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Text]:
     """Return parts in at most so many lines: a line of each of the first, then the rest, in order."""
     sizes = list[int]()
-    for at, (_, lines) in enumerate(parts):
-        kept = sum(min(len(other), 1 + (most > 4)) for _, other in parts[at + 1 : _FIRST])
+    for index, (_, lines) in enumerate(parts):
+        kept = sum(min(len(other), 1 + (most > 4)) for _, other in parts[index + 1 : _FIRST])
         left = most - sum(sizes)
         sizes.append(min(len(lines), max(left - kept, min(left, 1))))
-    found = []
+    drawn = []
     for (label, lines), size in zip(parts, sizes, strict=True):
-        for at, line in enumerate(cut(lines, size)):
-            found.append(Text().append(f"{label if at == 0 else '':<{_LABEL}}", HEAD).append_text(line))
-    return found
+        for index, line in enumerate(cut(lines, size)):
+            drawn.append(Text().append(f"{label if index == 0 else '':<{_LABEL}}", HEAD).append_text(line))
+    return drawn
 
 
-def node_summary(of: Snapshot, width: int) -> Section:
+def node_summary(snapshot: Snapshot, width: int) -> Section:
     """Return the busy time of each node, its slowest rank, and by how much it is above the fastest node."""
-    timed = [node for node in of.nodes if node["median_ms"] is not None or not node["alive"]]
+    timed = [node for node in snapshot.nodes if node["median_ms"] is not None or not node["alive"]]
     ordered = sorted(timed, key=lambda node: natural(node["label"]))
     fastest = min(
         (node for node in timed if node["slower_pct"] is not None),
@@ -176,23 +180,25 @@ def node_summary(of: Snapshot, width: int) -> Section:
     def lines(most: int) -> list[Text]:
         few = len(ordered) <= most
         shown = ordered if few else sorted(timed, key=worst_first)[: most - 1]
-        rows = [_node(node, of) for node in shown]
+        rows = [_node(node, snapshot) for node in shown]
         for against in (f" vs {fastest}", ""):  # that is in the title, too
-            found = table([[*row[:-1], _beside(row[-1], against)] for row in rows], None)
-            if max(line.cell_len for line in found) <= width:
+            drawn = table([[*row[:-1], _beside(row[-1], against)] for row in rows], None)
+            if max(line.cell_len for line in drawn) <= width:
                 break
-        found = [fit(line, width) for line in found]
-        return found if few else [*found, _more(len(ordered) - len(shown), "node", 2)]
+        drawn = [fit(line, width) for line in drawn]
+        return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
 
     note = Text(f"← above the fastest, {fastest}" if len(ordered) > 1 and fastest else "", QUIET)
-    return Section(f"NODE SUMMARY{of_steps(of)}", lines, _listed(ordered), min(4, len(ordered)), note)
+    return Section(f"NODE SUMMARY{of_steps(snapshot)}", lines, _listed(ordered), min(4, len(ordered)), note)
 
 
-def of_steps(of: Snapshot) -> str:
+def of_steps(snapshot: Snapshot) -> str:
     """Return ", steps 35–89": which steps the numbers are of, where that is not plain."""
-    if of.steps is not None:
-        return f", steps {of.steps[0]:,}–{of.steps[1]:,}"
-    return ", all steps" if of.times and of.times.get("steps") and of.times["of_all"] else ""
+    if snapshot.steps is not None:
+        return f", steps {snapshot.steps[0]:,}–{snapshot.steps[1]:,}"
+    return (
+        ", all steps" if snapshot.times and snapshot.times.get("steps") and snapshot.times["of_all"] else ""
+    )
 
 
 def _listed(nodes: Sequence[object]) -> int:
@@ -204,10 +210,10 @@ def _beside(over: Text | str, against: str) -> Text:
     return Text("").append_text(over).append(against) if isinstance(over, Text) and over else Text("")
 
 
-def _node(node: Mapping[str, Any], of: Snapshot) -> list[Text | str]:
+def _node(node: Mapping[str, Any], snapshot: Snapshot) -> list[Text | str]:
     if not node["alive"]:
         return [node["label"], Text("◆ lost", TONES["critical"]), "", "", ""]
-    late = bool({*of.named} & {*node["ranks"]})
+    late = bool({*snapshot.named} & {*node["ranks"]})
     rank = "" if node["worst_rank"] is None else f" (rank {node['worst_rank']})"
     slower = node["slower_pct"]
     return [
@@ -223,15 +229,15 @@ def _more(count: int, noun: str, key: int) -> Text:
     return Text(f"… {text.count(count, f'more {noun}')} (key {key})", QUIET)
 
 
-def rank_grid(of: Snapshot, width: int, choice: Choice) -> Section:
+def rank_grid(snapshot: Snapshot, width: int, choice: Choice) -> Section:
     """Return the busy time of each rank, the named ones marked; of a large job the slowest ones."""
-    times: Mapping[str, Any] = of.times or {"ranks": (), "busy_ms": ()}
+    times: Mapping[str, Any] = snapshot.times or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(times["ranks"], map(float, times["busy_ms"]), strict=True))
     # One that is not known is no slow one.
     slowest = sorted(busy, key=lambda rank: -busy[rank] if busy[rank] == busy[rank] else math.inf)
-    cells = {rank: _cell(rank, busy[rank], of) for rank in slowest[:MOST_CELLS]}
+    cells = {rank: _cell(rank, busy[rank], snapshot) for rank in slowest[:MOST_CELLS]}
     wide = max((cell.cell_len for cell in cells.values()), default=1) + 2
-    per_line = _per_line(max(1, (width + 2) // wide), of)
+    per_line = _per_line(max(1, (width + 2) // wide), snapshot)
     want = -(-len(cells) // per_line)
 
     def lines(most: int) -> list[Text]:
@@ -244,7 +250,7 @@ def rank_grid(of: Snapshot, width: int, choice: Choice) -> Section:
     few = len(cells) < len(busy)
     note = f"slowest of {len(busy):,} (key 3)" if few else ""
     return Section(
-        f"RANK GRID{of_steps(of)} (step time without waiting, ms)",
+        f"RANK GRID{of_steps(snapshot)} (step time without waiting, ms)",
         lines,
         want,
         min(want, 4) if few else want,
@@ -252,36 +258,36 @@ def rank_grid(of: Snapshot, width: int, choice: Choice) -> Section:
     )
 
 
-def _per_line(most: int, of: Snapshot) -> int:
+def _per_line(most: int, snapshot: Snapshot) -> int:
     """Return how many ranks are on a line: those of whole nodes, or of an even part of one."""
-    own = max((len(node["ranks"]) for node in of.nodes), default=0)
-    if not own or (of.times and len(of.times["ranks"]) > MOST_CELLS):
+    most_ranks = max((len(node["ranks"]) for node in snapshot.nodes), default=0)
+    if not most_ranks or (snapshot.times and len(snapshot.times["ranks"]) > MOST_CELLS):
         return most
-    if own <= most:
-        return most // own * own
-    return next((n for n in range(most, most // 2, -1) if own % n == 0), most)
+    if most_ranks <= most:
+        return most // most_ranks * most_ranks
+    return next((n for n in range(most, most // 2, -1) if most_ranks % n == 0), most)
 
 
-def _cell(rank: int, busy_ms: float, of: Snapshot) -> Text:
-    worst = of.times["worst_rank"] if of.times and of.times["steps"] else None
-    dead, named = rank in of.dead, rank in of.named
-    digits = len(str(of.times["ranks"][-1])) if of.times else 1
-    found = Text(f"rank{rank:<{digits}}  {text.number(busy_ms, aligned=True):>6} ")
-    sign = "◆" if dead else "▲" if named or (rank == worst and not of.named) else " "
-    found.append(sign)
-    found.stylize(TONES["critical"] if dead else MARK if named else HEAD if sign != " " else "")
-    return found
+def _cell(rank: int, busy_ms: float, snapshot: Snapshot) -> Text:
+    worst = snapshot.times["worst_rank"] if snapshot.times and snapshot.times["steps"] else None
+    dead, named = rank in snapshot.dead, rank in snapshot.named
+    digits = len(str(snapshot.times["ranks"][-1])) if snapshot.times else 1
+    cell = Text(f"rank{rank:<{digits}}  {text.number(busy_ms, aligned=True):>6} ")
+    sign = "◆" if dead else "▲" if named or (rank == worst and not snapshot.named) else " "
+    cell.append(sign)
+    cell.stylize(TONES["critical"] if dead else MARK if named else HEAD if sign != " " else "")
+    return cell
 
 
-def exposed(of: Snapshot, width: int) -> Section:
+def exposed(snapshot: Snapshot, width: int) -> Section:
     """Return where the time of a step goes: a bar, and its parts in numbers."""
-    stages = of.times.get("stages") if of.times and of.times["steps"] else None
+    stages = snapshot.times.get("stages") if snapshot.times and snapshot.times["steps"] else None
     if not stages:
         return Section("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())
-    found = [bar(stages, width), *flow(legend(stages), width)]
-    title = f"EXPOSED TIME OF A STEP{of_steps(of)} (mean {text.ms(total)})"
-    return Section(title, lambda most: found[:most], len(found), 2)
+    lines = [bar(stages, width), *flow(legend(stages), width)]
+    title = f"EXPOSED TIME OF A STEP{of_steps(snapshot)} (mean {text.ms(total)})"
+    return Section(title, lambda most: lines[:most], len(lines), 2)
 
 
 def legend(stages: Mapping[str, float]) -> list[Text]:
@@ -292,33 +298,33 @@ def legend(stages: Mapping[str, float]) -> list[Text]:
         .append(f"{_STAGES[name][0]} ", _STAGES[name][1])
         .append(f"{name} {text.ms(ms)} ")
         .append(text.share(ms / total), HEAD)
-        for name, ms in sorted(stages.items(), key=lambda each: -each[1])
+        for name, ms in sorted(stages.items(), key=lambda item: -item[1])
         if total and ms >= _LEAST_SHARE * total
     ]
 
 
 def bar(stages: Mapping[str, float], width: int) -> Text:
     """Return a bar of the stages of a step, by form and by colour."""
-    total, found, until = sum(stages.values()), Text(), 0.0
+    total, drawn, until = sum(stages.values()), Text(), 0.0
     for name in STAGES:
         until += stages.get(name, 0.0)
         end = round(width * until / total) if total else 0
         sign, style = _STAGES[name]
-        found.append(sign * (end - found.cell_len), style)
-    return found
+        drawn.append(sign * (end - drawn.cell_len), style)
+    return drawn
 
 
-def memory(of: Snapshot, width: int) -> Section:
+def memory(snapshot: Snapshot, width: int) -> Section:
     """Return which rank's memory grew, and who uses most of what there is."""
-    found = of.memory
-    if found is None or not found.ranks:
-        shown = _fullest_nodes(of)
+    answer = snapshot.memory
+    if answer is None or not answer.ranks:
+        shown = _fullest_nodes(snapshot)
         return Section("MEMORY", lambda most: shown[:most], len(shown))
-    used = [row for row in found.ranks if row.used_bytes is not None and row.total_bytes]
+    used = [row for row in answer.ranks if row.used_bytes is not None and row.total_bytes]
     fullest = max(used, key=lambda row: (row.used_bytes or 0) / (row.total_bytes or 1), default=None)
-    lines = [line for sentence in first_words(found) for line in wrap(sentence, width)]
-    if found.findings:
-        severe = found.findings[0].severity
+    lines = [line for sentence in first_words(answer) for line in wrap(sentence, width)]
+    if answer.findings:
+        severe = answer.findings[0].severity
         lines[0] = Text().append(f"{SIGNS[severe]} ", TONES[severe]).append_text(lines[0])
     if fullest is not None:
         share = text.share((fullest.used_bytes or 0) / (fullest.total_bytes or 1))
@@ -328,29 +334,29 @@ def memory(of: Snapshot, width: int) -> Section:
     return Section("MEMORY", lambda most: [*lines[: most - 1], lines[-1]], len(lines), 1)
 
 
-def _fullest_nodes(of: Snapshot) -> list[Text]:
+def _fullest_nodes(snapshot: Snapshot) -> list[Text]:
     """Return the nodes with the least free memory: of a large job, ranks are on a pane of their own."""
-    found = []
+    parts = []
     for name, words in (("mem_pct", "RAM"), ("gpu_mem_pct", "VRAM")):
-        known = [node for node in of.nodes if node[name] is not None]
-        if known:
-            fullest = max(known, key=lambda node: float(node[name]))
-            found.append(f"{words} {text.percent(fullest[name])} ({fullest['label']})")
-    beside = "; ranks: key 4" if of.facts["memory"] else ""
-    return [Text(f"fullest: {', '.join(found)}{beside}")] if found else []
+        measured = [node for node in snapshot.nodes if node[name] is not None]
+        if measured:
+            fullest = max(measured, key=lambda node: float(node[name]))
+            parts.append(f"{words} {text.percent(fullest[name])} ({fullest['label']})")
+    beside = "; ranks: key 4" if snapshot.facts["memory"] else ""
+    return [Text(f"fullest: {', '.join(parts)}{beside}")] if parts else []
 
 
-def health(of: Snapshot, width: int) -> Section:
+def health(snapshot: Snapshot, width: int) -> Section:
     """Return how busy, full, hot and anomalous each node is."""
-    evidence = evidence_of(of.verdict)
-    ordered = sorted(of.nodes, key=lambda node: natural(node["label"]))
+    evidence = evidence_of(snapshot.verdict)
+    ordered = sorted(snapshot.nodes, key=lambda node: natural(node["label"]))
 
     def lines(most: int) -> list[Text]:
         few = len(ordered) <= most
-        worst = sorted(of.nodes, key=lambda node: (node["label"] not in evidence, *worst_first(node)))
+        worst = sorted(snapshot.nodes, key=lambda node: (node["label"] not in evidence, *worst_first(node)))
         shown = ordered if few else worst[: most - 1]
-        found = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
-        return found if few else [*found, _more(len(ordered) - len(shown), "node", 2)]
+        drawn = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
+        return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
 
     return Section("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)))
 
@@ -370,10 +376,10 @@ def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str
     ]
 
 
-def events(of: Snapshot, width: int) -> Section:
+def events(snapshot: Snapshot, width: int) -> Section:
     """Return what happened, newest first."""
-    found = table([event_cells(event) for event in of.events[:MOST_CELLS]], width)
-    return Section("EVENTS (UTC)", lambda most: found[:most], len(found), 1)
+    lines = table([event_cells(event) for event in snapshot.events[:MOST_CELLS]], width)
+    return Section("EVENTS (UTC)", lambda most: lines[:most], len(lines), 1)
 
 
 def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
@@ -386,19 +392,19 @@ def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
     ]
 
 
-def output(of: Snapshot, width: int, rank: int | None = None) -> Section:
+def output(snapshot: Snapshot, width: int, rank: int | None = None) -> Section:
     """Return what a rank printed last, the newest line at the end; those of stderr are marked."""
-    found = of.output
-    if found is None or rank not in (None, found["rank"]):
+    last_output = snapshot.output
+    if last_output is None or rank not in (None, last_output["rank"]):
         return Section("LAST OUTPUT", lambda _: [], 0)
     shown: list[Text] = []
-    for each in found["lines"]:
-        if each["skipped"]:
-            shown.append(Text(f"… {text.count(each['skipped'], 'more line')}", QUIET))
-        err = each["stream"] == "stderr"
-        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(each["text"])))
+    for line in last_output["lines"]:
+        if line["skipped"]:
+            shown.append(Text(f"… {text.count(line['skipped'], 'more line')}", QUIET))
+        err = line["stream"] == "stderr"
+        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(line["text"])))
     if not shown:
-        shown = [Text(f"No line is known{f' ({why})' if (why := found['missing']) else ''}.", QUIET)]
+        shown = [Text(f"No line is known{f' ({why})' if (why := last_output['missing']) else ''}.", QUIET)]
     note = Text("! stderr", QUIET)
-    title = f"LAST OUTPUT OF RANK {found['rank']}"
+    title = f"LAST OUTPUT OF RANK {last_output['rank']}"
     return Section(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)

@@ -102,7 +102,7 @@ class Snapshot:
 def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     """Return what is known of a run, and have asked what is missing; called with the lock of `poll`."""
     state = state_of(poll, run)
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "state": state,
         "badge": BADGES.get(state, state),
         "state_text": text.with_clocks(state_text(poll, run, state)),
@@ -110,7 +110,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         "facts": session_facts(poll, run),
     }
     if run is None:
-        return Snapshot(**known)
+        return Snapshot(**fields)
     first = concluded(poll, run, state)
     tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
     steps = _shown(run, state)
@@ -119,17 +119,17 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         times, steps = run.times, None
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
-    memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
+    memory = poll.ask(query.Memory(run.id)) if wants_memory and fields["facts"]["memory"] else None
     sharding = poll.ask(query.Sharding(run.id)) if choice.pane == "memory" else None
     layers = poll.ask(query.Layers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
     output = poll.ask(query.Output(run.id, _subject(run, choice))) if wants_output else None
     return Snapshot(
-        **known,
+        **fields,
         step=run.last_step,
         tone=tone,
         sign=sign,
-        verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, known),
+        verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, fields),
         first=first,
         times=times,
         steps=steps,
@@ -164,7 +164,7 @@ def _subject(run: RunState, choice: Choice) -> int:
 
 
 def _verdict(
-    poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], known: Mapping[str, Any]
+    poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the verdict with what a person reads of it; `known`: `state` and `facts` of the session."""
     began = incident(poll, run, verdict)
@@ -173,7 +173,7 @@ def _verdict(
         "headline": named(verdict),
         "why": why_text(verdict, began),
         "began": text.with_clocks(began_text(poll, run, verdict, began)),
-        "cost": _cost(verdict, began, known["facts"]["gpus"], known["state"] == "live"),
+        "cost": _cost(verdict, began, fields["facts"]["gpus"], fields["state"] == "live"),
     }
 
 
@@ -182,10 +182,10 @@ def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, gpus: boo
     hours = verdict.get("rank_hours_per_hour")
     shown = verdict["cost_pct"] and verdict["label"] != "healthy"
     every = verdict.get("lost_s") and not (began and began["alone"])
-    found = [
+    parts = [
         cost(began, gpus) if shown and began else "",
         f"≈ {wasted(hours, gpus)}" if shown and hours else "",
         f"all causes: {lost(verdict)}{' so far' * live}" if every else "",
         f"confidence {verdict['confidence']}" if shown and verdict["confidence"] else "",
     ]
-    return ", ".join(filter(None, found))
+    return ", ".join(filter(None, parts))

@@ -171,10 +171,10 @@ def _lines(feed: Feed, interval_s: float) -> int:
     """Write one line an interval, until the session is over."""
     while True:
         began = time.monotonic()
-        found = feed.renew()
+        snapshot = feed.renew()
         now = datetime.fromtimestamp(feed.poll.clock() / 1e9, timezone.utc)
-        show(line(found, f"{now:%H:%M:%S}"))
-        if found.state in OVER:
+        show(line(snapshot, f"{now:%H:%M:%S}"))
+        if snapshot.state in OVER:
             return 0
         time.sleep(max(0.0, began + interval_s - time.monotonic()))
 
@@ -182,8 +182,8 @@ def _lines(feed: Feed, interval_s: float) -> int:
 def _once(feed: Feed) -> int:
     """Write the overview, with as many lines as it needs."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
-    for each in panel(feed.renew(), feed.choice, width, None, ""):
-        show(each.plain.rstrip())
+    for row in panel(feed.renew(), feed.choice, width, None, ""):
+        show(row.plain.rstrip())
     return 0
 
 
@@ -213,7 +213,7 @@ def _windowed(feed: Feed, interval_s: float) -> int:
 def _frame(feed: Feed, control: Control, window: Window) -> list[Text]:
     width, height = window.size()
     if feed.newest is None:
-        return [fit(said, width) for said in ["Asking the session …", *[""] * (height - 1)]]
+        return [fit(line, width) for line in ["Asking the session …", *[""] * (height - 1)]]
     foot = "paused: p goes on" if control.paused and feed.held else None
     if control.typed is not None:
         foot = f"rank {control.typed}_  Enter shows it, Esc goes back"

@@ -111,21 +111,21 @@ class Window:
 
     def size(self) -> tuple[int, int]:
         """Return its width and height."""
-        found = os.get_terminal_size(self._out)
-        return max(_SMALLEST, found.columns or 80), max(_SMALLEST, found.lines or 24)
+        size = os.get_terminal_size(self._out)
+        return max(_SMALLEST, size.columns or 80), max(_SMALLEST, size.lines or 24)
 
     def draw(self, lines: Sequence[Text]) -> int:
         """Show lines; return how many characters were sent."""
         return self.screen.draw(lines)
 
     def _heed(self) -> None:
-        found, self._found = self._found, set()
-        self.ended = self.ended or bool(found & {*_ENDS})
-        if signal.SIGWINCH in found:
+        signals, self._found = self._found, set()
+        self.ended = self.ended or bool(signals & {*_ENDS})
+        if signal.SIGWINCH in signals:
             self.screen.forget()
-        if signal.SIGTSTP in found and not self.ended:
+        if signal.SIGTSTP in signals and not self.ended:
             self._stop()
-        elif signal.SIGCONT in found and not self.ended:  # it was stopped without being asked
+        elif signal.SIGCONT in signals and not self.ended:  # it was stopped without being asked
             self._take()
 
     def _stop(self) -> None:

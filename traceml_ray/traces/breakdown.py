@@ -29,23 +29,23 @@ class RankSpent(msgspec.Struct, frozen=True):
 
     rank: int
     all: Spent
-    """Of a step,"""
+    """What one step spent."""
     stages: dict[str, Spent]
-    """and of each stage that was recorded whole."""
+    """What each stage spent, of the stages that were recorded completely."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """What the traces of a profile have."""
+    """What pages show of a profile's traces."""
 
     operations: list[Operation]
-    """Those with most time of their own first; of many, `MOST`"""
-    found: int
-    """of so many."""
+    """Those with most time of their own first; at most `MOST`."""
+    n_operations: int
+    """Number of operations in the traces, those left out of `operations` included."""
     ranks: list[RankSpent]
     problems: list[str]
-    """Why there is nothing of some ranks, a sentence each."""
+    """Why some ranks are missing, one sentence each."""
     version: str = __version__
-    """That made this: another one reads the traces again."""
+    """Version of this package that read the traces; another version reads them again."""
 
     def stages(self) -> list[str]:
         """Return the stages that can be compared."""
@@ -61,31 +61,34 @@ class Breakdown(msgspec.Struct, frozen=True):
         self, rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
     ) -> Difference | None:
         """Return what one rank does more of than others; None where that was not recorded."""
-        known = {each.rank: each.all if stage is None else each.stages.get(stage) for each in self.ranks}
-        own = known.pop(rank, None)
+        spent_by_rank = {
+            rank_times.rank: rank_times.all if stage is None else rank_times.stages.get(stage)
+            for rank_times in self.ranks
+        }
+        rank_spent = spent_by_rank.pop(rank, None)
         if beside != MEDIAN:
-            known = {beside: known.get(beside)}
-        others = {other: spent for other, spent in known.items() if spent is not None}
-        return compare(rank, own, others, stage) if own is not None and others else None
+            spent_by_rank = {beside: spent_by_rank.get(beside)}
+        others = {other: spent for other, spent in spent_by_rank.items() if spent is not None}
+        return compare(rank, rank_spent, others, stage) if rank_spent is not None and others else None
 
 
 _DECODER = msgspec.msgpack.Decoder(ready(Breakdown))
 
 
-def encode(found: Breakdown) -> bytes:
+def encode(made: Breakdown) -> bytes:
     """Return it as `decode` reads it."""
-    return msgspec.msgpack.encode(found)
+    return msgspec.msgpack.encode(made)
 
 
 def decode(data: bytes) -> Breakdown:
     """Return what was encoded. Raises ValueError, also for what another version has made."""
     try:
-        found = _DECODER.decode(data)
+        made = _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError) as error:
         raise ValueError(f"this is no breakdown: {error}") from None
-    if found.version != __version__:
-        raise ValueError(f"it was made by version {found.version[:20]}")
-    return found
+    if made.version != __version__:
+        raise ValueError(f"it was made by version {made.version[:20]}")
+    return made
 
 
 def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
@@ -108,5 +111,7 @@ def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
         except (TraceError, RecordingError) as error:
             problems.append(f"{source.label}: {error}")
     operations = sort(operations, "self_cpu_ms")
-    longest = sorted(operations, key=lambda each: -max(each.self_cpu_ms, each.self_device_ms or 0.0))[:MOST]
+    longest = sorted(
+        operations, key=lambda operation: -max(operation.self_cpu_ms, operation.self_device_ms or 0.0)
+    )[:MOST]
     return Breakdown(longest, len(operations), ranks, problems)

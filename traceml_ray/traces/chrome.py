@@ -80,13 +80,13 @@ class ChromeTrace:
             return
         if not text.take("{"):
             raise TraceError("it is no trace: it begins with neither { nor [")
-        size_of_header, found = 0, False
+        size_of_header, has_events = 0, False
         while not text.take("}"):
             key, length = text.value()
             if not isinstance(key, str) or not text.take(":"):
                 raise TraceError(f"it is damaged: a name is missing at character {text.position:,}")
             if key == "traceEvents" and text.take("["):
-                found = True
+                has_events = True
                 yield from self._listed(text, whole=True)
                 continue
             self.header[key], more = text.value()
@@ -94,7 +94,7 @@ class ChromeTrace:
             if size_of_header > _MAX_VALUE:
                 raise TraceError("it is no trace of torch: too much stands beside its events")
         text.at_end()  # gzip has a checksum there
-        if not found:
+        if not has_events:
             raise TraceError("it is no trace: there is no traceEvents in it")
 
     def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
@@ -136,9 +136,9 @@ class _Text:
 
     def take(self, expected: str) -> bool:
         """Pass white space, commas, and `expected` where that is next; return whether it was."""
-        found = self._next() == expected
-        self._at += found
-        return found
+        matches = self._next() == expected
+        self._at += matches
+        return matches
 
     def at_end(self) -> bool:
         """Return whether nothing more comes."""
@@ -159,7 +159,7 @@ class _Text:
             raise TraceError("it is cut off, its end is missing")
         while True:
             try:
-                found, end = _DECODER.raw_decode(self._buffer, self._at)
+                value, end = _DECODER.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 self._longer(error.msg)
                 continue
@@ -168,7 +168,7 @@ class _Text:
             if end == len(self._buffer) and self._more():  # a number may go on
                 continue
             length, self._at = end - self._at, end
-            return found, length
+            return value, length
 
     def _longer(self, reason: str) -> None:
         """Have more of a value that is not whole in what has been read."""

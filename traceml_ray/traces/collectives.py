@@ -61,7 +61,7 @@ class Collective:
     def all_wait(self) -> bool:
         """Whether no part can end before all have begun."""
         name = _plain(self.name)
-        return any(name.startswith(each) for each in _ALL_WAIT)
+        return any(name.startswith(prefix) for prefix in _ALL_WAIT)
 
 
 class Key(NamedTuple):
@@ -98,32 +98,35 @@ class Parts:
         self._groups: dict[str, tuple[int, ...]] = {}
         self._ranks: dict[int, int] = {}
 
-    def add(self, place: int, source: Source, trace: Trace, shift_ns: int) -> None:
+    def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
         """Take the parts of one trace, whose times are `shift_ns` before those of all traces."""
         self._groups.update(trace.header.groups)
         if source.rank is not None:
-            self._ranks[source.rank] = place
-        for at, name in sorted(_parts(trace).items(), key=lambda part: int(trace.begin_ns[part[0]])):
-            begin_ns = int(trace.begin_ns[at])
+            self._ranks[source.rank] = source_index
+        for event, name in sorted(_parts(trace).items(), key=lambda part: int(trace.begin_ns[part[0]])):
+            begin_ns = int(trace.begin_ns[event])
             step = step_at(source.steps, begin_ns)
             if source.steps and step is None:
                 continue  # begun before what the other ranks have recorded, or after
             part = Part(
-                place, trace.lanes[int(trace.lane[at])], begin_ns + shift_ns, int(trace.end_ns[at]) + shift_ns
+                source_index,
+                trace.lanes[int(trace.lane[event])],
+                begin_ns + shift_ns,
+                int(trace.end_ns[event]) + shift_ns,
             )
-            self._found[_key(trace, at, name, step)][place].append(part)
+            self._found[_key(trace, event, name, step)][source_index].append(part)
 
     def matched(self) -> Matched:
         """Return the collectives of which at least two ranks were recorded."""
-        found = Matched([], 0)
+        result = Matched([], 0)
         for key, by_place in self._found.items():
             rows = list(by_place.values())
             expected = self._members(key)
             if len(rows) > 1 and len({*map(len, rows)}) == 1 and expected in (None, by_place.keys()):
-                found.collectives += [Collective(key.name, parts) for parts in zip(*rows, strict=True)]
+                result.collectives += [Collective(key.name, parts) for parts in zip(*rows, strict=True)]
             else:
-                found.unmatched += sum(map(len, rows))
-        return found
+                result.unmatched += sum(map(len, rows))
+        return result
 
     def _members(self, key: Key) -> set[int] | None:
         """Return which traces must have a part; None: not known."""
@@ -138,40 +141,44 @@ class Parts:
 
 def _parts(trace: Trace) -> dict[int, str]:
     """Return which operations of a trace are parts of collectives, and the collectives' names."""
-    found, on_device = dict[int, str](), trace.on_device
+    names_by_event, on_device = dict[int, str](), trace.on_device
     for number, name in enumerate(trace.names):
         for match, mask in ((_BY_HOST.match(name), ~on_device), (_BY_DEVICE.match(name), on_device)):
             if match:
-                found |= dict.fromkeys(np.flatnonzero((trace.name == number) & mask).tolist(), match["name"])
-    return found | {at: each.name for at, each in trace.communications.items() if on_device[at]}
+                names_by_event |= dict.fromkeys(
+                    np.flatnonzero((trace.name == number) & mask).tolist(), match["name"]
+                )
+    return names_by_event | {
+        event: communication.name for event, communication in trace.communications.items() if on_device[event]
+    }
 
 
-def _key(trace: Trace, at: int, name: str, step: int | None) -> Key:
-    told = trace.communications.get(at)
-    shape = trace.shapes[int(trace.shape[at])] if trace.shape[at] >= 0 else ""
-    if told is None:
+def _key(trace: Trace, event: int, name: str, step: int | None) -> Key:
+    communication = trace.communications.get(event)
+    shape = trace.shapes[int(trace.shape[event])] if trace.shape[event] >= 0 else ""
+    if communication is None:
         return Key(name, "", -1, step, shape, (-1, -1))
-    peers = (told.source, told.destination) if _plain(name) in _TO_ONE else (-1, -1)
+    peers = (communication.source, communication.destination) if _plain(name) in _TO_ONE else (-1, -1)
     name = "send and recv" if peers != (-1, -1) else name
-    if told.seq >= 0:
-        return Key(name, told.group, told.seq, None, "", peers)
-    return Key(name, told.group, -1, step, "" if peers != (-1, -1) else shape, peers)
+    if communication.seq >= 0:
+        return Key(name, communication.group, communication.seq, None, "", peers)
+    return Key(name, communication.group, -1, step, "" if peers != (-1, -1) else shape, peers)
 
 
 def _plain(name: str) -> str:
     return name.strip("_").replace("_", "").lower()
 
 
-def apart(found: Sequence[Collective], bounds_ns: Mapping[int, int | None]) -> int:
+def apart(collectives: Sequence[Collective], bounds_ns: Mapping[int, int | None]) -> int:
     """
     Return of how many collectives a part ends before another begins, although nobody can be done before all
     have begun: by more than the error of the clocks, `bounds_ns` by the place of a trace.
     """
     number = 0
-    for each in found:
-        last = each.last
-        number += each.all_wait and any(
+    for collective in collectives:
+        last = collective.last
+        number += collective.all_wait and any(
             part.end_ns + (bounds_ns.get(part.place) or 0) + (bounds_ns.get(last.place) or 0) < last.begin_ns
-            for part in each.parts
+            for part in collective.parts
         )
     return number

@@ -76,7 +76,7 @@ def difference(
         TraceError: a trace cannot be read.
     """
     by_rank = {source.rank: source for source in sources if source.rank is not None}
-    others = [each for each in by_rank if each != rank] if beside == MEDIAN else [beside]
+    others = [other for other in by_rank if other != rank] if beside == MEDIAN else [beside]
     for wanted in (rank, *others):
         if wanted not in by_rank:
             raise RecordingError(_lacking(wanted, by_rank, [s.label for s in sources if s.rank is None]))
@@ -85,12 +85,12 @@ def difference(
     if stage is not None and stage not in STAGES:
         raise RecordingError(f"{stage!r} is no stage: it is one of {', '.join(STAGES)}")
     return compare(
-        rank, spent(by_rank[rank], stage), {each: spent(by_rank[each], stage) for each in others}, stage
+        rank, spent(by_rank[rank], stage), {other: spent(by_rank[other], stage) for other in others}, stage
     )
 
 
-def _lacking(wanted: int, known: Iterable[int], unknown: Sequence[str]) -> str:
-    there = f": the profile has {text.ranks(known)}" if known else ""
+def _lacking(wanted: int, available: Iterable[int], unknown: Sequence[str]) -> str:
+    there = f": the profile has {text.ranks(available)}" if available else ""
     whose = (
         f"; whose {text.listed(unknown)} is, is not known: put the rank into its name, as rank0.json"
         if unknown
@@ -99,43 +99,43 @@ def _lacking(wanted: int, known: Iterable[int], unknown: Sequence[str]) -> str:
     return f"rank {wanted} was not recorded{there}{whose}"
 
 
-def compare(rank: int, own: Spent, others: dict[int, Spent], stage: str | None) -> Difference:
+def compare(rank: int, rank_spent: Spent, others: dict[int, Spent], stage: str | None) -> Difference:
     """Return the difference between what one rank spends and the median of what others do."""
-    names = dict.fromkeys(key for each in (own, *others.values()) for key in each.operations)
-    rows = [_compared(key, own, list(others.values())) for key in names]
+    names = dict.fromkeys(key for times in (rank_spent, *others.values()) for key in times.operations)
+    rows = [_compared(key, rank_spent, list(others.values())) for key in names]
     rows.sort(key=lambda row: -row.more_ms)
-    waits = [row for row in rows if _is_wait(row, own, others.values())]
-    operations = [row for row in rows if not _is_wait(row, own, others.values())]
-    found = Difference(
+    waits = [row for row in rows if _is_wait(row, rank_spent, others.values())]
+    operations = [row for row in rows if not _is_wait(row, rank_spent, others.values())]
+    result = Difference(
         rank=rank,
         others=sorted(others),
         stage=stage,
-        steps=own.steps,
-        step_ms=own.step_ns / 1e6,
-        other_step_ms=_median(each.step_ns for each in others.values()),
-        waiting_ms=own.waiting_ns / 1e6,
-        other_waiting_ms=_median(each.waiting_ns for each in others.values()),
+        steps=rank_spent.steps,
+        step_ms=rank_spent.step_ns / 1e6,
+        other_step_ms=_median(times.step_ns for times in others.values()),
+        waiting_ms=rank_spent.waiting_ns / 1e6,
+        other_waiting_ms=_median(times.waiting_ns for times in others.values()),
         operations=operations,
         waits=waits,
         sentences=[],
     )
-    return msgspec.structs.replace(found, sentences=sentences(found))
+    return msgspec.structs.replace(result, sentences=sentences(result))
 
 
-def _is_wait(row: Compared, own: Spent, others: Iterable[Spent]) -> bool:
-    return any((row.name, row.kind) in each.waits for each in (own, *others))
+def _is_wait(row: Compared, rank_spent: Spent, others: Iterable[Spent]) -> bool:
+    return any((row.name, row.kind) in times.waits for times in (rank_spent, *others))
 
 
 def _median(values_ns: Iterable[float]) -> float:
     return float(np.median([*values_ns])) / 1e6
 
 
-def _compared(key: Key, own: Spent, others: Sequence[Spent]) -> Compared:
+def _compared(key: Key, rank_spent: Spent, others: Sequence[Spent]) -> Compared:
     """Return one operation; those who do not have it spend nothing in it."""
-    mine = own.of(key)
-    theirs = np.median([each.of(key) for each in others], axis=0)
-    device = own.device or any(each.device for each in others)
-    cpu_ms, device_ms = (float(mine[at] - theirs[at]) / 1e6 for at in (1, 2))
+    mine = rank_spent.of(key)
+    theirs = np.median([other.of(key) for other in others], axis=0)
+    device = rank_spent.device or any(other.device for other in others)
+    cpu_ms, device_ms = (float(mine[column] - theirs[column]) / 1e6 for column in (1, 2))
     on_device = abs(device_ms) > abs(cpu_ms)
     return Compared(
         name=key[0],
@@ -151,21 +151,23 @@ def _compared(key: Key, own: Spent, others: Sequence[Spent]) -> Compared:
     )
 
 
-def sentences(found: Difference) -> list[str]:
+def sentences(difference: Difference) -> list[str]:
     """Return what the difference is, in words: the operations that explain most of it, and who waits."""
-    more = sum(row.more_ms for row in found.operations if row.more_ms > 0)
-    least = max(_LIMITS.named_share * more, _LIMITS.least_share * found.step_ms)
-    named = [row for row in found.operations if row.more_ms >= least][: _LIMITS.most_named]
-    than = text.ranks(found.others)
-    if len(found.others) > 1:
+    more = sum(row.more_ms for row in difference.operations if row.more_ms > 0)
+    least = max(_LIMITS.named_share * more, _LIMITS.least_share * difference.step_ms)
+    named = [row for row in difference.operations if row.more_ms >= least][: _LIMITS.most_named]
+    than = text.ranks(difference.others)
+    if len(difference.others) > 1:
         than = f"the median of {than}"
-    per = "a step" if found.steps else "in the trace"
-    within = f" of `{found.stage}`" if found.stage else ""
-    lines = [_sentence(found.rank, row, per + within, than) for row in named]
+    per = "a step" if difference.steps else "in the trace"
+    within = f" of `{difference.stage}`" if difference.stage else ""
+    lines = [_sentence(difference.rank, row, per + within, than) for row in named]
     if not named:
-        lines = [f"rank {found.rank} spends clearly more time {per}{within} in no operation than {than}."]
-    waits_less = found.other_waiting_ms - found.waiting_ms
-    if abs(waits_less) >= max(_LIMITS.least_share * found.step_ms, 0.01):
+        lines = [
+            f"rank {difference.rank} spends clearly more time {per}{within} in no operation than {than}."
+        ]
+    waits_less = difference.other_waiting_ms - difference.waiting_ms
+    if abs(waits_less) >= max(_LIMITS.least_share * difference.step_ms, 0.01):
         less, who = ("less", "the others wait for it") if waits_less > 0 else ("more", "it waits for others")
         lines.append(f"It waits {text.ms(abs(waits_less))} {per}{within} {less} than {than}: {who}.")
     return lines

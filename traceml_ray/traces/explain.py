@@ -22,22 +22,22 @@ def explain(stored: StoredProfile) -> list[str]:
     Return what the suspect of a profile does more of than the median of the others: inside the stage that is
     late where something is found there, else of the whole step. Nothing where that was not recorded.
     """
-    profile, found = stored.profile, None
+    profile, compared = stored.profile, None
     if profile.suspect is None or profile.median is None:
         return []
     sources = of_profile(stored)
     for stage in dict.fromkeys((profile.stage, None)):
         try:
-            found = difference(sources, profile.suspect, profile.median, stage)
+            compared = difference(sources, profile.suspect, profile.median, stage)
         except (RecordingError, TraceError):
             continue
-        if _says_something(found):
+        if _says_something(compared):
             break
-    return [] if found is None else found.sentences
+    return [] if compared is None else compared.sentences
 
 
-def _says_something(found: Difference) -> bool:
-    return any(f"`{row.name}`" in found.sentences[0] for row in found.operations)
+def _says_something(difference: Difference) -> bool:
+    return any(f"`{row.name}`" in difference.sentences[0] for row in difference.operations)
 
 
 def main() -> int:

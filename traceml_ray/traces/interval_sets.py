@@ -15,8 +15,8 @@ def union(begins: Ints, ends: Ints) -> Ints:
     latest = np.maximum.accumulate(ends)
     first = np.r_[True, begins[1:] > latest[:-1]] if len(begins) else np.empty(0, bool)
     last = np.r_[first[1:], True] if len(begins) else first
-    found = np.stack([begins[first], latest[last]], axis=1)
-    return found[found[:, 1] > found[:, 0]]
+    intervals = np.stack([begins[first], latest[last]], axis=1)
+    return intervals[intervals[:, 1] > intervals[:, 0]]
 
 
 def both(one: Ints, other: Ints) -> Ints:
@@ -42,18 +42,18 @@ def before(times: Ints, one: Ints) -> Ints:
     if not len(one):
         return np.zeros(len(times), np.int64)
     begun = np.searchsorted(one[:, 0], times, side="right")
-    whole = np.r_[0, np.cumsum(one[:, 1] - one[:, 0])]
+    lengths_before = np.r_[0, np.cumsum(one[:, 1] - one[:, 0])]
     last_end = np.r_[0, one[:, 1]][begun]
-    return np.where(begun > 0, whole[begun] - np.maximum(last_end - times, 0), 0)
+    return np.where(begun > 0, lengths_before[begun] - np.maximum(last_end - times, 0), 0)
 
 
 def inside(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
     """Return which times are in the set, [n]."""
     if not len(one):
         return np.zeros(len(times), bool)
-    at = np.searchsorted(one[:, 0], times, side="right") - 1
-    found: npt.NDArray[np.bool_] = (at >= 0) & (times < one[np.maximum(at, 0), 1])
-    return found
+    index = np.searchsorted(one[:, 0], times, side="right") - 1
+    is_inside: npt.NDArray[np.bool_] = (index >= 0) & (times < one[np.maximum(index, 0), 1])
+    return is_inside
 
 
 def _where(one: Ints, other: Ints, depth: int) -> Ints:
@@ -62,5 +62,5 @@ def _where(one: Ints, other: Ints, depth: int) -> Ints:
     step = np.r_[np.tile([1, -1], len(one)), np.tile([1, -1], len(other))]
     order = np.lexsort((step, edges))  # an end before a beginning at the same time
     edges, depths = edges[order], np.cumsum(step[order])
-    at = np.flatnonzero(depths == depth)
-    return np.stack([edges[at], edges[at + 1]], axis=1) if len(at) else np.empty((0, 2), np.int64)
+    starts = np.flatnonzero(depths == depth)
+    return np.stack([edges[starts], edges[starts + 1]], axis=1) if len(starts) else np.empty((0, 2), np.int64)

@@ -79,11 +79,11 @@ def kind_of(category: str) -> Kind:
 
 def key_averages(sources: Iterable[Source], by_shape: bool = False) -> list[Operation]:
     """Return what each operation took on each rank, the longest first. Raises TraceError."""
-    found = []
+    operations = []
     for source in sources:
         trace = read_trace(source.path, source.window)
-        found += of_trace(source, trace, nest(trace), by_shape)
-    return sort(found, "self_cpu_ms")
+        operations += of_trace(source, trace, nest(trace), by_shape)
+    return sort(operations, "self_cpu_ms")
 
 
 def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = False) -> list[Operation]:
@@ -102,32 +102,32 @@ def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = Fa
     def summed(values: Ints) -> list[int]:
         sums = np.zeros(len(keys), np.int64)
         np.add.at(sums, groups, values[counted])
-        found: list[int] = sums.tolist()
-        return found
+        totals: list[int] = sums.tolist()
+        return totals
 
     sums = {column: summed(values) for column, values in _columns(trace, nesting).items()}
-    found = [
-        _operation(source, name, kind, input_shapes, {column: sums[column][at] for column in sums})
-        for (name, kind, input_shapes), at in keys.items()
+    operations = [
+        _operation(source, name, kind, input_shapes, {column: sums[column][index] for column in sums})
+        for (name, kind, input_shapes), index in keys.items()
     ]
-    return found + _outside(source, trace, nesting)
+    return operations + _outside(source, trace, nesting)
 
 
 def _columns(trace: Trace, nesting: Nesting) -> dict[str, Ints]:
     """Return what was recorded of each operation, by the column of the table; times in ns."""
     device, memory = bool(trace.on_device.any()), len(trace.memory.t_ns) > 0
-    found = {
+    columns = {
         "calls": np.ones(len(trace), np.int64),
         "self_cpu_ms": nesting.self_host_ns,
         "cpu_ms": nesting.host_ns,
     }
     if device:
-        found |= {"self_device_ms": nesting.self_device_ns, "device_ms": nesting.device_ns}
+        columns |= {"self_device_ms": nesting.self_device_ns, "device_ms": nesting.device_ns}
     if memory:
-        found |= {"self_cpu_bytes": nesting.self_memory[:, 0], "cpu_bytes": nesting.memory[:, 0]}
+        columns |= {"self_cpu_bytes": nesting.self_memory[:, 0], "cpu_bytes": nesting.memory[:, 0]}
     if device and memory:
-        found |= {"self_device_bytes": nesting.self_memory[:, 1], "device_bytes": nesting.memory[:, 1]}
-    return found
+        columns |= {"self_device_bytes": nesting.self_memory[:, 1], "device_bytes": nesting.memory[:, 1]}
+    return columns
 
 
 def _outside(source: Source, trace: Trace, nesting: Nesting) -> list[Operation]:
@@ -158,7 +158,7 @@ def sort(operations: Iterable[Operation], column: str) -> list[Operation]:
     if column not in NUMBERS:
         raise ColumnError(f"there is no column {column[:40]!r} to sort by: it is one of {', '.join(NUMBERS)}")
     values = attrgetter(column)
-    return sorted(operations, key=lambda each: (values(each) is None, -(values(each) or 0)))
+    return sorted(operations, key=lambda operation: (values(operation) is None, -(values(operation) or 0)))
 
 
 def select(
@@ -176,10 +176,10 @@ def select(
         ranks: of these ranks only.
         top: the first ones, so many.
     """
-    found = [
-        each
-        for each in operations
-        if (names is None or names in each.name or fnmatchcase(each.name, names))
-        and (ranks is None or (each.rank is not None and each.rank in ranks))
+    chosen = [
+        operation
+        for operation in operations
+        if (names is None or names in operation.name or fnmatchcase(operation.name, names))
+        and (ranks is None or (operation.rank is not None and operation.rank in ranks))
     ]
-    return found if top is None else found[:top]
+    return chosen if top is None else chosen[:top]

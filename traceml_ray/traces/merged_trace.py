@@ -129,7 +129,7 @@ class _Merge:
     def __init__(
         self, sources: Sequence[Source], profile: Profile | None, progress: Callable[[float], object]
     ) -> None:
-        self._ranks = [_Rank(place, source) for place, source in enumerate(sources)]
+        self._ranks = [_Rank(index, source) for index, source in enumerate(sources)]
         self._progress = progress
         self._pids, self._ids, self._other_ids = count(1), count(_OUR_IDS), dict[tuple[int, str], int]()
         parts, calls = Parts(), Calls()
@@ -145,7 +145,9 @@ class _Merge:
         matched, self._calls = parts.matched(), calls.matched()
         self.merged.calls = len(self._calls)
         bounds = {rank.place: rank.source.clock_bound_ns for rank in self._ranks}
-        self._collectives = [each for each in matched.collectives if not apart([each], bounds)]
+        self._collectives = [
+            collective for collective in matched.collectives if not apart([collective], bounds)
+        ]
         self.merged.unmatched = matched.unmatched
         self.merged.collectives = len(matched.collectives)
         self.merged.apart = len(matched.collectives) - len(self._collectives)
@@ -208,12 +210,16 @@ class _Merge:
 
     def _moved(self, rank: _Rank, event: dict[str, Any]) -> dict[str, Any] | None:
         """Return an event as it stands in the merged trace; None for one that is left out."""
-        kind, at = event.get("ph"), event.get("ts")
-        if not isinstance(kind, str) or kind not in _KINDS or not isinstance(at, int | float):
+        kind, ts_us = event.get("ph"), event.get("ts")
+        if not isinstance(kind, str) or kind not in _KINDS or not isinstance(ts_us, int | float):
             return None
-        if not abs(at) < _LATEST_US or as_text(event.get("name")) in _PROFILER or event.get("cat") == "Trace":
+        if (
+            not abs(ts_us) < _LATEST_US
+            or as_text(event.get("name")) in _PROFILER
+            or event.get("cat") == "Trace"
+        ):
             return None
-        event["ts"] = self._us(rank.base_ns + round(at * 1000))
+        event["ts"] = self._us(rank.base_ns + round(ts_us * 1000))
         event["pid"], event["tid"] = self._lane(rank, as_text(event.get("pid")), as_text(event.get("tid")))
         for key in _IDS & event.keys():
             event[key] = self._id(rank, event[key])
@@ -255,9 +261,9 @@ class _Merge:
 
         for step in steps:
             yield slice_of("steps", f"step {step.step:,}", step.begin_ns, step.end_ns, step.step)
-        for each in intervals(steps):
-            name = each.stage or f"row {each.step:,}"
-            yield slice_of("rows, by stage", name, each.begin_ns, each.end_ns, each.step)
+        for interval in intervals(steps):
+            name = interval.stage or f"row {interval.step:,}"
+            yield slice_of("rows, by stage", name, interval.begin_ns, interval.end_ns, interval.step)
 
     def _arrows(self, collective: Collective) -> Iterator[dict[str, Any]]:
         """Yield a flow from the part of the rank that came last to each of the others, which have waited."""

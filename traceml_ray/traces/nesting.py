@@ -81,7 +81,7 @@ def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
     ends = trace.end_ns.tolist()
     parent, stack, lane = [-1] * len(trace), list[int](), -1
     columns = trace.lane.tolist(), trace.begin_ns.tolist(), ends, left_out.tolist()
-    for at, (thread, begin, end, skip) in enumerate(zip(*columns, strict=True)):
+    for event, (thread, begin, end, skip) in enumerate(zip(*columns, strict=True)):
         if skip:
             continue
         if thread != lane:
@@ -89,8 +89,8 @@ def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
         while stack and (begin >= ends[stack[-1]] or end > ends[stack[-1]]):
             stack.pop()
         if stack:
-            parent[at] = stack[-1]
-        stack.append(at)
+            parent[event] = stack[-1]
+        stack.append(event)
     return parent
 
 
@@ -104,30 +104,30 @@ def _without_repeats(trace: Trace, parent: list[int]) -> tuple[Ints, Mask]:
         if outer >= 0:
             inside[outer] += 1
     merged = [False] * len(parent)
-    for at, outer in enumerate(parent):
+    for event, outer in enumerate(parent):
         if outer < 0:
             continue
         if merged[outer]:
-            outer = parent[at] = parent[outer]
-        if names[outer] == names[at] and inside[outer] == 1:
-            merged[at], inside[outer] = True, inside[at]
+            outer = parent[event] = parent[outer]
+        if names[outer] == names[event] and inside[outer] == 1:
+            merged[event], inside[outer] = True, inside[event]
     return np.array(parent, np.int64), np.array(merged, bool)
 
 
 def _device_work(trace: Trace) -> tuple[Ints, Mask]:
     """Return what a device did of what each operation launched by itself, ns, and what that was; [n] each."""
-    found, launched = np.zeros(len(trace), np.int64), np.zeros(len(trace), bool)
+    device_ns, launched = np.zeros(len(trace), np.int64), np.zeros(len(trace), bool)
     named = trace.external >= 0
     work = np.flatnonzero(named & trace.on_device & ~trace.of_category(ANNOTATIONS))
     ours = np.flatnonzero(named & trace.of_category(_LAUNCHING) & ~trace.on_device)
     if len(work) and len(ours):
         ours = ours[np.argsort(trace.external[ours], kind="stable")]
-        place = np.searchsorted(trace.external[ours], trace.external[work])
-        by = ours[np.minimum(place, len(ours) - 1)]
-        known = trace.external[by] == trace.external[work]
-        np.add.at(found, by[known], (trace.end_ns - trace.begin_ns)[work[known]])
-        launched[work[known]] = True
-    return found, launched
+        positions = np.searchsorted(trace.external[ours], trace.external[work])
+        by = ours[np.minimum(positions, len(ours) - 1)]
+        matched = trace.external[by] == trace.external[work]
+        np.add.at(device_ns, by[matched], (trace.end_ns - trace.begin_ns)[work[matched]])
+        launched[work[matched]] = True
+    return device_ns, launched
 
 
 def innermost(trace: Trace, parent: Ints, among: Mask, lane: Ints, t_ns: Ints) -> Ints:
@@ -143,17 +143,17 @@ def innermost(trace: Trace, parent: Ints, among: Mask, lane: Ints, t_ns: Ints) -
     """
     begun = _begun_last(trace, np.flatnonzero(among), lane, t_ns).tolist()
     lanes, ends, outer = trace.lane.tolist(), trace.end_ns.tolist(), parent.tolist()
-    found = []
-    for at, thread, at_ns in zip(begun, lane.tolist(), t_ns.tolist(), strict=True):
-        while at >= 0 and lanes[at] == thread and ends[at] < at_ns:
-            at = outer[at]
-        found.append(at if at >= 0 and lanes[at] == thread else -1)
-    return np.array(found, np.int64)
+    innermost_events = []
+    for event, thread, at_ns in zip(begun, lane.tolist(), t_ns.tolist(), strict=True):
+        while event >= 0 and lanes[event] == thread and ends[event] < at_ns:
+            event = outer[event]
+        innermost_events.append(event if event >= 0 and lanes[event] == thread else -1)
+    return np.array(innermost_events, np.int64)
 
 
 def _begun_last(trace: Trace, among: Ints, lane: Ints, t_ns: Ints) -> Ints:
     """Return which operation began last, on a thread or one before it; -1 for none, [m]."""
-    found = np.full(len(t_ns), -1)
+    events = np.full(len(t_ns), -1)
     if len(among) and len(t_ns):
         asking = np.r_[np.zeros(len(among), np.int64), np.ones(len(t_ns), np.int64)]
         times, lanes = np.r_[trace.begin_ns[among], t_ns], np.r_[trace.lane[among], lane]
@@ -161,18 +161,18 @@ def _begun_last(trace: Trace, among: Ints, lane: Ints, t_ns: Ints) -> Ints:
         seen = np.maximum.accumulate(np.where(order < len(among), order, -1))
         asked = order >= len(among)
         last = seen[asked]
-        found[order[asked] - len(among)] = np.where(last >= 0, among[np.maximum(last, 0)], -1)
-    return found
+        events[order[asked] - len(among)] = np.where(last >= 0, among[np.maximum(last, 0)], -1)
+    return events
 
 
 def _memory(trace: Trace, parent: Ints, left_out: Mask) -> tuple[Ints, Ints, int]:
     """Return what each operation allocated by itself, [n, 2], and what none did, [2], in how many events."""
-    memory, found, outside = trace.memory, np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64)
-    at = innermost(trace, parent, ~left_out, memory.lane, memory.t_ns)
-    device, known = memory.on_device.astype(np.int64), at >= 0
-    np.add.at(found, (at[known], device[known]), memory.nbytes[known])
-    np.add.at(outside, device[~known], memory.nbytes[~known])
-    return found, outside, int((~known).sum())
+    memory, bytes_by_event, outside = trace.memory, np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64)
+    events = innermost(trace, parent, ~left_out, memory.lane, memory.t_ns)
+    device, inside = memory.on_device.astype(np.int64), events >= 0
+    np.add.at(bytes_by_event, (events[inside], device[inside]), memory.nbytes[inside])
+    np.add.at(outside, device[~inside], memory.nbytes[~inside])
+    return bytes_by_event, outside, int((~inside).sum())
 
 
 def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:
@@ -185,14 +185,14 @@ def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:
 
 def _of_children(values: Ints, parent: Ints) -> Ints:
     """Return the sums over what is directly inside each operation, [n]."""
-    found = np.zeros_like(values)
-    np.add.at(found, parent[parent >= 0], values[parent >= 0])
-    return found
+    sums = np.zeros_like(values)
+    np.add.at(sums, parent[parent >= 0], values[parent >= 0])
+    return sums
 
 
 def _with_inside(values: Ints, parent: Ints) -> Ints:
     """Return values with those of all operations inside each, [n, ...]."""
-    found = values.copy()
-    for at in np.flatnonzero(parent >= 0)[::-1].tolist():  # what is inside an operation comes after it
-        found[parent[at]] += found[at]
-    return found
+    sums = values.copy()
+    for event in np.flatnonzero(parent >= 0)[::-1].tolist():  # what is inside an operation comes after it
+        sums[parent[event]] += sums[event]
+    return sums

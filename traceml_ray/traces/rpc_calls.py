@@ -46,42 +46,42 @@ class Calls:
         self._bounds_ns: dict[int, int] = {}
         self._left = _MOST_RANGES
 
-    def add(self, place: int, source: Source, trace: Trace, shift_ns: int) -> None:
+    def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
         """Take the ranges of one trace, whose times are `shift_ns` before those of all traces."""
-        self._bounds_ns[place] = source.clock_bound_ns or 0
+        self._bounds_ns[source_index] = source.clock_bound_ns or 0
         if source.rank is not None:
-            self._ranks[source.rank] = place
+            self._ranks[source.rank] = source_index
         ranges = np.flatnonzero(trace.of_category(_RANGES) & ~trace.on_device)
         ends_ns: dict[tuple[int, int], int] = {}
-        for at in ranges[np.argsort(trace.begin_ns[ranges], kind="stable")][: self._left].tolist():
+        for event in ranges[np.argsort(trace.begin_ns[ranges], kind="stable")][: self._left].tolist():
             self._left -= 1
-            key, end_ns = (int(trace.name[at]), int(trace.lane[at])), int(trace.end_ns[at])
+            key, end_ns = (int(trace.name[event]), int(trace.lane[event])), int(trace.end_ns[event])
             if end_ns <= ends_ns.get(key, -1):
                 continue  # the same, named twice: by the script, too
             ends_ns[key] = end_ns
             name, lane = trace.names[key[0]], trace.lanes[key[1]]
-            part = Part(place, lane, int(trace.begin_ns[at]) + shift_ns, end_ns + shift_ns)
+            part = Part(source_index, lane, int(trace.begin_ns[event]) + shift_ns, end_ns + shift_ns)
             if call := _CALL.fullmatch(name):
-                self._workers[call["caller"]] = place
+                self._workers[call["caller"]] = source_index
                 self._asked[call["callee"], call["name"]].append(part)
             else:
-                self._done[place, name].append(part)
+                self._done[source_index, name].append(part)
 
     def matched(self) -> list[Call]:
         """Return the calls of which it is known what they have run."""
-        found = []
+        calls = []
         for (callee, name), asked in self._asked.items():
-            place = self._place_of(callee)
+            callee_index = self._place_of(callee)
             waiting = iter(sorted(asked, key=lambda part: part.begin_ns))
             call = next(waiting, None)
-            for done in self._done.get((place, name), ()) if place is not None else ():
+            for done in self._done.get((callee_index, name), ()) if callee_index is not None else ():
                 if call is None:
                     break
                 slack_ns = self._bounds_ns[call.place] + self._bounds_ns[done.place]
                 if call.begin_ns <= done.begin_ns + slack_ns:
-                    found.append(Call(name, call, done))
+                    calls.append(Call(name, call, done))
                     call = next(waiting, None)
-        return found
+        return calls
 
     def _place_of(self, worker: str) -> int | None:
         """Return where a worker's trace is; of one that calls nobody, by the rank at the end of its name."""

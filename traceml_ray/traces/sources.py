@@ -74,22 +74,22 @@ def of_files(paths: Sequence[Path]) -> list[Source]:
     what a trace says of itself, else from its name; a folder that is a profile has it in its manifest. Raises
     TraceError, also where two say they are one rank.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for path in _files(paths):
-        found += _of_folder(path) if path.is_dir() else [_of_file(path)]
-    if not found:
+        sources += _of_folder(path) if path.is_dir() else [_of_file(path)]
+    if not sources:
         given = ", ".join(map(str, paths))
         raise TraceError(
             f"no trace in {given}: their names end in .json or .json.gz; folders inside are not read"
         )
     taken: dict[int, Path] = {}
-    for source in found:
+    for source in sources:
         if source.rank is not None and (other := taken.setdefault(source.rank, source.path)) != source.path:
             raise TraceError(
                 f"{other} and {source.path} are both of rank {source.rank}: merge one of each rank, of the "
                 "same time"
             )
-    return sorted(found, key=lambda source: (source.rank is None, source.rank or 0))
+    return sorted(sources, key=lambda source: (source.rank is None, source.rank or 0))
 
 
 def _files(paths: Iterable[Path]) -> Iterator[Path]:

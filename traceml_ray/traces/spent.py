@@ -69,32 +69,36 @@ def spent(source: Source, stage: str | None = None) -> Spent:
 def spent_in(source: Source, trace: Trace, nesting: Nesting, stage: str | None = None) -> Spent:
     """Return the same of a trace that has been read. Raises RecordingError."""
     windows, steps = _windows(source, trace, stage)
-    found = Spent(steps, sets.length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
+    spent = Spent(steps, sets.length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
     reading = _Reading(trace, nesting, windows)
-    reading.fill(found)
-    return found
+    reading.fill(spent)
+    return spent
 
 
 def _windows(source: Source, trace: Trace, stage: str | None) -> tuple[Ints, int]:
     """Return the time that is looked at, and how many steps, or stages, are whole in it."""
     if stage is not None:
         first_ns = min((step.begin_ns for step in source.steps), default=0)
-        own = [each for each in intervals(source.steps) if each.stage == stage and each.begin_ns >= first_ns]
-        if not own:
+        stage_intervals = [
+            interval
+            for interval in intervals(source.steps)
+            if interval.stage == stage and interval.begin_ns >= first_ns
+        ]
+        if not stage_intervals:
             raise RecordingError(
                 f"no whole `{stage}` of {source.label} was recorded: it needs the rows of these steps, and "
                 "more than one step where it begins before the step does"
             )
-        found = [(each.begin_ns, each.end_ns) for each in own]
+        bounds = [(interval.begin_ns, interval.end_ns) for interval in stage_intervals]
     elif source.steps:
-        found = [(step.begin_ns, step.end_ns) for step in source.steps]
+        bounds = [(step.begin_ns, step.end_ns) for step in source.steps]
     else:
-        number = {at for at, name in enumerate(trace.names) if name.startswith(_STEP)}
+        number = {index for index, name in enumerate(trace.names) if name.startswith(_STEP)}
         places = np.flatnonzero(np.isin(trace.name, [*number]) & ~trace.on_device)
-        found = np.stack([trace.begin_ns[places], trace.end_ns[places]], axis=1).tolist()
-    if found:
-        windows = np.array(found, np.int64)
-        return sets.union(windows[:, 0], windows[:, 1]), len(found)
+        bounds = np.stack([trace.begin_ns[places], trace.end_ns[places]], axis=1).tolist()
+    if bounds:
+        windows = np.array(bounds, np.int64)
+        return sets.union(windows[:, 0], windows[:, 1]), len(bounds)
     if not len(trace):
         raise RecordingError(f"nothing was recorded of {source.label}")
     return np.array([[trace.begin_ns.min(), trace.end_ns.max()]]), 0
@@ -109,7 +113,7 @@ class _Reading:
         self._pairs, self._pair = np.unique(trace.name * categories + trace.category, return_inverse=True)
         self._keys: list[Key] = []
         waits, work = [], []
-        for name, category in zip(*(each.tolist() for each in divmod(self._pairs, categories)), strict=True):
+        for name, category in zip(*(part.tolist() for part in divmod(self._pairs, categories)), strict=True):
             key = _ADDRESS.sub("", trace.names[name]), kind_of(trace.categories[category])
             self._keys.append(key)
             waits.append(_waits(key[0], trace.categories[category]))
@@ -125,32 +129,32 @@ class _Reading:
         self._host = host & ~aside
         """Operations of threads that train."""
 
-    def fill(self, found: Spent) -> None:
+    def fill(self, spent: Spent) -> None:
         """Add up what is spent, by operation."""
         trace, nesting = self._trace, self._nesting
         steps = np.array([name.startswith(_STEP) for name in trace.names], bool)[trace.name]
         inside = nesting.counted & ~nesting.launched & ~steps & sets.inside(trace.begin_ns, self._windows)
         waited, moved = self._waited()
-        own = nesting.self_host_ns.copy()
-        own[self._exchanging] = self._waited_for(waited)
-        inside |= self._exchanging & (own > 0)
-        np.subtract.at(own, moved[moved >= 0], (waited[:, 1] - waited[:, 0])[moved >= 0])
+        self_ns = nesting.self_host_ns.copy()
+        self_ns[self._exchanging] = self._waited_for(waited)
+        inside |= self._exchanging & (self_ns > 0)
+        np.subtract.at(self_ns, moved[moved >= 0], (waited[:, 1] - waited[:, 0])[moved >= 0])
         sums = np.zeros((len(self._keys), 3))
-        columns = np.stack([np.ones(len(trace)), np.maximum(own, 0), nesting.self_device_ns], axis=1)
+        columns = np.stack([np.ones(len(trace)), np.maximum(self_ns, 0), nesting.self_device_ns], axis=1)
         np.add.at(sums, self._pair[inside], columns[inside])
         waiting = self._waits[self._pair] & inside
-        host_ns = sets.length(waited) + int(own[waiting & self._host].sum())
+        host_ns = sets.length(waited) + int(self_ns[waiting & self._host].sum())
         device_ns = int(nesting.self_device_ns[waiting].sum())
-        each = max(found.steps, 1)
-        found.waiting_ns = max(host_ns, device_ns) / each
+        n_steps = max(spent.steps, 1)
+        spent.waiting_ns = max(host_ns, device_ns) / n_steps
         for key, values, wait in zip(self._keys, sums.tolist(), self._waits.tolist(), strict=True):
             if values[0]:
-                calls, host, device = (value / each for value in values)
-                before = found.of(key)
-                found.operations[key] = before[0] + calls, before[1] + host, before[2] + device
-                found.waits |= {key} if wait else set()
-        outside = self._outside(waited[moved < 0]) / each
-        found.operations[OUTSIDE, "outside"] = (0.0, outside, 0.0)
+                calls, host, device = (value / n_steps for value in values)
+                before = spent.of(key)
+                spent.operations[key] = before[0] + calls, before[1] + host, before[2] + device
+                spent.waits |= {key} if wait else set()
+        outside = self._outside(waited[moved < 0]) / n_steps
+        spent.operations[OUTSIDE, "outside"] = (0.0, outside, 0.0)
 
     def _time_of(self, mask: Mask) -> Ints:
         return sets.union(self._trace.begin_ns[mask], self._trace.end_ns[mask])
@@ -179,9 +183,9 @@ class _Reading:
         begin_ns, end_ns = begin_ns[order], end_ns[order]
         covered_ns = np.r_[0, np.maximum.accumulate(end_ns)[:-1]] if len(end_ns) else end_ns
         first_ns = np.clip(covered_ns, begin_ns, np.maximum(begin_ns, end_ns))
-        found = np.empty(len(order), np.int64)
-        found[order] = sets.before(end_ns, waited) - sets.before(first_ns, waited)
-        return found
+        waited_ns = np.empty(len(order), np.int64)
+        waited_ns[order] = sets.before(end_ns, waited) - sets.before(first_ns, waited)
+        return waited_ns
 
     def _training_lane(self) -> int:
         lanes = self._trace.lane[self._host]

@@ -27,25 +27,25 @@ def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
     Return the rows that are known, each followed by its stages, in order of time. A row ends with the step's
     last backward, so the first begins before what was recorded.
     """
-    found: list[Interval] = []
+    result: list[Interval] = []
     before_ns = -(1 << 62)
-    for step in sorted(steps, key=lambda each: each.begin_ns):
+    for step in sorted(steps, key=lambda row: row.begin_ns):
         if step.sync_exit_ns is None or step.stages_ns is None:
             continue
         lengths = np.array([step.stages_ns], np.int64)
         begin_ns = step.sync_exit_ns - int(lengths.sum())
         edges = [begin_ns + int(begin) for begin in begins(lengths)[0]] + [step.sync_exit_ns]
         edges = [max(edge, before_ns) for edge in edges]  # rows are rounded, and do not overlap
-        found.append(Interval(step.step, "", edges[0], edges[-1]))
-        found += [
-            Interval(step.step, stage, edges[at], edges[at + 1])
-            for at, stage in enumerate(STAGES)
-            if edges[at + 1] > edges[at]
+        result.append(Interval(step.step, "", edges[0], edges[-1]))
+        result += [
+            Interval(step.step, stage, edges[index], edges[index + 1])
+            for index, stage in enumerate(STAGES)
+            if edges[index + 1] > edges[index]
         ]
         before_ns = max(before_ns, step.sync_exit_ns)
-    return found
+    return result
 
 
 def step_at(steps: Iterable[ProfileStep], t_ns: int) -> int | None:
     """Return in which step a time is; None outside of all that were recorded."""
-    return next((each.step for each in steps if each.begin_ns <= t_ns < each.end_ns), None)
+    return next((step.step for step in steps if step.begin_ns <= t_ns < step.end_ns), None)

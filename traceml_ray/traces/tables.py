@@ -18,9 +18,9 @@ class FormatError(RuntimeError):
     """A file of this kind cannot be written here; the message says what is missing."""
 
 
-def to_json(found: object) -> bytes:
+def to_json(value: object) -> bytes:
     """Return operations as a list of objects, by the names of the columns; what is not known is null."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def to_csv(operations: Sequence[Operation]) -> bytes:
@@ -43,8 +43,8 @@ def to_parquet(operations: Sequence[Operation]) -> bytes:
     schema = pyarrow.schema([(name, _type(pyarrow, name)) for name in COLUMNS])
     columns = [[getattr(operation, name) for operation in operations] for name in COLUMNS]
     pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), file)
-    found: bytes = file.getvalue().to_pybytes()
-    return found
+    data: bytes = file.getvalue().to_pybytes()
+    return data
 
 
 def _type(pyarrow: Any, name: str) -> Any:

@@ -148,12 +148,12 @@ def read_header(header: Mapping[str, Any]) -> Header:
 
 def _groups(listed: Any) -> dict[str, tuple[int, ...]]:
     """Return the process groups of a job, those that can be understood."""
-    found = {}
+    ranks_by_group = {}
     for group in listed if isinstance(listed, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and all(_small(rank) is not None for rank in ranks):
-            found[str(group.get("pg_name"))[:_MAX_TEXT]] = tuple(ranks)
-    return found
+            ranks_by_group[str(group.get("pg_name"))[:_MAX_TEXT]] = tuple(ranks)
+    return ranks_by_group
 
 
 def _small(value: Any) -> int | None:
@@ -247,7 +247,7 @@ class _Reader:
         columns = {name: np.array(column, np.int64) for name, column in self._columns.items()}
         order = np.lexsort((-columns["end_ns"], columns["begin_ns"], columns["lane"]))
         columns = {name: column[order] for name, column in columns.items()}
-        place = np.argsort(order)
+        new_index = np.argsort(order)
         memory = {name: np.array(column, np.int64) for name, column in self._memory.items()}
         order = np.lexsort((memory["t_ns"], memory["lane"]))
         return Trace(
@@ -257,7 +257,9 @@ class _Reader:
             names=self._names.all(),
             categories=self._categories.all(),
             shapes=self._shapes.all(),
-            communications={int(place[at]): each for at, each in self._communications.items()},
+            communications={
+                int(new_index[event]): communication for event, communication in self._communications.items()
+            },
             memory=Memory(
                 lane=memory["lane"][order],
                 t_ns=memory["t_ns"][order] + header.base_ns,

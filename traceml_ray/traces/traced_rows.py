@@ -43,8 +43,8 @@ class TracedRow(NamedTuple):
 
 def traced_rows(trace: Trace, steps: Sequence[ProfileStep]) -> list[TracedRow]:
     """Return the rows that are whole in a trace: all but that of the first step, which began before it."""
-    found, exit_ns = [], None
-    for step in sorted(steps, key=lambda each: each.begin_ns):
+    rows, exit_ns = [], None
+    for step in sorted(steps, key=lambda row: row.begin_ns):
         marks, ends_ns = _marks(trace, step)
         if exit_ns is not None and ends_ns is not None:
             edges = [
@@ -55,9 +55,9 @@ def traced_rows(trace: Trace, steps: Sequence[ProfileStep]) -> list[TracedRow]:
             stages = [0] * N_STAGES
             for (begin_ns, stage), (end_ns, _) in pairwise(edges):
                 stages[stage] += end_ns - begin_ns
-            found.append(TracedRow(step.step, exit_ns, tuple(stages)))
+            rows.append(TracedRow(step.step, exit_ns, tuple(stages)))
         exit_ns = ends_ns
-    return found
+    return rows
 
 
 def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int | None]:
@@ -69,10 +69,10 @@ def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int 
     if not backward.any():
         return [], None
     data, forward = within & _named(trace, _DATA), within & _named(trace, *_FORWARD)
-    marks = [(at, DATA) for at in trace.begin_ns[data].tolist()]
+    marks = [(t_ns, DATA) for t_ns in trace.begin_ns[data].tolist()]
     after = PREPARE if forward.any() else FORWARD
-    marks += [(at, after) for at in trace.end_ns[data].tolist()]
-    marks += [(at, FORWARD) for at in _first_of_each(trace.begin_ns[forward], marks)]
+    marks += [(t_ns, after) for t_ns in trace.end_ns[data].tolist()]
+    marks += [(t_ns, FORWARD) for t_ns in _first_of_each(trace.begin_ns[forward], marks)]
     for first_ns, last_ns in _runs(trace.begin_ns[backward], trace.end_ns[backward], marks):
         marks += [(first_ns, BACKWARD), (last_ns, SYNC_WAIT)]
     last_ns = max(marks)[0]
@@ -85,16 +85,19 @@ def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int 
 
 def _runs(begins: Ints, ends: Ints, marks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return each backward, from the first event of the engine to the last; a mark between begins another."""
-    edges = np.array(sorted(at for at, _ in marks), np.int64)
-    of = np.searchsorted(edges, begins)
-    return [(int(begins[of == run].min()), int(ends[of == run].max())) for run in np.unique(of)]
+    edges = np.array(sorted(t_ns for t_ns, _ in marks), np.int64)
+    run_numbers = np.searchsorted(edges, begins)
+    return [
+        (int(begins[run_numbers == run].min()), int(ends[run_numbers == run].max()))
+        for run in np.unique(run_numbers)
+    ]
 
 
 def _first_of_each(begins: Ints, marks: Sequence[tuple[int, int]]) -> list[int]:
     """Return the first forward after each batch: others are of models inside of it, or of more models."""
-    edges = np.array(sorted(at for at, _ in marks), np.int64)
-    of = np.searchsorted(edges, begins)
-    return [int(begins[of == run].min()) for run in np.unique(of)]
+    edges = np.array(sorted(t_ns for t_ns, _ in marks), np.int64)
+    run_numbers = np.searchsorted(edges, begins)
+    return [int(begins[run_numbers == run].min()) for run in np.unique(run_numbers)]
 
 
 def _named(trace: Trace, *prefixes: str) -> Mask:

@@ -35,5 +35,5 @@ def layers_of(cache: SessionPoll, run: RunState | None, state: str) -> Layers | 
     """Return the layers of a run, as they were a while ago, where they have been measured."""
     if run is None or (state in RUNNING and run.world > LAYERS_RANKS):
         return None
-    found = cache.ask(query.Layers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
-    return found if found is not None and found.ranks else None
+    layers = cache.ask(query.Layers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
+    return layers if layers is not None and layers.ranks else None

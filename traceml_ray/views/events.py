@@ -28,13 +28,13 @@ def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     deaths = cache.deaths(run)
     events = [event for event in run.events if event["message"] or event["kind"] not in _QUIET]
     events = [event for event in events if not (deaths and event["kind"] in FATAL)]
-    found = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
-    found.sort(key=lambda event: -event["t_ns"])
+    all_events = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
+    all_events.sort(key=lambda event: -event["t_ns"])
     since = min((death["t_ns"] for death in deaths), default=1 << 63)
-    after = [event | {"group": FOLLOWED} for event in found if event["t_ns"] >= since]
+    after = [event | {"group": FOLLOWED} for event in all_events if event["t_ns"] >= since]
     after += [_death(run, death) for death in deaths]
     after.sort(key=lambda event: (event["group"] != CAUSE, event["t_ns"]))
-    return [*after, *found[len(after) - len(deaths) :]][: run.events.maxlen]
+    return [*after, *all_events[len(after) - len(deaths) :]][: run.events.maxlen]
 
 
 def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
@@ -71,5 +71,5 @@ def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _known(of: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {"time": moment(of["t_ns"]), "group": "", **{name: of[name] for name in names}}
+def _known(event: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {"time": moment(event["t_ns"]), "group": "", **{name: event[name] for name in names}}

@@ -49,9 +49,11 @@ def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, 
 
 def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
     """Return how many bytes the agents have sent, and over how many seconds."""
-    known = [process for process in processes if process.sent_bytes is not None]
-    seconds = max(((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in known), default=0.0)
-    return sum(process.sent_bytes or 0 for process in known), seconds
+    with_bytes = [process for process in processes if process.sent_bytes is not None]
+    seconds = max(
+        ((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in with_bytes), default=0.0
+    )
+    return sum(process.sent_bytes or 0 for process in with_bytes), seconds
 
 
 def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str, Any]]]:
@@ -63,14 +65,14 @@ def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str
     ]
 
 
-def facts(found: Mapping[str, Any]) -> dict[str, str]:
+def facts(health: Mapping[str, Any]) -> dict[str, str]:
     """Return what the monitor costs, by name."""
-    cost, polls = found["overhead"], found["poll_ms"]
+    cost, polls = health["overhead"], health["poll_ms"]
     return {
         "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),
         "agent": text.unit(cost["agent_cpu_pct"], "% of a core"),
-        "sent by the ranks": text.size(found["bytes_per_s"], "/s"),
-        "relays started anew": f"{found['restarts']:,}",
+        "sent by the ranks": text.size(health["bytes_per_s"], "/s"),
+        "relays started anew": f"{health['restarts']:,}",
         "one poll of this view": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
     }
 

@@ -37,12 +37,12 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
         return None
     began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
     at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for event in at_once:
         if event["kind"] not in _NO_CHANGES:
-            found.setdefault((event["kind"], _short(event["message"])), []).append(event)
+            alike.setdefault((event["kind"], _short(event["message"])), []).append(event)
     changes = _checkpoint(cache, run, episode["from_step"])
-    changes += [_change(run, *what, events) for what, events in found.items()]
+    changes += [_change(run, *what, events) for what, events in alike.items()]
     alone = len(verdict["episodes"]) == 1
     goes_on = episode["goes_on"] and state_of(cache, run) not in RUN_OVER
     return {**episode, "goes_on": goes_on, "changes": changes[:_CHANGES], "alone": alone}

@@ -13,24 +13,24 @@ _NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms"
 
 def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
-    found = times["nodes"] if times else {}
+    times_by_node = times["nodes"] if times else {}
     listed = {node["label"] for node in run.nodes}
     cards = []
-    for node in [*run.nodes, *(_unlisted(run, label) for label in found if label not in listed)]:
-        own = found.get(node["label"], _NO_TIMES)
-        shown = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
+    for node in [*run.nodes, *(_unlisted(run, label) for label in times_by_node if label not in listed)]:
+        node_times = times_by_node.get(node["label"], _NO_TIMES)
+        shown = {name: number(node_times[name]) for name in _NO_TIMES if name != "worst_rank"}
         load = _load(run.samples.get(node["node_id"], {}))
         about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
         about["named"] = node["label"] in run.named["nodes"]
-        cards.append({**about, "worst_rank": own["worst_rank"], **shown, **load})
+        cards.append({**about, "worst_rank": node_times["worst_rank"], **shown, **load})
     return sorted(cards, key=lambda card: (card["alive"], not card["named"], natural(card["label"])))
 
 
 def _unlisted(run: RunState, label: str) -> dict[str, Any]:
     """Return a node that is known from its ranks alone."""
     ranks = [rank for rank in run.ranks if run.node_of(rank) == label]
-    known = {"node_id": label, "label": label, "hostname": label, "address": None}
-    return {**known, "alive": True, "ranks": ranks}
+    about = {"node_id": label, "label": label, "hostname": label, "address": None}
+    return {**about, "alive": True, "ranks": ranks}
 
 
 def _load(sample: Mapping[str, Any]) -> dict[str, float | None]:
@@ -52,10 +52,10 @@ def _known(gpus: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [gpu[name] for gpu in gpus if gpu[name] is not None]
 
 
-def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
-    pairs = [(each.get("mem_used_bytes"), each.get("mem_total_bytes")) for each in of]
-    known = [(used, total) for used, total in pairs if used is not None and total]
-    return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
+def _memory_pct(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    pairs = [(sample.get("mem_used_bytes"), sample.get("mem_total_bytes")) for sample in samples]
+    measured = [(used, total) for used, total in pairs if used is not None and total]
+    return 100 * sum(used for used, _ in measured) / sum(total for _, total in measured) if measured else None
 
 
 def worst_first(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
@@ -65,7 +65,7 @@ def worst_first(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
 
 def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Return what was anomalous by node, beside a verdict."""
-    found: dict[str, list[str]] = {}
-    for each in (verdict or {}).get("machine") or ():
-        found.setdefault(each["node"], []).append(each["text"])
-    return found
+    sentences_by_node: dict[str, list[str]] = {}
+    for anomaly in (verdict or {}).get("machine") or ():
+        sentences_by_node.setdefault(anomaly["node"], []).append(anomaly["text"])
+    return sentences_by_node

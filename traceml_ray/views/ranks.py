@@ -41,16 +41,20 @@ def rank_rows(
     times: Any = cache.ask(asked) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
     busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
     stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
-    at = {rank: place for place, rank in enumerate(times["ranks"])}
+    index_of_rank = {rank: index for index, rank in enumerate(times["ranks"])}
     dead = {death["rank"]: death for death in cache.deaths(run)}
     named, reporting = {*run.named["ranks"]}, run.reporting()
     rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
     for rank, process in run.ranks.items():
-        own, place, identity = position(run, rank, reporting), at.get(rank), process.identity
+        rank_position, index, identity = (
+            position(run, rank, reporting),
+            index_of_rank.get(rank),
+            process.identity,
+        )
         key = node_key(process) if identity else None
         row = {
-            **own,
-            "state": DIED if rank in dead else NAMED if rank in named else own["state"],
+            **rank_position,
+            "state": DIED if rank in dead else NAMED if rank in named else rank_position["state"],
             "node": None if key is None else run.labels.get(key, key),
             "node_key": key,
             "hostname": identity.hostname if identity else "",
@@ -58,12 +62,12 @@ def rank_rows(
             "gpu": None,
             "death": dead.get(rank),
         }
-        if place is None:
+        if index is None:
             row |= _NO_TIMES
         else:
-            mine = stages[place * len(STAGES) : (place + 1) * len(STAGES)]
+            mine = stages[index * len(STAGES) : (index + 1) * len(STAGES)]
             row["stages"] = dict(zip(STAGES, mine, strict=True))
-            row["busy_ms"], row["over"] = busy[place], over[place]
+            row["busy_ms"], row["over"] = busy[index], over[index]
         rows.append(row)
     first = {NAMED: 0, DIED: 1}
     return sorted(rows, key=lambda row: (first.get(row["state"], 2), row["rank"]))

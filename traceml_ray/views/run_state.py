@@ -67,30 +67,30 @@ class RunState:
         asked.append(query.Verdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
             self._asked_ranks = now
-            known = tuple(node["node_id"] for node in self.nodes)
-            asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(known, last=1)]
+            node_ids = tuple(node["node_id"] for node in self.nodes)
+            asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(node_ids, last=1)]
         return asked
 
     def take(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
         """Take the answers; return whether anything is new."""
-        found = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
-        events, verdicts = found[query.Events], found[query.Verdicts]
+        answer_to = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
+        events, verdicts = answer_to[query.Events], answer_to[query.Verdicts]
         self._seen = events.cursor, verdicts.cursor
         self.events.extend(events.items)
         self.verdicts.extend(verdicts.items)
-        verdict = found[query.Verdict] or (self.verdicts[-1] if self.verdicts else None)
+        verdict = answer_to[query.Verdict] or (self.verdicts[-1] if self.verdicts else None)
         new = bool(events.items or verdicts.items or verdict != self.verdict)
         self.verdict = verdict
-        if query.Ranks in found:
-            ranks, nodes = found[query.Ranks], found[query.Nodes]
+        if query.Ranks in answer_to:
+            ranks, nodes = answer_to[query.Ranks], answer_to[query.Nodes]
             new |= (ranks, nodes) != (self.ranks, self.nodes)
             self.ranks, self.nodes = ranks, nodes
             self.world = world_size(ranks, None)
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node["node_id"]: node["label"] for node in nodes}
-            self.samples = {node: as_dict(sample) for node, sample in found[query.NodeSamples]}
-        self.throughput = found[query.Throughput]
-        return self.take_times(found[query.Times]) or new
+            self.samples = {node: as_dict(sample) for node, sample in answer_to[query.NodeSamples]}
+        self.throughput = answer_to[query.Throughput]
+        return self.take_times(answer_to[query.Times]) or new
 
     def take_times(self, times: StepTimes) -> bool:
         """Take the numbers of its steps; return whether there are new ones."""

@@ -60,10 +60,10 @@ _Wanted = dict[Request[Any], None]
 
 class _Answer(NamedTuple):
     version: int
-    """That it is as of."""
-    found: Any
-    at: float
-    """When it came, s of `SessionPoll.timer`."""
+    """Version of the session that it answers for."""
+    value: Any
+    came_s: float
+    """When it came, in s of `SessionPoll.timer`."""
 
 
 _NO_ANSWER = _Answer(-1, None, float("-inf"))
@@ -160,11 +160,11 @@ class SessionPoll:
         """
         for _ in range(_ROUNDS):
             with self.lock:
-                found, version = make(), self.version
+                value, version = make(), self.version
                 wanted, self._wanted = self._wanted, {}
             if not self._fetch(wanted):
                 break
-        return version, found
+        return version, value
 
     def renew(self) -> None:
         """Have all views made anew: something that the source has not said is new."""
@@ -179,15 +179,15 @@ class SessionPoll:
         it; what is not as of now is asked afterwards, and the view made again: not where the answer is
         `settled`, or of a session that goes on no older than `every_s`.
         """
-        known = self._answers.get(request, _NO_ANSWER)
-        found: A | None = known.found
-        if settled and found is not None and settled(found):
-            return found
-        due = known.at + every_s
+        previous = self._answers.get(request, _NO_ANSWER)
+        answer: A | None = previous.value
+        if settled and answer is not None and settled(answer):
+            return answer
+        due = previous.came_s + every_s
         self._used[request] = min(due, self._used.get(request, due))
-        if known.version < self.version and self._is_due(due):
+        if previous.version < self.version and self._is_due(due):
             self._wanted[request] = None
-        return found
+        return answer
 
     def _is_due(self, due: float) -> bool:
         return due <= self.timer() or self.source.stored
@@ -218,7 +218,7 @@ class SessionPoll:
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return questions as they are asked: of columns, only for those that are not here."""
         return [
-            msgspec.structs.replace(request, since=self._answers[request].found["next"])
+            msgspec.structs.replace(request, since=self._answers[request].value["next"])
             if isinstance(request, query.Columns) and request in self._answers
             else request
             for request in wanted
@@ -229,10 +229,12 @@ class SessionPoll:
         new, now = False, self.timer()
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
-            before = self._answers.get(request, _NO_ANSWER).found
-            found = joined(before, answer) if isinstance(request, query.Columns) else answer
-            new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
-            keep(self._answers, request, _Answer(version, found, now))
+            before = self._answers.get(request, _NO_ANSWER).value
+            merged = joined(before, answer) if isinstance(request, query.Columns) else answer
+            new |= before is None or (
+                merged is not before and query.encode([merged]) != query.encode([before])
+            )
+            keep(self._answers, request, _Answer(version, merged, now))
         return new
 
     @property
@@ -253,14 +255,14 @@ class SessionPoll:
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
             used = dict.fromkeys(
-                each
-                for each, due in self._used.items()
-                if not isinstance(each, _OF_STEPS) and self._is_due(due)
+                request
+                for request, due in self._used.items()
+                if not isinstance(request, _OF_STEPS) and self._is_due(due)
             )
             of_views = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *of_views]
         answers = self._question(every)
-        status, at = answers[0], len(asked)
+        status, position = answers[0], len(asked)
         changed = bool(status != self.status)
         with self.lock:
             self.status = status
@@ -268,9 +270,9 @@ class SessionPoll:
                 changed |= self.runs != answers[1]
                 self.runs, self._asked_runs = answers[1], now
             for run, part in parts:
-                changed |= run.take(part, answers[at : at + len(part)])
-                at += len(part)
-            changed |= self._keep_answers(used, answers[at:], self.version + 1)
+                changed |= run.take(part, answers[position : position + len(part)])
+                position += len(part)
+            changed |= self._keep_answers(used, answers[position:], self.version + 1)
         newest = status["run"]
         if newest is not None and newest not in self._polled:
             changed |= self._follow(newest, now)
@@ -342,16 +344,16 @@ def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[
     Return what was held `before` with what is new in `answer`, see `analysis.step_numbers.columns`. `next` is
     `since` of the next question.
     """
-    found = {name: value for name, value in answer.items() if name not in ("token", "since")}
+    merged = {name: value for name, value in answer.items() if name not in ("token", "since")}
     if answer["since"] is not None:
         if before is None or before["next"][0] != answer["token"]:
             return dict(before or {})  # it is of another one: the next answer is whole
         keep = slice(0, int(np.searchsorted(before["last"], answer["since"])))
-        for name, value in found.items():
+        for name, value in merged.items():
             axis = 1 if name == "z" else 0
             old = before[name][:, keep] if axis else before[name][keep]
-            whole = np.concatenate([old, value], axis)
-            found[name] = whole[:, -MAX_BINS:] if axis else whole[-MAX_BINS:]
-        found |= {name: before[name] for name in _ABOUT}
-    last = int(found["last"][-1]) if len(found["last"]) else -1
-    return {**found, "next": [answer["token"], last]}
+            column = np.concatenate([old, value], axis)
+            merged[name] = column[:, -MAX_BINS:] if axis else column[-MAX_BINS:]
+        merged |= {name: before[name] for name in _ABOUT}
+    last = int(merged["last"][-1]) if len(merged["last"]) else -1
+    return {**merged, "next": [answer["token"], last]}

@@ -87,8 +87,10 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     missing = missing_of(world, seen)
     awaited = text.ranks(missing, world - len(seen)) if missing else ""
     if state == "waiting":
-        of = world or cache.status.get("world_size")
-        reported = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
+        expected = world or cache.status.get("world_size")
+        reported = (
+            f"{len(seen):,} of {text.count(expected, 'rank') if expected else 'the ranks'} have reported"
+        )
         began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
         took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
         starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
@@ -114,9 +116,11 @@ def _ending_text(run: RunState) -> str:
 
 
 def _idle_text(cache: SessionPoll, run: RunState) -> str:
-    entry, later = _entry(cache, run), [each["id"] for each in cache.runs]
+    entry, later = _entry(cache, run), [listed_run["id"] for listed_run in cache.runs]
     how = "" if entry["status"] == "ended" else f": {entry['status']}"
-    after = [each for each in cache.runs[later.index(run.id) + 1 :] if each["status"] == "running"]
+    after = [
+        later_run for later_run in cache.runs[later.index(run.id) + 1 :] if later_run["status"] == "running"
+    ]
     then = f"run {after[-1]['name']} is under way" if after else "it waits for the next run"
     return f"Run {entry['name']} has ended{how}. The session goes on: {then}."
 

@@ -31,8 +31,8 @@ def age_s(now_ns: int, then_ns: int | None) -> float | None:
 
 def mean(values: Array) -> float:
     """Return the mean of what is known, NaN without any."""
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else np.nan
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else np.nan
 
 
 def rounded(values: Iterable[float | None] | Array, digits: int = 3) -> list[float | None]:
@@ -55,11 +55,11 @@ def by_rank(answer: Mapping[str, Any] | None, name: str) -> dict[int, Any]:
 
 def by_stage(values: Array) -> dict[str, Array]:
     """Return a series for each stage of `values` (K, 6)."""
-    return {name: values[:, at] for at, name in enumerate(STAGES)}
+    return {name: values[:, stage] for stage, name in enumerate(STAGES)}
 
 
 def as_dict(value: Any) -> Any:
     """Return a struct as a dict, with those inside it."""
     if isinstance(value, msgspec.Struct):
-        return {name: as_dict(each) for name, each in msgspec.structs.asdict(value).items()}
-    return [as_dict(each) for each in value] if isinstance(value, list) else value
+        return {name: as_dict(field) for name, field in msgspec.structs.asdict(value).items()}
+    return [as_dict(item) for item in value] if isinstance(value, list) else value
