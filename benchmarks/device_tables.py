@@ -41,7 +41,7 @@ from simulated_jobs import (
     single_faults,
 )
 
-from traceml_ray.analysis.verdict import DEFAULTS, assess
+from traceml_ray.analysis.verdict import DEFAULTS, judge_window
 from traceml_ray.analysis.window import Window
 
 KINDS = {
@@ -158,7 +158,7 @@ def _seconds(window: Window, times: int = 9) -> float:
     seconds = []
     for _ in range(times):
         began = time.process_time()
-        assess(window, DEFAULTS)
+        judge_window(window, DEFAULTS)
         seconds.append(time.process_time() - began)
     return float(np.median(seconds))
 

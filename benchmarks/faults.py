@@ -47,7 +47,7 @@ from traceml_ray.analysis.frontier import chain
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import assess
+from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
@@ -581,7 +581,7 @@ def undisturbed(run: Run) -> Case:
     after.add(run.window)
     whole = after.done()
     every = run.window.d.sum(axis=2).mean(axis=1) / 1e6
-    single = Counter(assess(run.until(end), LIMITS)[0].label for end in run.quiet_ends())
+    single = Counter(judge_window(run.until(end), LIMITS).verdict.label for end in run.quiet_ends())
     return {
         "run": run.name,
         "asked_ms": run.plan.step_ms,

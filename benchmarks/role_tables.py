@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import numpy as np
 from simulated_pipeline import Pipeline, Slow, elapsed_ms, windows
 
-from traceml_ray.analysis.verdict import DEFAULTS, assess
+from traceml_ray.analysis.verdict import DEFAULTS, judge_window
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, STAGES
 
 SEEDS = 4
@@ -48,7 +48,7 @@ def main(jobs: int, seed: int) -> None:
         job = random_job(rng)
         calm = windows(job, None, SEEDS, seed=number)
         for window in calm:
-            verdict = assess(window, DEFAULTS)[0]
+            verdict = judge_window(window, DEFAULTS).verdict
             counts["no fault", verdict.label if verdict.rank is None else "a rank is named"] += 1
         for stage in (FORWARD, BACKWARD, DATA, POST_SYNC):
             for size in (0.15, 0.30):
@@ -57,7 +57,7 @@ def main(jobs: int, seed: int) -> None:
                 for window, usual in zip(late, calm, strict=True):
                     cost = 1 - elapsed_ms(usual) / elapsed_ms(window)
                     kind = "costs 8 %" if cost >= COSTLY else "costs < 2 %" if cost < FREE else "between"
-                    verdict = assess(window, DEFAULTS)[0]
+                    verdict = judge_window(window, DEFAULTS).verdict
                     right = verdict.ranks == (slow.rank,) and STAGES[stage] in verdict.stages
                     named = "right rank and stage" if right else "WRONG"
                     counts[kind, verdict.label if verdict.rank is None else named] += 1

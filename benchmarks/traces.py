@@ -34,7 +34,7 @@ from faults import planned as plan_of
 from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray import wire
-from traceml_ray.analysis.verdict import assess
+from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.session_state import DATABASE
@@ -130,7 +130,7 @@ def judged(steps: Sequence[int], d: Any) -> str:
         flags=np.zeros(d.shape[:2], np.uint8),
         expected=world,
     )
-    result: str = said(msgspec.to_builtins(assess(window, LIMITS)[0]))
+    result: str = said(msgspec.to_builtins(judge_window(window, LIMITS).verdict))
     return result
 
 

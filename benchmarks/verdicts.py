@@ -46,7 +46,7 @@ from random_work import random_job
 from varying_work import Played
 from work_families import FAMILIES
 
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 
 SINGLE = (50, 200)
 """Steps of the windows that are judged by themselves."""
@@ -187,7 +187,7 @@ def _add_live(score: Score, live: list[tuple[int, Verdict]], run: Played, note: 
 def _add_single(score: Score, run: Played, note: str) -> None:
     for size in SINGLE:
         for first in range(0, len(run.window.starts) - size + 1, size):
-            verdict = assess(run.window.take(slice(first, first + size)), DEFAULTS)[0]
+            verdict = judge_window(run.window.take(slice(first, first + size)), DEFAULTS).verdict
             score.windows += 1
             if any(claim.ranks - run.ranks for claim in claims_of(verdict)):
                 score.wrong_windows += 1

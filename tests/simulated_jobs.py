@@ -11,7 +11,7 @@ from simulated_device import Fault, Job, windows
 
 from traceml_ray.analysis.frontier import chain
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES
 
@@ -252,4 +252,4 @@ def play(
         for window, usual in zip(found, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
             cost = 1 - total_ns(usual) / total_ns(window)
-            tally.add(assess(judged, thresholds)[0], fault, cost, note)
+            tally.add(judge_window(judged, thresholds).verdict, fault, cost, note)

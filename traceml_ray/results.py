@@ -347,6 +347,10 @@ class VerdictInfo(TypedDict):
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
     z: float | None
     """By how many standard errors `rank` is late more often than it would be by chance."""
+    at_most: bool
+    """Fixing it may save less than `gain_pct`."""
+    saving: str
+    """The sentence of `why` on what fixing it saves; "" where it has none."""
     reason: ReasonInfo | None
     """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import busy_ns, frontiers
+from traceml_ray.analysis.costs import with_saving
 from traceml_ray.analysis.evidence import comparable
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
@@ -126,8 +127,8 @@ def judge(
     whole_run: bool = False,
     baseline: Baseline | None = None,
 ) -> Verdict:
-    """Return the verdict over one window."""
-    return assess(rows, thresholds, whole_run=whole_run, baseline=baseline)[0]
+    """Return the verdict over one window, with what fixing it saves."""
+    return with_saving(judge_window(rows, thresholds, whole_run=whole_run, baseline=baseline).verdict)
 
 
 def judge_run(

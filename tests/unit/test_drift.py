@@ -13,7 +13,7 @@ from unit.test_worked_cases import LATE_DATA, PLAIN, WAITS
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import assess
+from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.stages import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 AT_ONCE = Thresholds(hold_s=0, hold_group_s=0, hold_steps=0, hold_cost_s=0)
@@ -222,7 +222,8 @@ class TestBaseline:
     def test_learner_holds_no_more_than_it_needs(self):
         learner = Learner(Thresholds(baseline_after_steps=0))
         found = [
-            learner.add(assess(window(rows((BALANCED, 50)), at), Thresholds())[1]) for at in range(0, 250, 10)
+            learner.add(judge_window(window(rows((BALANCED, 50)), at), Thresholds()).evidence)
+            for at in range(0, 250, 10)
         ]
         assert [at for at, baseline in enumerate(found) if baseline] == [20]
 

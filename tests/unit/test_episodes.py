@@ -13,7 +13,7 @@ from unit.sample_windows import judge_run, of_ms, processes, synced, window
 from traceml_ray.analysis.episodes import Episodes
 from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.monitor.kept_judging import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, SYNC_WAIT
 from traceml_ray.text import percent
@@ -207,7 +207,9 @@ def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
 def single_windows(d):
     """What the rules say of every window by itself."""
     whole = window(d)
-    return [assess(whole.take(slice(at, at + 50)), DEFAULTS)[0] for at in range(0, len(d) - 50, 10)]
+    return [
+        judge_window(whole.take(slice(at, at + 50)), DEFAULTS).verdict for at in range(0, len(d) - 50, 10)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))

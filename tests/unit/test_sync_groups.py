@@ -17,10 +17,11 @@ from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
 from traceml_ray.analysis import abstention
+from traceml_ray.analysis.costs import with_saving
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.span_rates import SpanRate, SpanRates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import Group, Window, missing_of
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
@@ -55,12 +56,12 @@ def named(verdict: Verdict) -> tuple[str, str | None, tuple[int, ...]]:
 
 
 def test_straggler_is_named_in_its_group_and_costs_its_group(snapshot: Snapshot) -> None:
-    verdict, evidence = assess(grouped([*BALANCED, *LATE]), DEFAULTS)
+    verdict, evidence, _ = judge_window(grouped([*BALANCED, *LATE]), DEFAULTS)
     alone = judge(window(of_ms(LATE, 50)))
     assert named(verdict) == ("straggler", "data", (3,))
     assert verdict.rank_hours_per_hour == alone.rank_hours_per_hour == pytest.approx(2 * 4 / 15)
     assert (verdict.mean_step_ms, verdict.coverage, verdict.confidence) == (15, 1.0, "high")
-    snapshot("verdict", verdict.why)
+    snapshot("verdict", with_saving(verdict).why)
     assert {suspect.rank for suspect in verdict.suspects} == {3}
     assert evidence is not None and evidence.window.ranks.tolist() == [2, 3]
 
@@ -85,7 +86,7 @@ def test_costlier_of_two_late_ranks_is_named() -> None:
 
 def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
     rows = grouped([*BALANCED, *LONG], steps=400)
-    verdict, evidence = assess(rows, DEFAULTS)
+    verdict, evidence, _ = judge_window(rows, DEFAULTS)
     assert (verdict.label, verdict.confidence, evidence) == ("healthy", "high", None)
     snapshot("verdict", verdict.why)
     run = judge_run([replace(one, group=(0, 2)) for one in processes(of_ms(BALANCED, 400))], 2)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
+from traceml_ray.analysis import wording
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.text import percent
-
-_FIGURE = re.compile(r"(?P<figure>[\d.,−]+ %)(?P<of> of (?:the|each) step(?!s))?")
-_SAVING = re.compile(
-    r" Fixing [a-z ]+? saves (at most )?[\d.,]+ % of the (step|run)(, fixing all together [\d.,]+ %)?"
-    r"(, probably much less)?\."
-)
-
-_SHARE = re.compile(r": [\d.,]+ % of the (step|run)\.")
 
 
 def with_cost(
@@ -26,10 +16,10 @@ def with_cost(
     cost_range: tuple[float, float] | None = None,
 ) -> Verdict:
     """
-    Return the `verdict` of a window with another cost, in all figures and in its sentence.
+    Return the `verdict` of a window with the cost of more than that, and what fixing it saves in its `why`.
 
     Args:
-        verdict: of the window.
+        verdict: of the window, which does not say yet what it costs.
         cost_s: time that was waited for what it names, s,
         of_s: of so much time, s: that of its episode, or of the run.
         ranks: how many waited.
@@ -38,33 +28,31 @@ def with_cost(
     cost = min(100.0, 100 * cost_s / max(of_s, 1e-9))
     alone, together = verdict.gain_pct, verdict.cost_pct
     gain = cost if not alone or not together else min(cost, cost * alone / together)
-    return msgspec.structs.replace(
+    costed = msgspec.structs.replace(
         verdict,
         cost_pct=cost,
         cost_s=cost_s,
         gain_pct=gain,
         cost_range_pct=cost_range,
         rank_hours_per_hour=cost / 100 * ranks,
-        why=_restated(verdict, gain, cost),
     )
+    return with_saving(costed)
 
 
-def _restated(verdict: Verdict, gain: float, cost: float) -> str:
-    """Return why, with the cost of the whole in place of that of the window."""
-    alone, together = verdict.gain_pct, verdict.cost_pct
-    if together is None:
-        return verdict.why
-    new = {percent(together): percent(cost)}
-    if alone is not None:
-        new.setdefault(percent(alone), percent(gain))
-    what = " of the run" if verdict.about == "run" else " of the step"
-
-    def restate(match: re.Match[str]) -> str:
-        figure, of = match["figure"], match["of"] or ""
-        is_cost = bool(of) or verdict.why[: match.start()].endswith("together ")
-        return f"{new.get(figure, figure)}{of and what}" if is_cost and figure in new else match[0]
-
-    return _FIGURE.sub(restate, verdict.why)
+def with_saving(verdict: Verdict) -> Verdict:
+    """Return a finding with the sentence on what fixing it saves, by the cost that it has."""
+    if verdict.cost_pct is None or verdict.meaning.kind != "finding":
+        return verdict
+    saving = wording.saving(
+        verdict.label,
+        len(verdict.ranks),
+        len(verdict.stages),
+        verdict.gain_pct or 0.0,
+        verdict.cost_pct,
+        at_most=verdict.at_most,
+        of="the run" if verdict.about == "run" else "the step",
+    )
+    return msgspec.structs.replace(verdict, why=f"{verdict.why} {saving}", saving=saving)
 
 
 def with_suspects(verdict: Verdict) -> Verdict:
@@ -82,8 +70,3 @@ def with_suspects(verdict: Verdict) -> Verdict:
         for one in verdict.suspects
     ]
     return msgspec.structs.replace(verdict, suspects=tuple(suspects))
-
-
-def without_saving(why: str) -> str:
-    """Return why without what it costs, which is said beside it for a longer time."""
-    return _SHARE.sub(".", _SAVING.sub("", why))

@@ -10,13 +10,13 @@ import numpy as np
 
 from traceml_ray.analysis import notes
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.costs import with_cost, with_suspects, without_saving
+from traceml_ray.analysis.costs import with_cost, with_suspects
 from traceml_ray.analysis.episodes import MAX_ALSO, Episodes, findings_of
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.over_run import Sample, findings_of_run, is_of, recurring, same
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge_window, too_few_steps
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window, too_few_steps
 from traceml_ray.analysis.watching import without_window
 from traceml_ray.analysis.window import Window, joined
 
@@ -142,7 +142,7 @@ class RunJudge:
         window = self.sample()
         if window is None or self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
-        verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
+        verdict, evidence, _ = judge_window(window, self._thresholds, whole_run=True, baseline=self.baseline)
         sampled, clock = findings_of(verdict), self.episodes.clock
         often = recurring(self.episodes.recurring, clock, self._thresholds)
         every = [*self.episodes.episodes, *self.episodes.passed, *often]
@@ -177,7 +177,7 @@ class RunJudge:
             if sample.meaning.kind == "finding":
                 verdict = Verdict(
                     label="healthy", confidence="medium", from_step=window.first_step,
-                    why=notes.passing(without_saving(sample.why)), next=LABELS["healthy"].next,
+                    why=notes.passing(sample.why), next=LABELS["healthy"].next,
                     **sample.of_window,
                 )  # fmt: skip
             was = ""

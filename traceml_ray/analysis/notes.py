@@ -13,12 +13,12 @@ _NODES = 2
 
 def over_the_run(
     late: Sequence[int], stages: Sequence[str], all_ranks: bool, taken: float, cost: float
-) -> str:
-    """Return the shares of the run (0..1) in which `late` ranks are late in `stages`, and that it costs."""
+) -> tuple[str, str]:
+    """Return in which share of the run (0..1) `late` ranks are late in `stages`; what fixing that saves."""
     what, verb = _listed(stages) or "the whole step", "is" if len(late) == 1 else "are"
     who = f"{ranks(late)} {verb} late" if late else "ranks are late in turn"
     seen = f"{what} is slower than the baseline" if all_ranks else f"{who} out of {what}"
-    return f"In {share(taken)} of the run {seen}. Fixing that saves {share(cost)} of the run."
+    return f"In {share(taken)} of the run {seen}.", f"Fixing that saves {share(cost)} of the run."
 
 
 def last_steps(found: Sequence[tuple[Verdict, int, float]], elapsed_s: float) -> str:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis import notes
-from traceml_ray.analysis.costs import with_cost, without_saving
+from traceml_ray.analysis.costs import with_cost
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.onset import late_steps
@@ -170,7 +170,7 @@ def _of_episodes(
         return with_cost(msgspec.structs.replace(known, about="run"), cost_s, elapsed_s, ranks)
     taken = min(1.0, sum(episode.seconds for episode in group) / elapsed_s)
     cost = min(1.0, cost_s / elapsed_s)
-    why = notes.over_the_run(worst.ranks, worst.stages, _is_all(worst), taken, cost)
+    seen, saving = notes.over_the_run(worst.ranks, worst.stages, _is_all(worst), taken, cost)
     about = {name: getattr(worst, name) for name in _SHARED}
     return Verdict(
         **about,
@@ -181,7 +181,8 @@ def _of_episodes(
         rank_hours_per_hour=cost * ranks,
         from_step=min(episode.from_step for episode in group),
         to_step=max(episode.to_step for episode in group),
-        why=f"{why} Where it cost most: {without_saving(worst.why)}",
+        why=f"{seen} {saving} Where it cost most: {worst.why}",
+        saving=saving,
     )
 
 

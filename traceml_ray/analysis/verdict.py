@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """
     The finding of a window of steps, its cost, and what to do. `None` is "not known", never 0.
 
-    `label` is one of the table in `labels`: findings and abstentions come from `assess`, failures from
+    `label` is one of the table in `labels`: findings and abstentions come from `judge_window`, failures from
     `hang` and `reports.deaths`. `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its
     node. `group_wide` without a stage means that the step as a whole has become slower.
     """
@@ -128,6 +128,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Other findings, the costliest first, each with its own cost and no `also`."""
     z: float | None = None
     """By how many standard errors `rank` is late more often than it would be by chance."""
+    at_most: bool = False
+    """Fixing it may save less than `gain_pct`."""
+    saving: str = ""
+    """The sentence of `why` on what fixing it saves; "" where it has none."""
 
     @property
     def meaning(self) -> Meaning:
@@ -148,36 +152,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in _OF_WINDOW}
 
 
-def assess(
-    window: Window,
-    thresholds: Thresholds,
-    *,
-    whole_run: bool = False,
-    baseline: Baseline | None = None,
-    followed: tuple[int, ...] = (),
-    past: PastSteps | None = None,
-) -> tuple[Verdict, Evidence | None]:
-    """
-    Return the verdict over `window`, and the evidence, where there is any; never raises.
-
-    `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
-    to `history`, which has seen more windows. `past` has more steps, by which chance is measured.
-
-    Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
-    of the one that matters most: something named before an abstention before healthy, of several named
-    the one that costs most, unless one that names a rank of `followed` costs nearly as much
-    (`keep_group`). With several groups nothing is `group_wide`, and of healthy ones there is no
-    evidence, so that no baseline is learned: a baseline is of one frontier.
-
-    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
-    """
-    return judge_window(
-        window, thresholds, whole_run=whole_run, baseline=baseline, followed=followed, past=past
-    )[:2]
-
-
 class Judged(NamedTuple):
-    """What the rules find in a window."""
+    """What the rules find in a window: the verdict, and the evidence, where there is any."""
 
     verdict: Verdict
     evidence: Evidence | None
@@ -194,7 +170,21 @@ def judge_window(
     followed: tuple[int, ...] = (),
     past: PastSteps | None = None,
 ) -> Judged:
-    """Return what `assess` does, and what may be chance."""
+    """
+    Return what the rules find in `window`; never raises.
+
+    `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
+    to `history`, which has seen more windows. `past` has more steps, by which chance is measured. What fixing
+    a finding saves is not said in its `why` yet, see `costs`.
+
+    Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
+    of the one that matters most: something named before an abstention before healthy, of several named
+    the one that costs most, unless one that names a rank of `followed` costs nearly as much
+    (`keep_group`). With several groups nothing is `group_wide`, and of healthy ones there is no
+    evidence, so that no baseline is learned: a baseline is of one frontier.
+
+    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
+    """
     judged = _of_groups(window, thresholds, whole_run, baseline, followed, past)
     if any(window.roles):
         judged = judged._replace(verdict=msgspec.structs.replace(judged.verdict, roles=shares(window)))
@@ -211,9 +201,9 @@ def _of_groups(
 ) -> Judged:
     groups = window.by_group()
     if len(groups) == 1:
-        return _assess(window, thresholds, whole_run, baseline, past)
+        return _of_group(window, thresholds, whole_run, baseline, past)
     groups = beside_each_other(groups)
-    found = [(group, *_assess(group, thresholds, whole_run)[:2]) for group in groups]
+    found = [(group, *_of_group(group, thresholds, whole_run)[:2]) for group in groups]
     times = 1 / max(thresholds.keep_group, 1e-9)
     group, verdict, evidence = max(
         found, key=lambda each: _matters(each[1], 1.0 if set(followed).isdisjoint(each[1].ranks) else times)
@@ -232,7 +222,7 @@ def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
     return int(verdict.label != "healthy"), 0.0
 
 
-def _assess(
+def _of_group(
     window: Window,
     thresholds: Thresholds,
     whole_run: bool,
@@ -324,10 +314,18 @@ def _named(
         rank_hours_per_hour=cost * window.expected,
         pattern=finding.pattern,
         z=finding.z,
+        at_most=_at_most(finding, evidence),
         why=why,
         next=advice,
         **facts,
     )
+
+
+def _at_most(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether fixing it may save less than it costs: what hosts do at the same time is not known."""
+    if finding.label == "co_critical":
+        return finding.hosts
+    return finding.at_most or bool(evidence.host_bound and finding.label != "imbalance")
 
 
 def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts: dict[str, Any]) -> Verdict:

@@ -13,6 +13,7 @@ from traceml_ray.analysis.busy import idle_ns
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.onset import Timing
 from traceml_ray.analysis.roles import several
 from traceml_ray.analysis.window import Window
@@ -172,8 +173,39 @@ def _idle(evidence: Evidence) -> str:
     )
 
 
+def saving(
+    label: Label, ranks: int, stages: int, alone_pct: float, together_pct: float, *, at_most: bool, of: str
+) -> str:
+    """
+    Return what fixing a finding saves, in one sentence.
+
+    Args:
+        label: its label.
+        ranks: how many ranks it names.
+        stages: in how many stages they are late.
+        alone_pct: what fixing the first cause alone saves, %.
+        together_pct: what fixing all causes saves, %.
+        at_most: it may be less.
+        of: what these are shares of: "the step", "the run".
+    """
+    cost = f"{text.percent(together_pct)} of {of}"
+    if label == "imbalance":
+        return f"Waiting for it takes {cost}."
+    if label == "group_wide":
+        return f"The slow-down costs {cost}."
+    if label == "co_critical" and not at_most:
+        first = f"Fixing the first alone saves {text.percent(alone_pct)} of {of}"
+        return f"{first}, fixing all together {text.percent(together_pct)}."
+    what = ("both" if stages < 3 else "all") if label == "ambiguous" else "it" if ranks == 1 else "them"
+    most, less = "at most " * at_most, ", probably much less" * (label == "co_critical")
+    return f"Fixing {what} saves {most}{cost}{less}."
+
+
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
-    """Return (why, next) for a finding with causes: a sentence for each label that a rule gives."""
+    """
+    Return (why, next) for a finding with causes: a sentence for each label that a rule gives. What fixing it
+    saves is said by `saving`, once the cost of the whole episode is known.
+    """
     if finding.label == "imbalance":
         why, advice = _imbalance(evidence, finding)
     elif finding.label == "straggler":
@@ -198,8 +230,7 @@ def _straggler(evidence: Evidence, finding: Finding, timing: Timing, whole_run: 
     why = (
         f"{_who(window, cause.places)} {_is(cause)} {text.ns(late_ns)} late out of {stages} "
         f"{_when(window, timing, whole_run)}; the other {_others(others)} for {them} "
-        f"in `{_waiting_place(evidence)}`. Fixing {them} saves {_at_most(evidence, finding)}"
-        f"{text.share(evidence.gain(*causes))} of the step." + _whose(evidence, cause, late_ns)
+        f"in `{_waiting_place(evidence)}`." + _whose(evidence, cause, late_ns)
     )
     return why, f"Look at {_look(evidence, *causes)}."
 
@@ -211,8 +242,7 @@ def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run:
         f"{_who(window, first.places)} {_is(first)} late out of {'two' if len(causes) == 2 else len(causes)} "
         f"stages {_when(window, timing, whole_run)}: "
         f"{text.listed([_by(evidence, cause) for cause in causes])}. "
-        f"One cause may be behind {both}. Fixing {both} saves {_at_most(evidence, finding)}"
-        f"{text.share(evidence.gain(*causes))} of the step."
+        f"One cause may be behind {both}."
     )
     return why, f"Look at {_look(evidence, *causes)}."
 
@@ -222,18 +252,13 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     if finding.hosts:
         why = (
             f"{_who(window, first.places)} {_is(first)} late on the device, out of {_by(evidence, first)}, "
-            "but other devices wait for their hosts at the same time: fixing it saves at most "
-            f"{text.share(evidence.gain(first))} of the step, probably much less."
+            "but other devices wait for their hosts at the same time."
         )
         return why, f"Look at what the hosts do first, then at {_look(evidence, first)}."
     late = [f"{_who(window, cause.places)} out of {_by(evidence, cause)}" for cause in finding.causes]
-    alone, together = evidence.gain(first), evidence.gain(*finding.causes)
-    why = (
-        f"Late at the same time: {text.listed(late)}. Fixing the first alone saves {text.share(alone)} "
-        f"of the step, fixing all together {text.share(together)}."
-    )
+    why = f"Late at the same time: {text.listed(late)}."
     if window.waits_inside:
-        why += " The ranks wait inside forward and backward as well, so each may save more."
+        why += " The ranks wait inside forward and backward as well, so each may save more than is given."
     looks: dict[str, list[str]] = {}
     for cause in finding.causes:
         looks.setdefault(_look(evidence, cause), []).append(_who(window, cause.places))
@@ -246,14 +271,14 @@ def _imbalance(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     late = sorted({place for cause in evidence.beside for place in cause.places})
     who = f"Beside {_who(evidence.window, late)}, no rank" if late else "No rank"
     why = (
-        f"{who} is late more often than the others, but they have unequal work in {stages}: on average "
-        f"they wait {text.share(finding.cost or 0)} of each step for whichever has most to do."
+        f"{who} is late more often than the others, but they have unequal work in {stages}: they wait for "
+        "whichever has most to do."
     )
     return why, _EVEN_OUT[STAGES[finding.causes[0].stage]]
 
 
 def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
-    """Return (why, next) for a stage that has drifted from the baseline."""
+    """Return (why, next) for a stage that has drifted from the baseline; its cost is said by `saving`."""
     baseline, slow, ranks = drift.baseline, len(drift.slow), len(evidence.window.ranks)
     who = (
         ""
@@ -268,8 +293,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
     each = " a step" * (drift.stage is not None)
     why = (
         f"{takes} {text.ns(old + drift.extra_ns)}{each}{who}{since}, {text.ns(drift.extra_ns)} more than "
-        f"the {text.ns(old)} of {baseline_is(baseline)}: {text.share(drift.share)} of the step. "
-        "Comparing ranks with each other does not show it."
+        f"the {text.ns(old)} of {baseline_is(baseline)}. Comparing ranks with each other does not show it."
     )
     if drift.stage is None:
         most = np.argsort(drift.stages_ns)[:-4:-1]
@@ -292,10 +316,6 @@ def with_span(
     why += f" Of the time that rank {rank} is late, {text.ns(ns)} {per} are in `{name}`."
     look = _SPANS.get(name, f"`{name}` of rank {{}}").format(rank)
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
-
-
-def _at_most(evidence: Evidence, finding: Finding) -> str:
-    return "at most " if evidence.host_bound or finding.at_most else ""
 
 
 def _whose(evidence: Evidence, cause: Cause, late_ns: float) -> str:

@@ -30,7 +30,7 @@ KEY = "judging"
 EVERY_NS = 10_000_000_000
 """How often open episodes are written; one that begins or ends is written at once."""
 MAX_HISTORIES = 16
-FORM = 3
+FORM = 4
 """To be raised when one of the classes below changes."""
 PACKER = Packer(
     FORM, 16 << 20, Episodes, Brief, Track, Recurring, Clock, Episode, AtEnd, Watch, Verdict, Thresholds

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.costs import without_saving
 from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import coverage, restarted, since
@@ -174,7 +173,7 @@ def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> 
     why: str = verdict["why"]
     if incident:
         notes = [note for note in notes if "of which it cost" not in note]
-        why = without_saving(why)
+        why = why.replace(f" {verdict['saving']}", "") if verdict.get("saving") else why
     return why + (f" ({'; '.join(notes)})" if notes else "")
 
 
