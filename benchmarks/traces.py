@@ -37,10 +37,10 @@ from traceml_ray import wire
 from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.session_state import DATABASE
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.traces.sources import of_profile
 from traceml_ray.traces.trace import read_trace

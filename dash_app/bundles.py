@@ -9,8 +9,8 @@ from urllib.parse import quote
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
+from traceml_ray.store.results import BundleInfo
 
 from .components import Columns, aria, marked, part, rank_link, step_link, table, when
 from .route import Route

@@ -14,7 +14,7 @@ from traceml_ray import text
 from traceml_ray.reports import drawing
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.summary import moment
-from traceml_ray.step_shapes import DeathInfo
+from traceml_ray.store.step_shapes import DeathInfo
 
 from . import figures, zone
 from .route import Route

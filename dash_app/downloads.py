@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from flask import Flask, Response, redirect, request
 
-from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
+from traceml_ray.store.results import BundleInfo
 from traceml_ray.views.source import Source
 
 from .bundles import PATH

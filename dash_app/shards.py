@@ -8,7 +8,7 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.reports.sharding import Row, about_model, columns, per_step
-from traceml_ray.summary_shape import ShardedModel, ShardingInfo
+from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 
 from .components import Columns, marked, panel, part, rank_link, table
 from .route import Route

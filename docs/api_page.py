@@ -21,8 +21,8 @@ SECTIONS = {
     "In a training script": {
         "traceml_ray/api.py": (
             *("attach", "detach", "trace_step", "stage", "count", "capture_oom", "watch", "watch_router"),
+            "profile",
         ),
-        "traceml_ray/profile_call.py": ("profile",),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
@@ -32,23 +32,21 @@ SECTIONS = {
     },
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
-        "traceml_ray/live_session.py": ("Session",),
-        "traceml_ray/session_calls.py": ("StartError",),
-        "traceml_ray/plain.py": ("to_builtins",),
+        "traceml_ray/live_session.py": ("Session", "StartError"),
+        "traceml_ray/store/results.py": ("to_builtins",),
         "launchers/train_callback.py": ("TraceMLTrainCallback",),
     },
 }
 ERRORS = {
     "traceml_ray/settings.py": ("SettingError",),
-    "traceml_ray/identity.py": ("IdentityError",),
-    "traceml_ray/rank_filter.py": ("RankFilterError",),
+    "traceml_ray/identity.py": ("IdentityError", "RankFilterError"),
 }
 SETTINGS = {
     "traceml_ray/settings.py": ("Settings",),
     "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits", "CompareLimits"),
 }
-RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
-RATES = {"traceml_ray/step_shapes.py": ("ThroughputNumbers", "Throughput")}
+RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
+RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "Source", "Refused"),
     "traceml_ray/analysis/memory/shapes.py": (

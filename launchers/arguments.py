@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from traceml_ray.floors import too_old
+from traceml_ray.launchers.min_versions import too_old
 from traceml_ray.masking import masked, masked_command
 from traceml_ray.printing import say
 from traceml_ray.settings import Settings

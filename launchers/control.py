@@ -11,10 +11,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import progress, wire
+from traceml_ray import printing, wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
-from traceml_ray.session_state import DATABASE, LIVE, Live, holder, live_state, read_json, start_text
 from traceml_ray.store.bundles import bundles_of
+from traceml_ray.store.session import (
+    DATABASE,
+    LIVE,
+    Live,
+    holder,
+    live_state,
+    read_json,
+    start_text,
+)
 from traceml_ray.text import listed
 
 _STOPPED = -15
@@ -58,7 +66,7 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     left to record.
     """
     from traceml_ray.reports.summary import runs_of
-    from traceml_ray.run_status import why_over
+    from traceml_ray.store.runs import why_over
     from traceml_ray.store.schema import SessionFileError
     from traceml_ray.store.session_file import SessionFile
 
@@ -128,7 +136,7 @@ def _running(folder: Path, limit_s: float = UP_S) -> Live:
     while (live := live_state(folder)) is not None and (why := start_text(live)):
         if live.monitor == "failed" or time.monotonic() > deadline:
             raise ControlError(f"session {folder.name!r}: {why}")
-        progress.advance(why, None)
+        printing.advance(why, None)
         time.sleep(_POLL_S)
     try:
         return read_json(folder / LIVE, Live)

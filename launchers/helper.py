@@ -19,10 +19,10 @@ from typing import Any, TextIO
 
 import msgspec
 
-from traceml_ray.attachment import Attachment
+from traceml_ray.codec import ready
+from traceml_ray.ray.attachment import Attachment
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.connection import attach
-from traceml_ray.typed import ready
 
 from .cluster import die_with
 from .lean_ray import until_joined

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from traceml_ray.floors import release_of
+from traceml_ray.launchers.min_versions import release_of
 
 _TRIED = (2, 51), (2, 60)
 """The oldest and the newest Ray that a session has been started on without these parts (`make compat`)."""

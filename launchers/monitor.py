@@ -23,19 +23,26 @@ import msgspec
 from traceml_ray import text, wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.agent.memory_history import SNAPSHOTS
-from traceml_ray.attachment import FILE as ATTACHMENT
-from traceml_ray.attachment import Attachment
 from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
 from traceml_ray.printing import say
+from traceml_ray.ray.attachment import FILE as ATTACHMENT
+from traceml_ray.ray.attachment import Attachment
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.reports.headlines import also
-from traceml_ray.session import SessionError, SessionFolder, SessionHeldError, prepare
-from traceml_ray.session_state import Live, MonitorState, write_live
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import (
+    Live,
+    MonitorState,
+    SessionError,
+    SessionFolder,
+    SessionHeldError,
+    prepare,
+    write_live,
+)
 
 from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores

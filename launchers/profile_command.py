@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray import progress, text, wire
+from traceml_ray import printing, text, wire
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.printing import say, show
@@ -133,7 +133,7 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
         say(error)
         return 2
     try:
-        with progress.shown("profile"):
+        with printing.progress_bar("profile"):
             result = profile(folder, wanted)
     except ControlError as error:
         say(error)

@@ -6,10 +6,10 @@ import secrets
 import time
 from pathlib import Path
 
-from traceml_ray import progress, wire
+from traceml_ray import printing, wire
 from traceml_ray.launchers.control import ControlError, check_goes_on, request
-from traceml_ray.session_state import holder
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
+from traceml_ray.store.session import holder
 
 LIMIT_S = 600.0
 """How long a capture is waited for; it goes on all the same."""
@@ -26,7 +26,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     there within `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
-    progress.advance("profile: waiting", None)
+    printing.advance("profile: waiting", None)
     check_goes_on(folder, wanted.run)
     request(folder, wire.Request(wire.VERSION, asked, wanted), limit_s)
     goes_on, seen_s = True, None
@@ -43,7 +43,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
             raise ControlError(
                 f"session {folder.name!r} could not keep the profile; `traceml-ray status` may say why"
             )
-        progress.advance(f"profile: {what}", share)
+        printing.advance(f"profile: {what}", share)
         time.sleep(_POLL_S)
     if not goes_on:
         raise ControlError(f"session {folder.name!r} has ended before there was a profile")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TextIO
 
-from traceml_ray import progress, text
+from traceml_ray import printing, text
 from traceml_ray.files import write_file
+from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.printing import say, show
-from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.profile_text import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
 from traceml_ray.traces import tables
@@ -135,7 +135,7 @@ def _show(sources: Sequence[Source], profile: Profile | None, arguments: argpars
     messages = sys.stderr if arguments.json else sys.stdout
     document: dict[str, Difference | Sequence[Operation]] = {}
     if arguments.trace:
-        with progress.shown("merging") as bar:
+        with printing.progress_bar("merging") as bar:
             merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
         matched = f"{text.count(merged.collectives, 'collective')} matched"
         made = f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}"
@@ -170,7 +170,7 @@ def _operations(
     sources: Sequence[Source], arguments: argparse.Namespace, messages: TextIO
 ) -> Sequence[Operation]:
     """Return the rows asked for, which are also written to the files asked for."""
-    with progress.shown("reading"):
+    with printing.progress_bar("reading"):
         operations = key_averages(_counted(sources), arguments.by_shape)
     rows = select(sort(operations, arguments.sort or _SORT), arguments.name, top=arguments.top)
     for name, write in _WRITERS.items():
@@ -182,5 +182,5 @@ def _operations(
 
 def _counted(sources: Sequence[Source]) -> Iterator[Source]:
     for number, source in enumerate(sources):
-        progress.advance(f"reading {source.label}", number / len(sources))
+        printing.advance(f"reading {source.label}", number / len(sources))
         yield source

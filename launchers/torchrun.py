@@ -24,8 +24,8 @@ from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
 from traceml_ray.masking import masked_text
 from traceml_ray.printing import say
-from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
+from traceml_ray.store.session import SessionError
 
 from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
 from .cluster import free_port

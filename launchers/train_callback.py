@@ -27,12 +27,12 @@ from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.codec import ready
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.masking import masked
 from traceml_ray.ray.config import ActorConfig, configure, current_config
 from traceml_ray.settings import Settings, given, known_keywords
-from traceml_ray.typed import ready
 
 from .train_run import RunReporter
 

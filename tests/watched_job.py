@@ -19,10 +19,9 @@ from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
-from traceml_ray.session import SessionFolder, prepare
-from traceml_ray.session_state import Live, write_live
 from traceml_ray.settings import Settings
 from traceml_ray.store.profiles import StoredProfile
+from traceml_ray.store.session import Live, SessionFolder, prepare, write_live
 
 WORLD = 3
 

@@ -4,14 +4,23 @@ TYPE_CHECKING = False  # `typing` costs more than all that is here
 if TYPE_CHECKING:
     from traceml_ray.adapters.huggingface import TraceMLTrainerCallback as TraceMLTrainerCallback
     from traceml_ray.adapters.lightning import TraceMLCallback as TraceMLCallback
-    from traceml_ray.api import attach, capture_oom, count, detach, stage, trace_step, watch, watch_router
+    from traceml_ray.api import (
+        attach,
+        capture_oom,
+        count,
+        detach,
+        profile,
+        stage,
+        trace_step,
+        watch,
+        watch_router,
+    )
     from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
-    from traceml_ray.plain import to_builtins
-    from traceml_ray.profile_call import profile
     from traceml_ray.reports.analyze import analyze
     from traceml_ray.reports.comparison import compare
+    from traceml_ray.store.results import to_builtins
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,9 +46,9 @@ _MODULES = {
     "StartError": "traceml_ray.live_session",
     "analyze": "traceml_ray.reports.analyze",
     "compare": "traceml_ray.reports.comparison",
-    "profile": "traceml_ray.profile_call",
+    "profile": "traceml_ray.api",
     "start": "traceml_ray.driver",
-    "to_builtins": "traceml_ray.plain",
+    "to_builtins": "traceml_ray.store.results",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",
     "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from traceml_ray import __version__, session
+from traceml_ray import __version__
 from traceml_ray.commands import (
     analyze,
     compare,
@@ -31,7 +31,7 @@ from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.printing import say, show
 from traceml_ray.settings import SettingError
-from traceml_ray.store import query
+from traceml_ray.store import query, session
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.text import one_line
 

@@ -3,16 +3,33 @@ How messages between processes are encoded: msgpack of array-like structs, with 
 
 Only bytes cross a process boundary, and nothing is unpickled. `decode` checks the size before it builds
 anything, and raises `WireError` with a short reason that the receiver counts; it never raises anything else.
+
+The first time that msgspec decodes to a class it keeps a description on the class, at first an empty one, and
+runs Python code to fill it. Another thread that decodes to the class meanwhile takes the empty one, and the
+process ends by a segmentation fault (msgspec 0.22 and before). So values are decoded to `ready(type)`.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
-from traceml_ray.typed import ready
+_T = TypeVar("_T")
+_describing = threading.RLock()
+_described: set[object] = set()
+
+
+def ready(kind: type[_T]) -> type[_T]:
+    """Return `kind`, of which msgspec has a whole description from here on; after the first time at once."""
+    if kind not in _described:
+        with _describing:
+            msgspec.msgpack.Decoder(kind)
+            _described.add(kind)
+    return kind
+
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import cause_of
-from traceml_ray.floors import FLOORS, too_old
+from traceml_ray.launchers.min_versions import FLOORS, too_old
 from traceml_ray.launchers.ray_train import watch_trainers
 from traceml_ray.live_session import START_S, Session, StartError
 from traceml_ray.monitor.finish import EXIT_S

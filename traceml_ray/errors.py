@@ -1,4 +1,7 @@
-"""Exceptions that are swallowed: counted by place, each cause told once, raised where somebody debugs."""
+"""
+Exceptions that are swallowed: counted by place, each cause told once, raised where somebody debugs. Which
+errors say that memory ran out, of the host or of a device.
+"""
 
 from __future__ import annotations
 
@@ -89,3 +92,15 @@ def cause_of(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [type(error).__name__])[-1]
+
+
+_SAID = re.compile(
+    r"outofmemoryerror|memoryerror|out of memory|cublas_status_alloc_failed"
+    r"|defaultcpuallocator: (can't|not enough)",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Return whether an exception, as `Type: text`, is of memory that ran out."""
+    return bool(_SAID.search(text))

@@ -1,4 +1,7 @@
-"""Who this process is in the job: global rank, local rank, node rank, and where that was learned."""
+"""
+Who this process is in the job: global rank, local rank, node rank, and where that was learned. Which ranks a
+person asks for: `all`, `0,2`, `0,4-7` (`rank_filter`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -206,3 +210,48 @@ def rank_in_name(name: str) -> int | None:
     """Return the rank in the name of a file or folder (`rank3`, `x.rank_3.json`); None where it has none."""
     found = _IN_NAME.search(name)
     return int(found[1]) if found else None
+
+
+_RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
+
+
+class RankFilterError(ValueError):
+    """A rank filter that cannot be read; the message says which part, and what one looks like."""
+
+
+@dataclass(frozen=True)
+class RankFilter:
+    """Some ranks: `rank in filter`."""
+
+    ranges: tuple[range, ...] | None = None
+    """None: all of them."""
+
+    def __contains__(self, rank: int) -> bool:
+        """Return whether that rank is asked for."""
+        return self.ranges is None or any(rank in each for each in self.ranges)
+
+
+def rank_filter(text: str) -> RankFilter:
+    """
+    Return the filter that `text` asks for: `all`, or ranks and ranges of ranks with commas between, both ends
+    included.
+
+    Raises:
+        RankFilterError: it is neither.
+    """
+    if text.strip().lower() == "all":
+        return RankFilter()
+    return RankFilter(tuple(_range(part.strip(), text) for part in text.split(",")))
+
+
+def _range(part: str, text: str) -> range:
+    found = _RANGE.fullmatch(part)
+    if found is None:
+        what = f"{part[:40]!r} is not a rank" if part else "a rank is missing"
+        raise RankFilterError(f"ranks {text[:80]!r}: {what}; write all, or 0,2, or 0,4-7")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise RankFilterError(f"ranks {text[:80]!r}: {part} ends before it begins; write {last}-{first}")
+    if last >= MAX_RANKS:
+        raise RankFilterError(f"ranks {text[:80]!r}: {last} is too large, ranks are below {MAX_RANKS}")
+    return range(first, last + 1)

@@ -1,9 +1,14 @@
-"""A running session as a driver holds it: what it can be asked, and its end."""
+"""
+A running session as a driver holds it: what it can be asked (`SessionCalls`: of its aggregator while it runs,
+then of its file where that is on this node), and its end; what its aggregator has not written comes from its
+file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
 import warnings
@@ -12,13 +17,29 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
+import psutil
 
-from traceml_ray import progress, text, wire
+from traceml_ray import __version__, printing, text, wire
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
+from traceml_ray.codec import ready
+from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
-from traceml_ray.layer_call import ask_layers
-from traceml_ray.ray.discovery import cluster_nodes, find_relay
+from traceml_ray.launchers.ray_train import leave_trainers
+from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
+from traceml_ray.monitor.private_folders import is_private
+from traceml_ray.ray.config import About, ActorConfig, current_config, forget
+from traceml_ray.ray.discovery import (
+    answers,
+    cluster_nodes,
+    find_aggregator,
+    find_relay,
+    find_relays,
+    is_same_actor,
+    relay_folder,
+    relay_nodes,
+)
+from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.comparison import (
     Comparison,
     ask_side,
@@ -27,19 +48,244 @@ from traceml_ray.reports.comparison import (
     read_whole,
     stored_side,
 )
-from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
-from traceml_ray.run_status import why_over
-from traceml_ray.session import PAGE, REPORTS
-from traceml_ray.session_calls import QUESTION_S, EndedError, SessionCalls
-from traceml_ray.session_calls import StartError as StartError
-from traceml_ray.session_end import stop_session
-from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import Settings
-from traceml_ray.step_shapes import Throughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
-from traceml_ray.store.runs import of_run
-from traceml_ray.summary_shape import Summary
+from traceml_ray.store.results import (
+    BundleInfo,
+    LastOutput,
+    LiveVerdict,
+    NodeInfo,
+    RankInfo,
+    RunInfo,
+    Status,
+)
+from traceml_ray.store.runs import of_run, why_over
+from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, holder
+from traceml_ray.store.step_shapes import Throughput
+from traceml_ray.store.summary_shape import Summary
+from traceml_ray.views.layer_call import ask_layers
+
+_END_POLL_S = 0.05
+
+
+def stop_session(calls: SessionCalls, timeout: float) -> None:
+    """End a session, see `Session.stop`. Raises StartError."""
+    import ray
+
+    deadline, name = time.monotonic() + timeout, calls.name
+    if not ray.is_initialized():
+        _stop_without_ray(calls, deadline)
+        return
+    if calls.is_gone() and find_aggregator(name) is not None:
+        return  # what has its name by now is another session
+    forget(name)
+    if current_config() is None:
+        leave_trainers()
+    finished = _end_actors(calls, timeout)
+    while find_aggregator(name) is not None or relay_nodes(name):
+        if time.monotonic() > deadline:
+            raise StartError(f"session {name!r} is still there {timeout:g} s after it was stopped")
+        time.sleep(_END_POLL_S)
+    calls.has_ended = True
+    if finished is None:
+        _finish_from_file(calls)
+    elif not finished.ok:
+        raise StartError(f"session {name!r} has ended, but its files could not be written: {finished.detail}")
+
+
+def _end_actors(calls: SessionCalls, timeout: float) -> wire.Finished | None:
+    """Have all actors of the session end; return the aggregator's answer, None where there is none."""
+    import ray
+
+    relays = find_relays(calls.name).values()
+    try:
+        if answers(calls.aggregator, min(ANSWER_S, timeout / 2)):
+            reply = ray.get(calls.aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
+            return wire.decode(reply, wire.Finished)
+    except (ray.exceptions.RayError, ValueError):
+        pass
+    ray.kill(calls.aggregator, no_restart=True)
+    ending = [relay.end.remote(0.0) for relay in relays]
+    if ending:
+        ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
+    for relay in relays:
+        ray.kill(relay, no_restart=True)
+    return None
+
+
+def _stop_without_ray(calls: SessionCalls, deadline: float) -> None:
+    """End a session whose cluster has ended with `ray.shutdown()`, where its files are here."""
+    if calls.has_ended:
+        return
+    calls.check_file()
+    while holder(calls.folder) is not None:
+        if time.monotonic() > deadline:
+            raise StartError(
+                f"session {calls.name!r} runs, and Ray was shut down in this process: "
+                f"traceml-ray stop {calls.folder}"
+            )
+        time.sleep(_END_POLL_S)
+    forget(calls.name)
+    calls.has_ended = True
+    _finish_from_file(calls)
+
+
+def _finish_from_file(calls: SessionCalls) -> None:
+    """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
+    from traceml_ray.monitor.offline import finish_offline
+
+    try:
+        if calls.is_finished():
+            return
+        over = wire.Finish(wire.VERSION, 0)
+        end_hung(holder(calls.folder))
+        left = relay_folder(calls.name, calls.node_id)
+        finish_offline(calls.folder, calls.config.settings, over, left if is_private(left) else None)
+    except EndedError:  # its files are on another node
+        return
+    except Exception as error:
+        warnings.warn(f"no report of session {calls.name!r}: {cause_of(error)}", stacklevel=4)
+
+
+def end_hung(pid: int | None) -> None:
+    """End an aggregator of this node that Ray has told to go, and that hears nothing."""
+    if pid is None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it has ended by itself
+        process = psutil.Process(pid)
+        if re.match(r"ray::(.*:)?Aggregator", "".join(process.cmdline()[:1])):  # `NAME:` while it is made
+            process.kill()
+            process.wait(KILL_S)
+
+
+QUESTION_S = 20.0
+"""How long a question may take to be answered."""
+_AGAIN_S = 0.2
+"""Between two tries, while Ray makes the aggregator anew."""
+
+
+class StartError(RuntimeError):
+    """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
+
+
+class EndedError(StartError):
+    """A session that has ended, or cannot be asked any more; its files may be there."""
+
+
+class SessionCalls:
+    """
+    Calls one session; any thread may. It is the same session for good: another one that takes its name is
+    never called.
+
+    Args:
+        name: of the session.
+        aggregator: the handle of its actor.
+        wait_s: how long the first answer may take, which is awaited here. Raises StartError.
+    """
+
+    def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
+        import ray
+
+        self.name, self.aggregator = name, aggregator
+        about = msgspec.json.decode(self._once("about", wait_s=wait_s), type=ready(About))
+        if about.version != __version__:
+            raise StartError(
+                f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
+                "choose another name, or stop that one first"
+            )
+        self.folder, self.node_id = Path(about.folder), about.node_id
+        self.config = msgspec.json.decode(about.config, type=ready(ActorConfig))
+        self.has_ended = False
+        """It was found to have ended."""
+        self.is_here = about.node_id == ray.get_runtime_context().get_node_id()
+        """Its files are on this node."""
+        self._started_at = about.started_at
+        self._stored = Answers(self.folder, self.config.settings.thresholds)
+
+    def ask(self, message: bytes) -> bytes:
+        """Return the answer to an encoded question, see `store.query`. Raises StartError."""
+        try:
+            return self.call("query", message)
+        except EndedError as error:
+            return self._file(error).reply(message)
+
+    def call(self, method: str, *args: bytes, wait_s: float | None = None) -> bytes:
+        """
+        Return what a method of the aggregator returns; one that Ray makes anew meanwhile is asked again.
+        Raises StartError, EndedError.
+        """
+        import ray
+
+        deadline = time.monotonic() + (QUESTION_S if wait_s is None else wait_s)
+        while True:
+            try:
+                return self._once(method, *args, wait_s=wait_s)
+            except StartError as error:
+                if not isinstance(error.__cause__, ray.exceptions.RayActorError):
+                    raise
+                if self.is_gone():
+                    self.has_ended = True
+                    raise EndedError(f"session {self.name!r} has ended{self._files()}") from error
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def is_gone(self) -> bool:
+        """Return whether the session has ended; another one may have its name by now."""
+        now = find_aggregator(self.name)
+        return now is None or not is_same_actor(now, self.aggregator)
+
+    def _once(self, method: str, *args: bytes, wait_s: float | None) -> bytes:
+        import ray
+
+        if not ray.is_initialized():  # a call would start a cluster
+            raise EndedError(
+                f"session {self.name!r} cannot be asked: Ray was shut down in this process{self._files()}"
+            )
+        seconds = QUESTION_S if wait_s is None else wait_s
+        try:
+            answer: bytes = ray.get(getattr(self.aggregator, method).remote(*args), timeout=seconds)
+        except ray.exceptions.RayActorError as error:
+            raise StartError(f"session {self.name!r} cannot be reached: {cause_of(error)}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise StartError(f"session {self.name!r} did not answer within {seconds:g} s") from error
+        return answer
+
+    def _files(self) -> str:
+        """Return where its files are, to be read there."""
+        there = "" if self.is_here else f" on node {self.node_id}"
+        return f"; its files are in {self.folder}{there}: traceml-ray report {self.folder}"
+
+    def check_file(self) -> None:
+        """Raise EndedError where the file of this session is not on this node (any more)."""
+        self._file(EndedError(f"session {self.name!r} cannot be asked{self._files()}"))
+
+    def is_finished(self) -> bool:
+        """Return whether its files are written to the end. Raises EndedError where they are not here."""
+        self.check_file()
+        return self._status()["status"] != "running" and SessionFolder(self.folder).summary_json.is_file()
+
+    def _file(self, ended: EndedError) -> Answers:
+        """Return what answers from its file. Raises `ended`, or another one, where that is not here."""
+        if not self.is_here:
+            raise ended
+        if not (self.folder / DATABASE).is_file():
+            raise EndedError(f"session {self.name!r} has ended, and its folder {self.folder} is gone")
+        try:
+            started_at = self._status().get("started_at")
+        except query.QueryError as error:
+            raise EndedError(f"session {self.name!r} has ended, and cannot be read: {error}") from None
+        if started_at != self._started_at:
+            raise EndedError(
+                f"session {self.name!r} has ended, and {self.folder} is another one's by now; this one was "
+                f"moved aside: traceml-ray sessions --sessions {self.folder.parent}"
+            )
+        return self._stored
+
+    def _status(self) -> Status:
+        return query.ask_one(self._stored.reply, query.Status())
+
 
 START_S = 90.0
 """How long its first answer may take: on a busy node Ray's workers, of niceness 15, start late."""
@@ -56,10 +302,10 @@ class Session:
     in the same way: its file answers, where that is on this node. What a session can only do while it runs
     (`dump`, `profile`, `download`, …) then raises StartError at once.
 
-    Answers are plain dicts, with the fields, and units, of `traceml_ray.results` and
-    `traceml_ray.summary_shape`. `memory`, `layers`, `compare`, `profile` and `profiles` return objects with
-    fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts of any of
-    them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
+    Answers are plain dicts, with the fields, and units, of `traceml_ray.store.results` and
+    `traceml_ray.store.summary_shape`. `memory`, `layers`, `compare`, `profile` and `profiles` return objects
+    with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts of
+    any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
 
     A `run` is meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
 
@@ -258,7 +504,7 @@ class Session:
         As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
         """
         folder = Path(path) / self.id
-        with progress.shown(f"downloading {self.id}"):
+        with printing.progress_bar(f"downloading {self.id}"):
             copy = self._ask(query.Snapshot())
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -365,7 +611,7 @@ class Session:
         with target.open("wb") as file:
             while chunk:
                 file.write(chunk)
-                progress.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
+                printing.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
                 chunk = self._ask(query.ReadFile(name, file.tell(), _CHUNK))
 
     def _ask(self, request: query.Request[query.A]) -> query.A:

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value
-from traceml_ray.rank_filter import rank_filter
-from traceml_ray.typed import ready
+from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value, ready
+from traceml_ray.identity import rank_filter
 
 MAX_PROFILE_STEPS = 50
 OPTIONS = ("memory", "stacks", "shapes")

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.codec import ready
 from traceml_ray.identity import Rank, RankIdentity
 from traceml_ray.stages import (
     BACKWARD,
@@ -36,7 +37,6 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
 )
 from traceml_ray.text import one_line
-from traceml_ray.typed import ready
 from traceml_ray.wire import WireError
 
 SOURCE = "v1"

@@ -9,7 +9,7 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, Memory, RankMemory
-from traceml_ray.rank_filter import RankFilter, RankFilterError, rank_filter
+from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.summary import moment
 from traceml_ray.store import query

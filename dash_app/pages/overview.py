@@ -12,11 +12,11 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.codec import ready
 from traceml_ray.reports.heat_rows import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.typed import ready
 from traceml_ray.views.events import events_of
 from traceml_ray.views.nodes import nodes
 from traceml_ray.views.run_state import RunState

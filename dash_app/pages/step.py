@@ -10,8 +10,8 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.stages import STAGES
-from traceml_ray.step_shapes import OneStep
 from traceml_ray.store import query
+from traceml_ray.store.step_shapes import OneStep
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole
 

@@ -27,9 +27,9 @@ from ray_cluster import is_actor, until
 from sessions import doubled_rows
 
 from traceml_ray.launchers.cluster import free_port
-from traceml_ray.session_state import LIVE
 from traceml_ray.stages import FLAG_DEVICE_CLOCK
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import LIVE
 from traceml_ray.store.session_file import SessionFile
 
 HERE = Path(__file__).parent

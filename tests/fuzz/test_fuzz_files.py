@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from played import Played
 
-from traceml_ray import cli, session_state
+from traceml_ray import cli
 from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
@@ -33,11 +33,11 @@ from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
 from traceml_ray.reports.listing import entries
-from traceml_ray.session_state import Live
 from traceml_ray.spool import read_spool, write_spool
-from traceml_ray.store import query
+from traceml_ray.store import query, session
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.schema import NONSENSE, SessionFileError
+from traceml_ray.store.session import Live
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import SourceError, StoredSource, _attachment
 
@@ -222,7 +222,7 @@ def test_session_folder_with_special_files_is_read_or_refused(
         read_all(folder)
         assert run_cli("report", str(folder))[0] in (0, 2)
         assert entries(str(folder.parent))[0].name == "s"
-        assert session_state.holder(folder) is None
+        assert session.holder(folder) is None
         assert _attachment(folder) is None
         with pytest.raises(control.ControlError, match="not live"):
             control.stop(folder)
@@ -245,7 +245,7 @@ def test_live_json_of_any_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("live")
-    (folder / session_state.LIVE).write_bytes(data)
+    (folder / session.LIVE).write_bytes(data)
     with bounded(SECONDS, 16):
         _attachment(folder)
         with pytest.raises(control.ControlError) as error:
@@ -260,7 +260,7 @@ def test_attach_json_of_any_bytes_leaves_a_usable_address(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("live")
-    session_state.write_live(folder, Live(**{**LIVE, "socket": str(folder / "relay.sock")}))  # type: ignore[arg-type]
+    session.write_live(folder, Live(**{**LIVE, "socket": str(folder / "relay.sock")}))  # type: ignore[arg-type]
     (folder / "attach.json").write_bytes(data)
     with bounded(SECONDS, 16):
         found = _attachment(folder)

@@ -26,7 +26,7 @@ from traceml_ray import wire
 from traceml_ray.launchers.cluster import PrivateRay, free_port
 from traceml_ray.launchers.helper import HelperReply
 from traceml_ray.reports.summary import nodes_of
-from traceml_ray.session_state import DATABASE
+from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 
 

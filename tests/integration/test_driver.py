@@ -17,11 +17,11 @@ from ray import cloudpickle
 from ray_cluster import FakeCluster, actor_processes, fake_cluster, until
 
 import traceml_ray
-from traceml_ray import live_session, session_calls, session_end, wire
+from traceml_ray import live_session, wire
 from traceml_ray.ray.actor_channel import ActorChannel
 from traceml_ray.ray.discovery import find_aggregator, relay_folder
-from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
+from traceml_ray.store.session import SessionError
 from traceml_ray.store.session_file import SessionFile
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -219,9 +219,9 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp
 def test_aggregator_that_ends_by_itself_meanwhile_needs_no_end() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    session_end.end_hung(child.pid)  # a zombie
+    live_session.end_hung(child.pid)  # a zombie
     child.wait()
-    session_end.end_hung(child.pid)
+    live_session.end_hung(child.pid)
 
 
 def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
 def test_idle_session_ends_itself_and_writes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_calls, "QUESTION_S", 0.0)  # an actor that is being made may take longer
+    monkeypatch.setattr(live_session, "QUESTION_S", 0.0)  # an actor that is being made may take longer
     session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
     with pytest.raises(traceml_ray.StartError, match="'idle' did not answer within 0 s"):
         session.status()
@@ -338,7 +338,7 @@ def test_start_with_bad_settings_or_environment_fails_in_one_line(
         traceml_ray.start("blocked", out=blocked / "sessions")
     until(lambda: not names_of("blocked"), "nothing is left of it")
     with traceml_ray.start("old", out=tmp_path) as _:
-        monkeypatch.setattr(session_calls, "__version__", "9.9.9")
+        monkeypatch.setattr(live_session, "__version__", "9.9.9")
         with pytest.raises(traceml_ray.StartError, match=r"traceml-ray 0\.\d+\.\d+, this is 9\.9\.9"):
             traceml_ray.start("old")
     (tmp_path / "ray-2.40.0.dist-info").mkdir()

@@ -26,9 +26,8 @@ from traceml_ray.ray.actor_factory import ensure_relay
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import NAMESPACE
-from traceml_ray.session import SessionError, prepare
-from traceml_ray.session_state import holder
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import SessionError, holder, prepare
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
 from traceml_ray.launchers.cluster import PrivateRay, free_port, members
-from traceml_ray.session_state import LIVE
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import LIVE
 from traceml_ray.store.session_file import SessionFile
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply; of the last one it leaves a

@@ -21,7 +21,7 @@ import pytest
 from played import Played
 from scrolled_terminal import ScrolledTerminal
 
-from traceml_ray.session import prepare
+from traceml_ray.store.session import prepare
 
 WAIT_S = 120.0
 LINES = """

@@ -20,8 +20,8 @@ from traceml_ray.cli import main
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import captures
-from traceml_ray.session import prepare
 from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
+from traceml_ray.store.session import prepare
 
 SCRIPT = """
 import os

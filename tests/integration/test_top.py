@@ -23,7 +23,7 @@ from played import Played
 from sessions import Clock
 from terminal_screen import TerminalScreen
 
-from traceml_ray.session import prepare
+from traceml_ray.store.session import prepare
 
 WAIT_S = 120.0
 

@@ -17,7 +17,7 @@ from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu,
 import traceml_ray
 from traceml_ray import cli, wire
 from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
-from traceml_ray.rank_filter import RankFilterError
+from traceml_ray.identity import RankFilterError
 from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze
 from traceml_ray.reports.analyze_text import render_analysis
 

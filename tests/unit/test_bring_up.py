@@ -16,8 +16,8 @@ from traceml_ray.launchers import bring_up
 from traceml_ray.launchers.bring_up import BringUp
 from traceml_ray.launchers.helper import HelperRequest
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.session_state import MonitorState
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import MonitorState
 
 REQUEST = HelperRequest(1, "127.0.0.1:1", ActorConfig("s", Settings()), 1.0)
 OK = """print('{"ok": true}')"""

@@ -17,7 +17,7 @@ from traceml_ray import __version__
 from traceml_ray.cli import _parser, main
 from traceml_ray.commands.help import EXAMPLES
 from traceml_ray.launchers.arguments import marked
-from traceml_ray.session import prepare
+from traceml_ray.store.session import prepare
 
 
 def _run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:

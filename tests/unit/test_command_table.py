@@ -12,8 +12,7 @@ from played import Played
 
 from traceml_ray.cli import main
 from traceml_ray.dash_app import run as dashboard
-from traceml_ray.session import prepare
-from traceml_ray.session_state import DATABASE
+from traceml_ray.store.session import DATABASE, prepare
 from traceml_ray.terminal import top
 
 COMMANDS: dict[str, Sequence[str]] = {

@@ -18,8 +18,8 @@ from traceml_ray.cli import main
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.comparison import Comparison, ask_side, compare, compared, regressed, to_json
 from traceml_ray.reports.comparison_text import render_comparison
-from traceml_ray.session import SessionError
 from traceml_ray.stages import DATA
+from traceml_ray.store.session import SessionError
 
 RAMP = np.linspace(0, 4, 500)
 STEP_MS = 21.0

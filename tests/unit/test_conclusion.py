@@ -21,8 +21,8 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.shell import _cost
 from traceml_ray.launchers.monitor import _report
 from traceml_ray.reports.conclusion import conclude
-from traceml_ray.session import SessionFolder
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
+from traceml_ray.store.session import SessionFolder
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.snapshot import Choice, take
 from traceml_ray.views.session_poll import SessionPoll

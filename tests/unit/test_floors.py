@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from traceml_ray import driver
-from traceml_ray.floors import FLOORS, release_of, too_old
 from traceml_ray.launchers import torchrun
+from traceml_ray.launchers.min_versions import FLOORS, release_of, too_old
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
-from traceml_ray import cli, session_state, wire
+from traceml_ray import cli, wire
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.reports.listing import entries
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store import query
+from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.text import one_line
@@ -104,7 +104,7 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "s" / name)
     (tmp_path / "s" / "summary.json").unlink()
     os.mkfifo(tmp_path / "s" / "summary.json")
-    assert session_state.holder(tmp_path / "s") is None
+    assert session.holder(tmp_path / "s") is None
     assert _attachment(tmp_path / "s") is None
     assert entries(str(tmp_path))[0].label is None
     assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from traceml_ray import printing, text, wire
 from traceml_ray.cli import main
-from traceml_ray.session_state import DATABASE
+from traceml_ray.store.session import DATABASE
 from traceml_ray.terminal import top
 from traceml_ray.terminal.screen import Screen
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from recorded import WALL_NS, operation, profiled, training, written
 
-from traceml_ray.rank_filter import rank_filter
+from traceml_ray.identity import rank_filter
 from traceml_ray.reports.profile_text import render_operations
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError

@@ -22,16 +22,16 @@ from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.layer_call import ask_layers
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
-from traceml_ray.run_status import why_over
-from traceml_ray.session_state import LIVE, Live
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.layer_windows import WINDOWS
+from traceml_ray.store.runs import why_over
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.views.source import StoredSource
 
 TOKEN = {"Authorization": "Bearer secret"}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,8 +32,10 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
-def _imports(name: str) -> Iterator[tuple[str, str]]:
-    """Yield (module, name taken from it) of all imports, also of those inside functions."""
+@functools.cache
+def _imports(name: str) -> list[tuple[str, str]]:
+    """Return (module, name taken from it) of all imports, also of those inside functions."""
+    taken_by: list[tuple[str, str]] = []
     path = MODULES[name]
     package = ("traceml_ray." + name).split(".")[: None if path.name == "__init__.py" else -1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -50,7 +52,8 @@ def _imports(name: str) -> Iterator[tuple[str, str]]:
                 whole = f"{module}.{taken}".removeprefix("traceml_ray.")
                 own = next((known for known in (whole, whole.rpartition(".")[0]) if known in MODULES), None)
                 if own is not None and own != name:
-                    yield own, "" if own == whole else taken
+                    taken_by.append((own, "" if own == whole else taken))
+    return taken_by
 
 
 def test_imports_have_no_circle() -> None:
@@ -95,12 +98,24 @@ def test_private_names_stay_in_their_module() -> None:
     assert taken == []
 
 
-def test_each_module_has_a_test_file() -> None:
-    """By its own name, or by the table in tests/README.md, in which nothing else stands."""
-    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
-    lines = [line.split("|")[1:3] for line in (ROOT / "tests/README.md").read_text().splitlines()]
-    table = [[re.findall(r"`([\w/]+)`", cell) for cell in cells] for cells in lines[2:] if len(cells) == 2]
-    listed = [module for modules, _ in table for module in modules]
-    assert {name.removeprefix("test_") for _, names in table for name in names} <= files
-    modules = {name.replace(".", "/") for name, path in MODULES.items() if path.name != "__init__.py"}
-    assert sorted(listed) == sorted(name for name in modules if name.rpartition("/")[2] not in files)
+def _named(path: Path) -> set[str]:
+    """Return the modules that a file imports, or names for another process to run."""
+    text = path.read_text()
+    names = set(re.findall(r"traceml_ray(?:\.\w+)+", text))
+    for module, imported in re.findall(
+        r"^ *from (traceml_ray[.\w]*) import ([^()]+?|\([^)]+\))$", text, re.MULTILINE
+    ):
+        names.update(f"{module}.{name}" for name in re.findall(r"\w+", imported))
+    return {name.removeprefix("traceml_ray.") for name in names} & MODULES.keys()
+
+
+def test_each_module_is_reached_by_tests() -> None:
+    """No module is left over: tests name it, or what they name does."""
+    reached: set[str] = set()
+    waiting = set().union(*map(_named, [ROOT / "traceml_ray/__init__.py", *(ROOT / "tests").rglob("*.py")]))
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting |= (_named(MODULES[name]) | {module for module, _ in _imports(name)}) - reached
+    modules = {name for name, path in MODULES.items() if path.name != "__init__.py"}
+    assert sorted(modules - reached) == []

@@ -29,9 +29,8 @@ from traceml_ray.monitor import offline_process
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.monitor.offline_process import OfflineEnd, Reply, Request
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.session import SessionError, SessionFolder, prepare
-from traceml_ray.session_state import holder
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
 
 
 def test_session_begins_with_its_launcher_even_if_ray_never_came_up(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from traceml_ray.ray import membership
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
-from traceml_ray.results import NodeInfo
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import Node, label_nodes
+from traceml_ray.store.results import NodeInfo
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from trace_format import check, processes
 from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.launchers import profile_command
-from traceml_ray.session import prepare
-from traceml_ray.session_state import DATABASE
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
+from traceml_ray.store.session import DATABASE, prepare
 
 MS = 1_000_000
 STEP = ProfileStep(7, WALL_NS, WALL_NS + 100 * MS, WALL_NS + 90 * MS, [0, 0, 0, 40 * MS, 50 * MS, 0])

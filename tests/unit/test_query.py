@@ -18,8 +18,8 @@ from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__, wire
 from traceml_ray.reports.answers import Answers
-from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.store import query
+from traceml_ray.store.session import SessionFolder, prepare
 
 COMMANDS = {
     *(query.Dump, query.StartProfile, query.StartLayers, query.RemoveProfile),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray import text
-from traceml_ray.rank_filter import RankFilterError, rank_filter
+from traceml_ray.identity import RankFilterError, rank_filter
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from sessions import Rank, Relay, aggregation
 
 from traceml_ray import cli, wire
-from traceml_ray.session_state import DATABASE
 from traceml_ray.store import read_only
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 
 NOBODY = 65534

@@ -25,8 +25,8 @@ from traceml_ray.reports.html import page
 from traceml_ray.reports.html.elements import Markup, sentence, tag
 from traceml_ray.reports.html.heatmap import png
 from traceml_ray.reports.summary import report_of
-from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>'\"&`</style>\x1b[31m\ud800"

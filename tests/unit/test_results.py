@@ -1,4 +1,4 @@
-"""What a session answers has the shapes that `traceml_ray.results` and `summary_shape` say."""
+"""What a session answers has the shapes that `traceml_ray.store.results` and `summary_shape` say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from unit.test_reports import Run
 
-from traceml_ray import results, summary_shape, wire
+from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
 from traceml_ray.stages import DATA
-from traceml_ray.store import query
+from traceml_ray.store import query, results, summary_shape
 from traceml_ray.store.session_file import SessionFile
 
 

@@ -21,9 +21,9 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
-from traceml_ray.session import SessionFolder
 from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
+from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 
 BALANCED = [1, 2, 0, 3, 4, 1]

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray.session import (
+from traceml_ray.settings import SettingError
+from traceml_ray.store.schema import connect
+from traceml_ray.store.session import (
+    Live,
     NoSessionError,
     SessionError,
     SessionFolder,
     SessionStartingError,
     await_session,
     find,
+    holder,
+    live_state,
     prepare,
+    start_text,
+    write_live,
 )
-from traceml_ray.session_state import Live, holder, live_state, start_text, write_live
-from traceml_ray.settings import SettingError
-from traceml_ray.store.schema import connect
 
 
 def _finished(out: Path, name: str) -> Path:
@@ -41,7 +45,7 @@ def test_session_name_is_generated_and_its_folder_is_private(tmp_path: Path) -> 
 
 def test_live_session_is_not_entered_by_another_process(tmp_path: Path) -> None:
     folder = prepare(tmp_path, "s")
-    code = "import sys; from traceml_ray.session import prepare; prepare(sys.argv[1], 's')"
+    code = "import sys; from traceml_ray.store.session import prepare; prepare(sys.argv[1], 's')"
     child = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )

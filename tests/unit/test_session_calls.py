@@ -17,11 +17,10 @@ from played import Played
 from sessions import actor_of, run_message
 
 import traceml_ray
-from traceml_ray import driver, live_session, session_calls, session_end, wire
-from traceml_ray.live_session import Session, StartError
-from traceml_ray.session import prepare
-from traceml_ray.session_calls import EndedError
+from traceml_ray import driver, live_session, wire
+from traceml_ray.live_session import EndedError, Session, StartError
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
+from traceml_ray.store.session import prepare
 
 
 class Remote:
@@ -59,15 +58,15 @@ class Cluster:
         self.handle = Handle(actor := actor_of(played.aggregator))
         self.aggregator: Handle | None = self.handle
         actor.stop = self._stop  # its own ends this process, which is an actor's there
-        monkeypatch.setattr(session_calls, "find_aggregator", lambda _: self.aggregator)
-        monkeypatch.setattr(session_end, "find_aggregator", lambda _: self.aggregator)
-        monkeypatch.setattr(session_end, "find_relays", lambda _: {})
-        monkeypatch.setattr(session_end, "relay_nodes", lambda _: [])
+        monkeypatch.setattr(live_session, "find_aggregator", lambda _: self.aggregator)
+        monkeypatch.setattr(live_session, "find_aggregator", lambda _: self.aggregator)
+        monkeypatch.setattr(live_session, "find_relays", lambda _: {})
+        monkeypatch.setattr(live_session, "relay_nodes", lambda _: [])
         monkeypatch.setattr(live_session, "find_relay", lambda *_: None)
         monkeypatch.setattr(live_session, "cluster_nodes", list)
-        monkeypatch.setattr(session_end, "leave_trainers", lambda: None)
+        monkeypatch.setattr(live_session, "leave_trainers", lambda: None)
         timer = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        for module in (live_session, session_calls, session_end):
+        for module in (live_session, live_session, live_session):
             monkeypatch.setattr(module, "time", timer)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.connected)
         monkeypatch.setattr(ray, "get", lambda ref, **_: ref())
@@ -300,7 +299,7 @@ def test_stopping_a_session_whose_name_is_another_ones_leaves_that_alone(
     replaced(cluster)
     touched: list[object] = []
     for name in ("find_relays", "forget", "leave_trainers"):
-        monkeypatch.setattr(session_end, name, touched.append)
+        monkeypatch.setattr(live_session, name, touched.append)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: touched.append("killed"))
     session.stop()
     assert touched == []

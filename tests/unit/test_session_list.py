@@ -13,7 +13,7 @@ from sessions import SECOND, Clock
 from traceml_ray.cli import main
 from traceml_ray.reports import listing
 from traceml_ray.reports.session_list import listed, to_go
-from traceml_ray.session import SessionError, prepare, remove
+from traceml_ray.store.session import SessionError, prepare, remove
 
 DAY = 86_400
 

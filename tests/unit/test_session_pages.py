@@ -30,9 +30,9 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.comparison import compare
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
-from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
+from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from played import Played, look
 
-from traceml_ray import session, session_state
-from traceml_ray.attachment import Attachment
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.session import SessionError
-from traceml_ray.session_state import Live, write_live
-from traceml_ray.store import query
+from traceml_ray.ray.attachment import Attachment
+from traceml_ray.store import query, session
+from traceml_ray.store.session import Live, SessionError, write_live
 from traceml_ray.views import source as sources
 from traceml_ray.views.source import (
     LiveSource,
@@ -132,7 +130,7 @@ def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
     ],
 )
 def test_session_without_a_file_says_how_far_its_monitor_is(
-    tmp_path: Path, monitor: session_state.MonitorState, state: str, sentence: str
+    tmp_path: Path, monitor: session.MonitorState, state: str, sentence: str
 ) -> None:
     held = session.prepare(tmp_path, "demo")
     write_live(held.path, Live(1, "", NOWHERE, monitor, time.time_ns() - 12_000_000_000, "no room"))

@@ -20,8 +20,8 @@ from traceml_ray.analysis.work import FACTS, MOST, WorkHistory
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
-from traceml_ray.session import prepare
 from traceml_ray.store import query
+from traceml_ray.store.session import prepare
 from traceml_ray.store.session_file import SessionFile
 
 STEP_S = sum(QUIET) / 1e3

@@ -29,8 +29,8 @@ from traceml_ray.launchers.cluster import (
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.ray.connection import _lacks_token, find_token, own_address
-from traceml_ray.session import prepare
 from traceml_ray.settings import check_session_name
+from traceml_ray.store.session import prepare
 
 SCRIPT = str(Path(__file__))
 

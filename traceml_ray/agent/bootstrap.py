@@ -21,9 +21,8 @@ from traceml_ray import wire
 from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
-from traceml_ray.errors import error_text
+from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
-from traceml_ray.out_of_memory import is_out_of_memory
 from traceml_ray.settings import Settings
 
 SITE_FOLDER = str(Path(__file__).parent / "site")

@@ -17,8 +17,8 @@ from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import TorchProfiler
+from traceml_ray.codec import ready
 from traceml_ray.errors import Errors
-from traceml_ray.typed import ready
 
 KEPT_S = 30.0
 """A trace that nobody asks for any more is let go after so long."""

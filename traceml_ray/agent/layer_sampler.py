@@ -26,8 +26,8 @@ from traceml_ray.agent.layer_table import MAX_MODULES, LayerTable
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.codec import ready
 from traceml_ray.layer_messages import LayersCommand, LayerWindow
-from traceml_ray.typed import ready
 
 MAX_SHARE = 0.012
 """Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""

@@ -44,8 +44,8 @@ from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
 from traceml_ray.agent.work_report import WorkReport
 from traceml_ray.errors import sendable
+from traceml_ray.identity import rank_filter
 from traceml_ray.last_lines import lines_of
-from traceml_ray.rank_filter import rank_filter
 from traceml_ray.settings import Settings
 
 MANY_RANKS = 256

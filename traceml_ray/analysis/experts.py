@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.typed import ready
+from traceml_ray.codec import ready
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import progress, session
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
 from traceml_ray.printing import say, show
 from traceml_ray.settings import Settings
+from traceml_ray.store import session
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
-    from traceml_ray.rank_filter import RankFilterError
+    from traceml_ray.identity import RankFilterError
     from traceml_ray.reports import analyze as over_files
     from traceml_ray.reports.analyze_text import render_analysis
 
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not paths:
         return 2
     try:
-        with progress.shown("analyze"):
+        with printing.progress_bar("analyze"):
             found = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
     except RankFilterError as error:
         say(error)

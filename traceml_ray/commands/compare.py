@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from traceml_ray import progress
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
 from traceml_ray.printing import say, show
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     gate = arguments.fail_on_regression
     a, b = (which.awaited(name, arguments) for name in (arguments.a, arguments.b))
-    with progress.shown("compare"):
+    with printing.progress_bar("compare"):
         found = compare(
             a,
             b,

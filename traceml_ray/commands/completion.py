@@ -43,8 +43,8 @@ def complete(parser: argparse.ArgumentParser) -> None:
 def names_of_sessions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the sessions whose names begin so, for argcomplete."""
     from traceml_ray.reports.listing import names
-    from traceml_ray.session_state import starting_sessions
     from traceml_ray.settings import Settings
+    from traceml_ray.store.session import starting_sessions
 
     out = Settings.load(out=getattr(parsed_args, "out", None)).out
     every = {*names(out), *(folder.name for folder in starting_sessions(Path(out)))}

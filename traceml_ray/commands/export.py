@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from traceml_ray import progress, text
+from traceml_ray import printing, text
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
 from traceml_ray.text import one_line
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the files; return the exit code."""
     from traceml_ray.exports.files import TRACE_SUFFIX, ExportError, export
     from traceml_ray.exports.tables import Chosen
-    from traceml_ray.rank_filter import RankFilterError, rank_filter
+    from traceml_ray.identity import RankFilterError, rank_filter
 
     folder = which.folder_of(arguments)
     kind, name = arguments.format, folder.absolute().name
     out = arguments.output or Path(f"{name}{TRACE_SUFFIX}" if kind == "perfetto" else f"{name}-{kind}")
     try:
         chosen = Chosen(rank_filter(arguments.ranks), *arguments.steps)
-        with progress.shown(f"export of {name}"):
+        with printing.progress_bar(f"export of {name}"):
             files = export(folder, kind, out, chosen, arguments.run)
     except RankFilterError as error:
         say(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import progress, wire
+from traceml_ray import printing, wire
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
 from traceml_ray.store import query
@@ -33,10 +33,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured; return the exit code."""
-    from traceml_ray import session_state
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
-    from traceml_ray.layer_call import measured
     from traceml_ray.reports.layer_report import render_layers
+    from traceml_ray.store import session
+    from traceml_ray.views.layer_call import measured
 
     folder, answers = which.stored(arguments)
     asked = secrets.token_hex(8)
@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
             check_goes_on(folder, arguments.run)
             request(folder, wire.Request(wire.VERSION, asked, layers=wanted), LIMIT_S)
-            with progress.shown("layers"):
+            with printing.progress_bar("layers"):
                 found = measured(
                     answers.answer,
                     asked,
                     arguments.run,
                     LIMIT_S,
-                    goes_on=lambda: session_state.holder(folder) is not None,
+                    goes_on=lambda: session.holder(folder) is not None,
                 )
     except ValueError as error:
         say(error)

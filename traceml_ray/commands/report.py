@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from traceml_ray import progress, session
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.files import write_file
 from traceml_ray.printing import show
-from traceml_ray.store import query
+from traceml_ray.store import query, session
 from traceml_ray.store.schema import legible
 
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder, answers = which.stored(arguments)
     output = folder / session.PAGE if arguments.html and arguments.output is None else arguments.output
-    with legible(folder), progress.shown(f"report of {folder.name}"):
+    with legible(folder), printing.progress_bar(f"report of {folder.name}"):
         if arguments.html:
             report: str | bytes = query.ask_one(answers.reply, query.ReportPage(arguments.run))
         else:

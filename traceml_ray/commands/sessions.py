@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traceml_ray import progress, session
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
+from traceml_ray.store import session
 from traceml_ray.text import one_line
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Settings.load(out=arguments.out).out
     if session.why_unreadable(Path(out)):
         raise session.no_sessions(Path(out))
-    with progress.shown("sessions"):
+    with printing.progress_bar("sessions"):
         found = listed(out, time.time_ns())
     if arguments.prune:
         return _prune(found, arguments, out)
@@ -88,11 +89,11 @@ def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
         if chosen and not arguments.json:
             show("\nNothing was removed; the same with --yes removes them.")
         return 0
-    with progress.shown("removing sessions") as advance:
+    with printing.progress_bar("removing sessions") as advance:
         return max([0, *(_remove(one, advance, at / len(chosen)) for at, one in enumerate(chosen))])
 
 
-def _remove(one: Listed, advance: progress.Progress, share: float) -> int:
+def _remove(one: Listed, advance: printing.Progress, share: float) -> int:
     """Remove a session; return the exit code."""
     advance(f"removing {one.name}", share)
     try:

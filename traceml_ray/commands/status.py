@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 
-from traceml_ray import progress, session, session_state
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.printing import show
 from traceml_ray.settings import Settings
+from traceml_ray.store import session
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -24,13 +25,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = Settings.load(out=arguments.out)
     folder = session.find(arguments.session, settings.out, starting=True)
-    live = session_state.live_state(folder)
-    if live is not None and not (folder / session_state.DATABASE).exists():
+    live = session.live_state(folder)
+    if live is not None and not (folder / session.DATABASE).exists():
         show(start_json(folder, live) if arguments.json else render_start(folder, live), end="")
         return 0
     render = status_json if arguments.json else render_status
     send = Answers(folder, settings.thresholds).reply
-    with progress.shown(f"status of {folder.name}"):
-        shown = render(send, folder, session_state.holder(folder), time.time_ns())
+    with printing.progress_bar(f"status of {folder.name}"):
+        shown = render(send, folder, session.holder(folder), time.time_ns())
     show(shown, end="")
     return 0

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import progress
+from traceml_ray import printing
 from traceml_ray.exports.step_trace import write_step_trace
 from traceml_ray.exports.tables import TABLES, Batch, Chosen, Table
 from traceml_ray.files import appearing
-from traceml_ray.session_state import DATABASE
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.runs import run_names
 from traceml_ray.store.schema import legible
+from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 
 FORMATS = ("parquet", "csv", "perfetto")
@@ -62,7 +62,7 @@ def export(
         out.mkdir(parents=True, exist_ok=True)
         files = []
         for number, (name, table) in enumerate(TABLES.items()):
-            progress.advance(f"writing {name}.{kind}", number / len(TABLES))
+            printing.advance(f"writing {name}.{kind}", number / len(TABLES))
             files.append(out / f"{name}.{kind}")
             with appearing(files[-1]) as temporary, _of_table(name):
                 write(temporary, table, table.batches(session, chosen))

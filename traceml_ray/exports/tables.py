@@ -19,8 +19,7 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.step_sizes import NAMES, unpacked
-from traceml_ray.identity import RankIdentity
-from traceml_ray.rank_filter import RankFilter
+from traceml_ray.identity import RankFilter, RankIdentity
 from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS

@@ -27,11 +27,11 @@ from traceml_ray.monitor.queries import LiveAnswers
 from traceml_ray.monitor.relay_intake import RelayIntake
 from traceml_ray.monitor.relay_pace import RelayPace
 from traceml_ray.monitor.spooled import spooled
-from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown
 from traceml_ray.store.recent import Recent
+from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from traceml_ray import text, wire
+from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.monitor.live_runs import RunNow
-from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 

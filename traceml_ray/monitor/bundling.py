@@ -22,12 +22,12 @@ from traceml_ray.monitor.incidents import Incident, Incidents
 from traceml_ray.reports.deaths import Death
 from traceml_ray.reports.manifest import manifest_of, reason_of, stacks_of
 from traceml_ray.reports.run_facts import RunFacts
-from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.stages import STAGES
 from traceml_ray.store.bundles import FOLDER, MANIFEST, Cause, bundles_of, making, new_name, prune
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 

@@ -6,8 +6,8 @@ import secrets
 from pathlib import Path
 
 from traceml_ray.files import read_part
-from traceml_ray.session import REPORTS
 from traceml_ray.store.query import QueryError
+from traceml_ray.store.session import REPORTS
 from traceml_ray.store.session_file import SessionFile
 
 _PREFIX = "snapshot-"

@@ -10,10 +10,10 @@ from traceml_ray import wire
 from traceml_ray.files import remove
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import LOCKED_S
-from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.fence import take_over
 from traceml_ray.store.schema import damaged
+from traceml_ray.store.session import SessionFolder
 
 
 def finish_offline(

@@ -22,11 +22,11 @@ import msgspec
 import psutil
 
 from traceml_ray import wire
+from traceml_ray.codec import ready
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, KILL_S, REPORT_S
-from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import Settings
-from traceml_ray.typed import ready
+from traceml_ray.store.session import DATABASE
 
 _READY = b"ready"
 _LOOK_S = 0.02

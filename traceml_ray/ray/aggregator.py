@@ -19,6 +19,7 @@ import msgspec
 import ray
 
 from traceml_ray import __version__, wire
+from traceml_ray.codec import ready
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S, failed
 from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import About, ActorConfig
@@ -30,10 +31,9 @@ from traceml_ray.ray.discovery import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership
-from traceml_ray.typed import ready
 
 if TYPE_CHECKING:
-    from traceml_ray.session import SessionFolder
+    from traceml_ray.store.session import SessionFolder
 
 GC_ALLOCATIONS = 100_000
 """
@@ -59,8 +59,7 @@ class Aggregator:
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor.aggregator import AggregatorCore
-        from traceml_ray.session import prepare
-        from traceml_ray.session_state import Live, write_live
+        from traceml_ray.store.session import Live, prepare, write_live
 
         gc.set_threshold(GC_ALLOCATIONS, 10, 10)
         made = msgspec.json.decode(config, type=ready(ActorConfig))
@@ -130,7 +129,7 @@ class Aggregator:
             threading.Thread(target=self._inherit, name="traceml-lock", daemon=True).start()
 
     def _inherit(self) -> None:
-        from traceml_ray.session import inherit
+        from traceml_ray.store.session import inherit
 
         try:
             self._held = self._held or inherit(self._core.folder.path)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.agent.ending import end_as_interrupted
-from traceml_ray.attachment import FILE, Attachment
 from traceml_ray.errors import Errors
+from traceml_ray.ray.attachment import FILE, Attachment
 from traceml_ray.ray.connection import attach, raylet_answers, set_environ
-from traceml_ray.session_state import read_json
+from traceml_ray.store.session import read_json
 
 ATTACH_S = 2.0
 """How long the end of the process waits for an attaching that is under way."""

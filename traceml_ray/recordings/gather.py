@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from traceml_ray import progress
+from traceml_ray import printing
 from traceml_ray.identity import rank_in_name
 from traceml_ray.recordings import sessions, stormlog_files
 from traceml_ray.recordings.recording import FileContents, NoSamplesError, RefusedFileError
-from traceml_ray.session_state import DATABASE
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import DATABASE
 
 _MOST_FILES = 100_000
 _BESIDE = {
@@ -52,7 +52,7 @@ def gather(paths: Iterable[Path]) -> Gathered:
             for path in _files(given, found):
                 if (real := path.resolve()) not in seen:
                     seen.add(real)
-                    progress.advance(f"reading {path.name}", None)
+                    printing.advance(f"reading {path.name}", None)
                     _take(found, path, given)
         except (
             OSError,

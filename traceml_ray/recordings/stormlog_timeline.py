@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
+from traceml_ray.codec import ready
 from traceml_ray.files import read_file
 from traceml_ray.recordings.recording import (
     FileContents,
@@ -23,7 +24,6 @@ from traceml_ray.recordings.recording import (
     column,
 )
 from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
-from traceml_ray.typed import ready
 
 _MOST_BESIDE = 1 << 20
 _T = TypeVar("_T", bound=msgspec.Struct)

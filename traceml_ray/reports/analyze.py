@@ -12,7 +12,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.memory.judge import judge, order_of
 from traceml_ray.analysis.memory.shapes import Collective, Memory, Sensitivity, Series, Severity
-from traceml_ray.rank_filter import RankFilter, rank_filter
+from traceml_ray.identity import RankFilter, rank_filter
 from traceml_ray.recordings.gather import FileRead, Gathered, gather
 from traceml_ray.recordings.merge import Merged, merge
 

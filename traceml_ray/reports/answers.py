@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import msgspec
 
-from traceml_ray import results
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.files import page_of
@@ -25,17 +24,16 @@ from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.throughput import StoredWork
-from traceml_ray.session import SessionFolder
-from traceml_ray.session_state import holder, read_json
-from traceml_ray.store import profiles, query
+from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.summary_shape import Summary
+from traceml_ray.store.summary_shape import Summary
 
 _MAX_REPORTS = 3
 """Runs that are over whose summaries are held."""

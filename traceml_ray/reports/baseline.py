@@ -8,10 +8,9 @@ import msgspec
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.reports.summary import baseline_of
-from traceml_ray.session import SessionError, find
-from traceml_ray.session_state import DATABASE
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session import DATABASE, SessionError, find
 from traceml_ray.store.session_file import SessionFile
 
 

@@ -11,9 +11,9 @@ from traceml_ray.reports.present import change
 from traceml_ray.reports.run_facts import alike, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
-from traceml_ray.step_shapes import Change, DeathInfo, StepTimes, Throughput
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.step_shapes import Change, DeathInfo, StepTimes, Throughput
 
 
 class Charted(NamedTuple):

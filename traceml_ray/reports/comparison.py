@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray import session, text, wire
+from traceml_ray import text, wire
 from traceml_ray.analysis.comparison import (
     Change,
     MemorySeries,
@@ -26,10 +26,10 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
 from traceml_ray.settings import Settings
 from traceml_ray.stages import STAGES
-from traceml_ray.step_shapes import StepSample, StepTimes
-from traceml_ray.store import query
+from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.schema import legible
+from traceml_ray.store.step_shapes import StepSample, StepTimes
 
 SCHEMA = "traceml_ray/comparison/1"
 DEFAULT_PCT = 100 * COMPARE.least

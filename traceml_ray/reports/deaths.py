@@ -16,7 +16,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.out_of_memory import is_out_of_memory
+from traceml_ray.errors import is_out_of_memory
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt
 

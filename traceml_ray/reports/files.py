@@ -14,7 +14,7 @@ from traceml_ray.reports.charted import charted
 from traceml_ray.reports.html import page
 from traceml_ray.reports.summary import Report, reports
 from traceml_ray.reports.text import render
-from traceml_ray.session import SessionFolder
+from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 
 

@@ -12,10 +12,9 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.deaths import exit_words
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layout import LABEL, shortened
-from traceml_ray.session import REPORTS
-from traceml_ray.session_state import DATABASE
 from traceml_ray.store.bundles import FOLDER as BUNDLES
 from traceml_ray.store.bundles import bundle_files, kept_why, names_of
+from traceml_ray.store.session import DATABASE, REPORTS
 
 _MAX_BUNDLES = 3
 _SHELL = 128

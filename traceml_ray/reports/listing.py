@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.codec import ready
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.session_state import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.typed import ready
 
 UNFINISHED = "never finished"
 _MOST = 500

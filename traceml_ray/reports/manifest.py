@@ -12,8 +12,8 @@ from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.output import output_of_ranks
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
-from traceml_ray.results import BundleInfo
 from traceml_ray.store.bundles import FOLDER, REASONS, Cause, Manifest, Reason, bundles_of
+from traceml_ray.store.results import BundleInfo
 
 _STACKS_NS = 60_000_000_000
 """Stacks that are so much older than the first cause are not of the incident: a hang is known late."""

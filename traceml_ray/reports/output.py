@@ -9,8 +9,8 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.deaths import Death
 from traceml_ray.reports.run_facts import RunFacts
-from traceml_ray.results import LastOutput, OutputLine
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import LastOutput, OutputLine
 from traceml_ray.store.session_file import SessionFile
 
 _RANKS = 2

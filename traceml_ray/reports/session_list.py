@@ -12,7 +12,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.listing import UNFINISHED, Entry, entries, found_in, size_of
-from traceml_ray.session_state import starting_sessions
+from traceml_ray.store.session import starting_sessions
 
 STARTING = "starting"
 """Status of a live session that has no file yet."""

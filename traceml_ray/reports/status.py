@@ -14,11 +14,11 @@ from traceml_ray import text
 from traceml_ray.reports.contents import ledger_facts, runs_table
 from traceml_ray.reports.headlines import restarted
 from traceml_ray.reports.layout import Columns, facts, laid_out, page, table
-from traceml_ray.results import NodeInfo
-from traceml_ray.session_state import Live, start_text
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import NodeInfo
+from traceml_ray.store.session import Live, start_text
 from traceml_ray.wire import NOT_MEASURED
 
 Send = Callable[[bytes], bytes]

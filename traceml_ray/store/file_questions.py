@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from traceml_ray import results
 from traceml_ray.codec import Count
-from traceml_ray.store import profiles
+from traceml_ray.store import profiles, results
 from traceml_ray.store.request import Request
 
 

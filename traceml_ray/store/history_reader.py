@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from traceml_ray import progress
+from traceml_ray import printing
 from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
@@ -85,7 +85,7 @@ class HistoryReader:
         while not self.whole:
             self.read(most)
             stored = sum(process.stored for process in self.ranks.values())
-            progress.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
+            printing.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
         self._run.finish(self._training)
 
     def _begin(self) -> None:

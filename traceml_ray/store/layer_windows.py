@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.codec import ready
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible, update
-from traceml_ray.typed import ready
 
 WINDOWS = 16
 """Of a rank process that are kept."""

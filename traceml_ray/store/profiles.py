@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import msgspec
 
 from traceml_ray import files, text
-from traceml_ray.session_state import read_json
 from traceml_ray.stages import N_STAGES
+from traceml_ray.store.session import read_json
 
 FOLDER = "profiles"
 MANIFEST = "profile.json"

@@ -19,11 +19,12 @@ from typing import Annotated, Any, Generic, Union, get_args
 import msgspec
 import numpy as np
 
-from traceml_ray import __version__, results, step_shapes, summary_shape, wire
+from traceml_ray import __version__, wire
 from traceml_ray.analysis import layer_times
 from traceml_ray.analysis.memory import shapes
-from traceml_ray.codec import UNREADABLE, Count, Int64
+from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
+from traceml_ray.store import results, step_shapes, summary_shape
 from traceml_ray.store.commands import Discard as Discard
 from traceml_ray.store.commands import Dump as Dump
 from traceml_ray.store.commands import ReadFile as ReadFile
@@ -38,7 +39,6 @@ from traceml_ray.store.file_questions import ReadProfile as ReadProfile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.request import A as A
 from traceml_ray.store.request import Request as Request
-from traceml_ray.typed import ready
 
 _ARRAY = 1
 """The extension of msgpack that an array is."""

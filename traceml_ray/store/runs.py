@@ -1,10 +1,14 @@
-"""The runs of a session: several `fit()` of a driver, groups of plain actors, or one torchrun job."""
+"""
+The runs of a session: several `fit()` of a driver, groups of plain actors, or one torchrun job; and whether
+steps of them can still be measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
+from traceml_ray import text
 from traceml_ray.store.rank_processes import (
     RankProcess,
     attempt_of,
@@ -13,6 +17,7 @@ from traceml_ray.store.rank_processes import (
     shown,
     world_size,
 )
+from traceml_ray.store.results import RunInfo
 
 MAX_RUNS = 256
 """Runs whose facts are kept."""
@@ -164,3 +169,24 @@ def ledger(processes: Iterable[RankProcess], run: str | None) -> dict[str, Any]:
         for rank in sorted(ranks, key=lambda rank: (rank is None, rank))
     }
     return {**count(processes), "per_rank": per_rank}
+
+
+_GOES_ON = "running"
+
+
+def why_over(runs: Sequence[RunInfo], run: str | None) -> str:
+    """
+    Return why no step of a run is left to measure; "" where it goes on, or may be yet to begin.
+
+    Args:
+        runs: those of the session.
+        run: id or name; None: any that goes on.
+    """
+    asked = [info for info in runs if run in (None, info["id"], info["name"])]
+    if not asked or any(info["status"] == _GOES_ON for info in asked):
+        return ""
+    last = asked[-1]
+    state = f"{last['status']} at {last['ended_at']}" if last["ended_at"] else last["status"]
+    going = [info["name"] for info in runs if info["status"] == _GOES_ON]
+    others = f"; {text.listed(going)} goes on" if going else ""
+    return f"run {last['name']!r} has no step left to record: {state}{others}"

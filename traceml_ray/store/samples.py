@@ -19,9 +19,9 @@ from traceml_ray import wire
 from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
 from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
+from traceml_ray.codec import ready
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
-from traceml_ray.typed import ready
 
 _SAMPLE = wire.NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)

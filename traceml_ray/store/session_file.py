@@ -24,6 +24,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.codec import ready
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.layer_windows import LayerReader
 from traceml_ray.store.nodes import Node, process_labels
@@ -34,7 +35,6 @@ from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.step_reader import StepReader
 from traceml_ray.store.work_reader import WorkReader
-from traceml_ray.typed import ready
 
 
 class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReader):

@@ -10,9 +10,9 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.window import Int64
+from traceml_ray.codec import ready
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
-from traceml_ray.typed import ready
 
 _COLUMNS = ", ".join(wire.StepWork.__struct_fields__)
 _SIZES = ", ".join(wire.StepSizes.__struct_fields__)

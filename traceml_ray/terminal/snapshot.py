@@ -13,10 +13,10 @@ from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import sign_of
-from traceml_ray.results import LastOutput
-from traceml_ray.step_shapes import StepTimes, Throughput
 from traceml_ray.store import query
-from traceml_ray.summary_shape import ShardingInfo
+from traceml_ray.store.results import LastOutput
+from traceml_ray.store.step_shapes import StepTimes, Throughput
+from traceml_ray.store.summary_shape import ShardingInfo
 from traceml_ray.views.conclusion import concluded
 from traceml_ray.views.events import events_of
 from traceml_ray.views.health import health

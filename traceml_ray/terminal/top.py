@@ -19,8 +19,8 @@ from datetime import datetime, timezone
 from rich.text import Text
 
 from traceml_ray.printing import leave, leave_in_time, say, show
-from traceml_ray.session import NoSessionError, await_session
 from traceml_ray.settings import Settings
+from traceml_ray.store.session import NoSessionError, await_session
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 from traceml_ray.views.state import OVER

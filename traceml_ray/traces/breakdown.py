@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from traceml_ray import __version__
+from traceml_ray.codec import ready
 from traceml_ray.stages import STAGES
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, compare
@@ -16,7 +17,6 @@ from traceml_ray.traces.nesting import nest
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.spent import RecordingError, Spent, spent_in
 from traceml_ray.traces.trace import read_trace
-from traceml_ray.typed import ready
 
 MAX_BYTES = 64 << 20
 """Of an encoded one."""

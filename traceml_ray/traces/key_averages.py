@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from traceml_ray.rank_filter import RankFilter
+from traceml_ray.identity import RankFilter
 from traceml_ray.traces.nesting import Nesting, nest
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.trace import DEVICE, MEMORY, Ints, Trace, read_trace

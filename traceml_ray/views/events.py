@@ -9,7 +9,7 @@ from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.summary import moment
 from traceml_ray.stages import STAGES
-from traceml_ray.step_shapes import DeathInfo
+from traceml_ray.store.step_shapes import DeathInfo
 
 from .run_state import RunState
 from .session_poll import SessionPoll

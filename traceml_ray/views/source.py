@@ -14,16 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.attachment import FILE as ATTACHMENT
-from traceml_ray.attachment import Attachment
+from traceml_ray.ray.attachment import FILE as ATTACHMENT
+from traceml_ray.ray.attachment import Attachment
 from traceml_ray.ray.connection import attach
 from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.reports.answers import Answers
-from traceml_ray.session import NoSessionError, SessionError, SessionStartingError, find
-from traceml_ray.session_state import LIVE, Live, holder, live_state, read_json
 from traceml_ray.settings import Settings
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session import (
+    LIVE,
+    Live,
+    NoSessionError,
+    SessionError,
+    SessionStartingError,
+    find,
+    holder,
+    live_state,
+    read_json,
+)
 
 ASK_S = 2.0
 """How long an answer may take; the first one,"""

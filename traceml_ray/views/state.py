@@ -11,7 +11,7 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import coverage, restarted, since
 from traceml_ray.reports.severity import tone_of as tone_of
 from traceml_ray.reports.summary import moment
-from traceml_ray.session_state import start_text
+from traceml_ray.store.session import start_text
 
 from .run_state import RunState
 from .session_poll import SessionPoll

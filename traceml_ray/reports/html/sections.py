@@ -26,7 +26,7 @@ from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.reports.summary import moment
 from traceml_ray.reports.tiles import tiles
-from traceml_ray.step_shapes import DeathInfo
+from traceml_ray.store.step_shapes import DeathInfo
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_OUTPUTS, _MAX_ALIKE = 8, 4, 4, 4
 _MAX_FINDINGS, _MAX_SETTINGS = 12, 60

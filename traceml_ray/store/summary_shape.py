@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from traceml_ray.results import (
+from traceml_ray.store.results import (
     Brief,
     ExpertInfo,
     FirstStepsInfo,
@@ -16,7 +16,7 @@ from traceml_ray.results import (
     VerdictInfo,
     WholeLedger,
 )
-from traceml_ray.step_shapes import ThroughputNumbers
+from traceml_ray.store.step_shapes import ThroughputNumbers
 
 
 class SummaryNode(TypedDict):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray import progress, text, wire
+from traceml_ray import printing, text, wire
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.store import query
 
@@ -47,5 +47,5 @@ def measured(
         if last or (found.ranks and len(found.ranks) >= living):
             return found
         share = len(found.ranks) / living if living else None
-        progress.advance(f"layers: measured by {len(found.ranks):,} of {text.count(living, 'rank')}", share)
+        printing.advance(f"layers: measured by {len(found.ranks):,} of {text.count(living, 'rank')}", share)
         time.sleep(_POLL_S)

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from traceml_ray.results import RoleInfo, Suspect, VerdictInfo
+from traceml_ray.store.results import RoleInfo, Suspect, VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
