@@ -65,10 +65,11 @@ def test_scores_depend_on_order_only_and_are_a_permutation_for_ranks(
     assert np.allclose(scores_of(lateness[:, order]), scores[:, order])
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(2, 8))
-def test_z_of_a_rank_does_not_depend_on_its_number(seed: int, ranks: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.booleans())
+def test_z_of_a_rank_does_not_depend_on_its_number(seed: int, ranks: int, ties: bool) -> None:
     random = np.random.default_rng(seed)
     lateness, order = random.exponential(1, (30, ranks)), random.permutation(ranks)
+    lateness = np.floor(2 * lateness) if ties else lateness
     assert np.allclose(z_late(lateness[:, order], range(ranks), 1), z_late(lateness, range(ranks), 1)[order])
 
 

@@ -107,11 +107,17 @@ def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | 
 
 def _places(lateness: Float) -> Float:
     """Return the places 1 … R of the ranks in each step (K, R), the mean one where several are as late."""
-    ordered = np.sort(lateness, axis=1)
-    result = np.empty(lateness.shape)
-    for row, values, order in zip(result, lateness, ordered, strict=True):
-        row[:] = (np.searchsorted(order, values) + np.searchsorted(order, values, "right") + 1) / 2
-    return result
+    steps, ranks = lateness.shape
+    order = np.argsort(lateness, axis=1)
+    flat = (order + np.arange(0, steps * ranks, ranks)[:, None]).ravel()  # all steps, one after the other
+    ordered = lateness.ravel()[flat].reshape(steps, ranks)
+    differs = np.ones((steps, ranks), dtype=bool)
+    np.not_equal(ordered[:, 1:], ordered[:, :-1], out=differs[:, 1:])
+    begins = np.flatnonzero(differs)
+    counts = np.diff(begins, append=steps * ranks)
+    result = np.empty(steps * ranks)
+    result[flat] = np.repeat(begins % ranks + (counts + 1) / 2, counts)
+    return result.reshape(steps, ranks)
 
 
 def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | Int64) -> Int64:
