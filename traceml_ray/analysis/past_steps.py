@@ -6,6 +6,7 @@ memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,10 @@ class PastSteps:
     _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
+        return self._steps
+
+    @cached_property
+    def _steps(self) -> int:
         return sum(len(step_ns) for _, step_ns in self.pieces)
 
     def then(self, evidence: Evidence) -> PastSteps:
@@ -49,10 +54,10 @@ class PastSteps:
             evidence.by_step[new, :, :SYNC_WAIT].astype(np.float32),
             evidence.step_ns[new].astype(np.float64),
         )
-        pieces = [*before.pieces, piece]
+        pieces, steps = [*before.pieces, piece], len(before) + len(piece[1])
         most = min(MOST_STEPS, MOST_ROWS // max(1, len(window.ranks)))
-        while len(pieces) > 1 and sum(len(step_ns) for _, step_ns in pieces[1:]) >= most:
-            del pieces[0]
+        while len(pieces) > 1 and steps - len(pieces[0][1]) >= most:
+            steps -= len(pieces.pop(0)[1])
         return PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
 
     def excess(self, steps: int) -> Float:
