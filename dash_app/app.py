@@ -1,10 +1,12 @@
 """
 The web app in Dash: the shell around every page, and one callback that refreshes whatever the URL shows.
 
-A browser sends a checksum of each part that it has; the answer holds the parts that differ, of a chart
-that has got longer its new points: 5.6 kB of a node page with 8 GPUs instead of 9.1 (gzip). Not `Patch`: it
-is applied to whatever a browser has. Pages compute nothing about training: `SessionPages.view` has the data,
-the modules of `pages` lay it out.
+A browser sends a checksum of each part that it has; the answer holds the parts that differ, of a chart that
+has got longer its new points: 5.6 kB of a node page with 8 GPUs instead of 9.1 (gzip). Not `Patch`: it is
+applied to whatever a browser has. Pages compute nothing about training: `SessionPages.view` has the data, the
+modules of `pages` lay it out.
+
+What the search box of every page finds: ranks, nodes, steps.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import functools
 import logging
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +27,45 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
+from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep
+from traceml_ray.views.values import natural, whole
 
 from . import listing, shell, zone
 from .components import Chart, Content
 from .figures import Figure
 from .pages import PAGES, has_nothing, start
-from .places import places
 from .route import SCOPE, Route
 from .session_pages import SessionPages
+
+_MOST = 20
+
+
+def places(run: RunState, route: Route, asked: str) -> dict[str, str]:
+    """Return the pages that `asked` may mean ("5", "rank 5", "host-1", "step 9"), by name, the best first."""
+    wanted = asked.casefold().split()
+    return dict(islice(_found(run, route, wanted), _MOST)) if wanted else {}
+
+
+def _found(run: RunState, route: Route, wanted: list[str]) -> Iterator[tuple[str, str]]:
+    number = whole(wanted[-1])
+    if number is not None and wanted[0] != "step" and number in run.ranks:
+        yield _rank(run, number), route.to("rank", number)
+    for node in sorted(run.nodes, key=lambda node: natural(node["label"])):
+        names = f"node {node['label']} {node['hostname']} {node['address']}".casefold()
+        if all(word in names for word in wanted):
+            yield f"node {node['label']}", route.to("node", node["node_id"])
+    for rank in run.ranks:
+        name = _rank(run, rank)
+        if rank != number and all(word in name.casefold() for word in wanted):
+            yield name, route.to("rank", rank)
+    if number is not None and wanted[0] != "rank" and number <= (run.last_step or -1):
+        yield f"step {number:,}", route.to("step", number)
+
+
+def _rank(run: RunState, rank: int) -> str:
+    return f"rank {rank} on {run.node_of(rank)}"
+
 
 _LOG = logging.getLogger("traceml_ray.dash_app")
 Parts = dict[str, dict[str, Any]]

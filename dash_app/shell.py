@@ -14,13 +14,14 @@ from traceml_ray.reports.headlines import also, cost, lost, named, part_of, wast
 from traceml_ray.reports.layer_report import sentence
 from traceml_ray.reports.severity import sign_of
 from traceml_ray.store.profiles import Profile
-from traceml_ray.views.conclusion import concluded, layers_of
-from traceml_ray.views.incident import incident
+from traceml_ray.views.events import incident
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import (
     BADGES,
     began_text,
+    concluded,
     coverage_text,
+    layers_of,
     session_facts,
     state_of,
     state_text,

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from traceml_ray.codec import ready
-from traceml_ray.ray.attachment import Attachment
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.config import ActorConfig, Attachment
 from traceml_ray.ray.connection import attach
 
 from .cluster import die_with
@@ -121,7 +120,7 @@ def _make_actors(request: HelperRequest) -> None:
 
 def _make_relay(actors: ActorConfig, node_id: str) -> Any:
     """Make the relay of this launch: several launches of one job may be on one node of a running cluster."""
-    from traceml_ray.ray.actor_factory import ensure_relay
+    from traceml_ray.ray.membership import ensure_relay
 
     try:
         return ensure_relay(actors, node_id, fresh=True)

@@ -29,9 +29,8 @@ from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
 from traceml_ray.printing import say
-from traceml_ray.ray.attachment import FILE as ATTACHMENT
-from traceml_ray.ray.attachment import Attachment
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.config import FILE as ATTACHMENT
+from traceml_ray.ray.config import ActorConfig, Attachment
 from traceml_ray.reports.headlines import also
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import (

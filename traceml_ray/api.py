@@ -97,7 +97,7 @@ def attach(
         ray = sys.modules.get("ray")
         if settings.socket is None and ray is not None and ray.is_initialized():
             from traceml_ray.ray import in_ray
-            from traceml_ray.ray.actor_channel import ActorChannel
+            from traceml_ray.ray.actor_calls import ActorChannel
 
             settings = in_ray.settings(settings)
             channel, identity = ActorChannel(str(settings.session)), in_ray.named(identity)

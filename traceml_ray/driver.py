@@ -1,18 +1,24 @@
 """
 Starts a session from a driver: `ray.init(); traceml_ray.start()`.
 
-The session's actors are detached: they outlive the driver, and end themselves when nothing has come
-for `idle_ttl` seconds.
+The session's actors are detached: they outlive the driver, and end themselves when nothing has come for
+`idle_ttl` seconds.
+
+Sends this package to nodes that lack it.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
@@ -24,6 +30,26 @@ from traceml_ray.monitor.finish import EXIT_S
 from traceml_ray.ray.config import ActorConfig, configure, current_config, remember
 from traceml_ray.ray.discovery import DEFAULT_SESSION, cluster_nodes, find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
+
+
+def upload() -> str:
+    """
+    Put this package, as it is imported here, into the cluster's store; return its URI for `py_modules`.
+
+    What Ray Train's workers and anything else of the user's run with is not touched.
+    """
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+
+    with tempfile.TemporaryDirectory(prefix="traceml-") as folder:
+        package = Path(folder) / "traceml_ray"
+        for name in ("traceml_ray", "traceml_ray.launchers", "traceml_ray.dash_app"):
+            # In a checkout the latter two lie beside the package, not in it.
+            source = Path(importlib.import_module(name).__path__[0])
+            target = package.joinpath(*name.split(".")[1:])
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        env = upload_py_modules_if_needed({"py_modules": [str(package)]}, False, scratch_dir=folder)
+    uri: str = env["py_modules"][0]
+    return uri
 
 
 @known_keywords
@@ -160,8 +186,8 @@ def _make(config: ActorConfig) -> Session:
     """Make the aggregator here and a relay on every node, side by side; return when the former answers."""
     import ray
 
-    from traceml_ray.ray.actor_factory import ensure_relay
     from traceml_ray.ray.aggregator import ensure_aggregator
+    from traceml_ray.ray.membership import ensure_relay
 
     aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
     relays = [ensure_relay(config, node["NodeID"]) for node in cluster_nodes() if node["Alive"]]
@@ -193,7 +219,5 @@ def _runtime_env(given: dict[str, Any] | None, ship: bool) -> str:
     """Return the runtime_env of the actors as JSON; with `ship`, this package is in it."""
     env = dict(given or {})
     if ship:
-        from traceml_ray.ray.package_upload import upload
-
         env["py_modules"] = [*env.get("py_modules", []), upload()]
     return json.dumps(env) if env else ""

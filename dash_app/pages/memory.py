@@ -1,4 +1,8 @@
-"""The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards."""
+"""
+The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards.
+
+The panel of a model that FSDP2 divides: what each rank holds, moves and waits for.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,47 @@ from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, Memory, RankMemory
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.sharding import Row, about_model, columns, per_step
 from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
+from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import SIGNS
 from traceml_ray.views.state import RUNNING
 
-from .. import axis, bundles, figures, listing, shards
-from ..components import (
-    Chart,
-    Columns,
-    chart,
-    marked,
-    panel,
-    part,
-    rank_link,
-    table,
-    trail,
-    when,
-)
+from .. import axis, bundles, figures, listing
+from ..components import Chart, Columns, chart, marked, panel, part, rank_link, table, trail, when
 from ..route import Route
 from ..session_cache import SessionCache
+
+
+def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
+    """Return the panel, none where no model is divided."""
+    if not sharding:
+        return []
+    rows: list[Row] = [(int(rank), values) for rank, values in sharding["per_rank"].items()]
+    total = sum(len(model["ranks"]) for model in sharding["models"])
+    hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
+    shown: Columns = {**columns(rows), ">rank": lambda row: rank_link(row[0], route)}
+    body = [_model(sharding, model) for model in sharding["models"]]
+    listed = table(shown, rows, label="Shards of ranks")
+    inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")
+    return [panel("Shards of the model (FSDP2)", part(inside))]
+
+
+_HINT = "Waits: time in all-gathers, and in reductions of gradients, mean per step."
+
+
+def _model(sharding: ShardingInfo, model: ShardedModel) -> html.Div:
+    who = f"{text.ranks(model['ranks'])}: " if len(sharding["models"]) > 1 else ""
+    lines: list[Any] = [html.P(who + "; ".join(about_model(model)))]
+    if moved := per_step(sharding, model):
+        lines.append(html.P(f"Per step: {moved}"))
+    if imbalance := model["imbalance"]:
+        sentences = [html.P(marked(sentence)) for sentence in (imbalance["why"], imbalance["next"])]
+        lines.append(html.Div(sentences, className="callout warning"))
+    return html.Div(lines)
+
 
 _LINES = 6
 """Ranks whose memory is drawn."""
@@ -136,7 +160,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if memory is None:
         none = f"No rank has sent a sample of its memory{' yet' * (view['state'] in RUNNING)}."
         body.append(part(html.P(none, id="memory-missing", className="empty")))
-        return html.Div([*body, *shards.panels(view["sharding"], route)])
+        return html.Div([*body, *panels(view["sharding"], route)])
     body += [
         part(html.Div(view["wrong"], id="memory-filter", className="problem", role="alert")),
         axis.panel(view, route),
@@ -148,7 +172,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         ),
         panel("Ranks", part(html.Div(_ranks(view, route), id="memory-ranks"))),
     ]
-    body += shards.panels(view["sharding"], route)
+    body += panels(view["sharding"], route)
     if view["attributions"]:
         rows = _collectives(view["attributions"], route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))

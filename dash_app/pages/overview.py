@@ -18,7 +18,7 @@ from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
-from traceml_ray.views.nodes import nodes
+from traceml_ray.views.ranks import nodes
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_stage
 

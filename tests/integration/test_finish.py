@@ -22,10 +22,10 @@ from sessions import check_ledger
 
 from traceml_ray import wire
 from traceml_ray.launchers.control import ask_finish
-from traceml_ray.ray.actor_factory import ensure_relay
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import NAMESPACE
+from traceml_ray.ray.membership import ensure_relay
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, holder, prepare
 

@@ -21,10 +21,10 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
-from traceml_ray.terminal.keys import Control, Keys, press
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.screen import Screen
 from traceml_ray.terminal.snapshot import PANES, Choice, Snapshot, take
+from traceml_ray.terminal.top import Control, Keys, press
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 

@@ -32,7 +32,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import FORWARD_BEGIN
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.launchers import ray_train, train_callback, train_run
+from traceml_ray.launchers import ray_train, train_callback
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.ray import config
@@ -341,15 +341,15 @@ class Aggregator:
         return answer
 
 
-def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_run.RunReporter:
-    monkeypatch.setattr(train_run, "find_aggregator", lambda _: aggregator)
-    monkeypatch.setattr(train_run.ray, "get", lambda ref, **_: ref)
+def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_callback.RunReporter:
+    monkeypatch.setattr(train_callback, "find_aggregator", lambda _: aggregator)
+    monkeypatch.setattr(train_callback.ray, "get", lambda ref, **_: ref)
     patience = 30 if aggregator else 0.3
     for name in ("STARTING_S", "ANSWER_S", "WORD_S"):
-        monkeypatch.setattr(train_run, name, patience)
+        monkeypatch.setattr(train_callback, name, patience)
     for name in ("RETRY_S", "ASK_S"):
-        monkeypatch.setattr(train_run, name, 0.001)
-    return train_run.RunReporter(CONFIG, "job")
+        monkeypatch.setattr(train_callback, name, 0.001)
+    return train_callback.RunReporter(CONFIG, "job")
 
 
 def event(message: str) -> wire.Event:

@@ -22,7 +22,7 @@ from traceml_ray.exports.tables import Chosen
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS, STAGES
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.traces.event_file import Event, write_events
+from traceml_ray.traces.trace import Event, write_events
 
 _CHUNKS = 4096
 """Batches that are read at a time."""

@@ -21,7 +21,6 @@ import ray
 from traceml_ray import __version__, wire
 from traceml_ray.codec import ready
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S, failed
-from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import (
     aggregator_name,
@@ -30,7 +29,7 @@ from traceml_ray.ray.discovery import (
     is_restarted,
     relay_folder,
 )
-from traceml_ray.ray.membership import Membership
+from traceml_ray.ray.membership import Membership, make
 
 if TYPE_CHECKING:
     from traceml_ray.store.session import SessionFolder

@@ -26,7 +26,7 @@ from typing import Any
 
 from traceml_ray.agent.ending import end_as_interrupted
 from traceml_ray.errors import Errors
-from traceml_ray.ray.attachment import FILE, Attachment
+from traceml_ray.ray.config import FILE, Attachment
 from traceml_ray.ray.connection import attach, raylet_answers, set_environ
 from traceml_ray.store.session import read_json
 
@@ -110,7 +110,7 @@ class AttachedChannel:
             _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
             os.register_at_fork(after_in_child=lambda: self._quietly(_keep_for_good, ray))
             self._quietly(_stop_printing_errors, ray)
-        from traceml_ray.ray.actor_channel import ActorChannel
+        from traceml_ray.ray.actor_calls import ActorChannel
 
         channel = ActorChannel(self._session)
         channel.errors = self.errors

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from traceml_ray.ray.attachment import Attachment
+from traceml_ray.ray.config import Attachment
 from traceml_ray.ray.discovery import NAMESPACE
 
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

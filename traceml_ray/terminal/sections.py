@@ -15,7 +15,7 @@ from traceml_ray.reports.headlines import also, part_of
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.severity import tone_of
 from traceml_ray.stages import STAGES
-from traceml_ray.views.nodes import evidence_of, worst_first
+from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.severity import SIGNS
 from traceml_ray.views.state import RUN_OVER
 from traceml_ray.views.values import natural, number

@@ -17,18 +17,16 @@ from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
 from traceml_ray.store.step_shapes import StepTimes, Throughput
 from traceml_ray.store.summary_shape import ShardingInfo
-from traceml_ray.views.conclusion import concluded
-from traceml_ray.views.events import events_of
+from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.health import health
-from traceml_ray.views.incident import incident
-from traceml_ray.views.nodes import nodes
-from traceml_ray.views.ranks import rank_rows
+from traceml_ray.views.ranks import nodes, rank_rows
 from traceml_ray.views.run_state import SLOW_RANKS, RunState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import (
     BADGES,
     RUN_OVER,
     began_text,
+    concluded,
     coverage_text,
     session_facts,
     state_of,
