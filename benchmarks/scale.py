@@ -28,8 +28,8 @@ from figures import machine
 from ray_cluster import actor_processes, fake_cluster
 
 from traceml_ray import wire
-from traceml_ray.driver import Session
 from traceml_ray.identity import RankIdentity
+from traceml_ray.live_session import Session
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings

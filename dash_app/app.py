@@ -27,9 +27,10 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
+from traceml_ray.text import natural
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep
-from traceml_ray.views.values import natural, whole
+from traceml_ray.views.values import whole
 
 from . import listing, shell, zone
 from .components import Chart, Content

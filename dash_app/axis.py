@@ -17,9 +17,9 @@ from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.present import present
+from traceml_ray.reports.severity import severity
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.severity import severity
 from traceml_ray.views.values import Array, rounded, whole
 
 from . import figures

@@ -13,7 +13,7 @@ from dash.development.base_component import Component
 from traceml_ray import text
 from traceml_ray.reports import drawing
 from traceml_ray.reports.deaths import place_words
-from traceml_ray.reports.summary import moment
+from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
 
 from . import figures, zone

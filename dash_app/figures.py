@@ -16,13 +16,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.quantities import Quantity
 from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import BLUE as BLUE
-from traceml_ray.reports.drawing import GREEN as GREEN
-from traceml_ray.reports.drawing import GREY as GREY
-from traceml_ray.reports.drawing import ORANGE as ORANGE
-from traceml_ray.reports.drawing import RED as RED
-from traceml_ray.reports.drawing import ROSE as ROSE
-from traceml_ray.reports.drawing import STAGES as STAGES
+from traceml_ray.reports.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
 from traceml_ray.views.values import Array, brief, rounded
 
 from . import zone

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.views.values import natural, whole
+from traceml_ray.text import natural
+from traceml_ray.views.values import whole
 
 from .components import aria, link
 from .route import Route

@@ -12,8 +12,9 @@ from traceml_ray import text
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import also, cost, lost, named, part_of, wasted
 from traceml_ray.reports.layer_report import sentence
-from traceml_ray.reports.severity import sign_of
+from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.store.profiles import Profile
+from traceml_ray.text import natural
 from traceml_ray.views.events import incident
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import (
@@ -25,10 +26,8 @@ from traceml_ray.views.state import (
     session_facts,
     state_of,
     state_text,
-    tone_of,
     why_text,
 )
-from traceml_ray.views.values import natural
 
 from . import profiles, zone
 from .components import Content, aria, copying, dated, link, marked, part

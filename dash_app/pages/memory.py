@@ -15,12 +15,12 @@ from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, Memory, RankMemory
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.run_facts import moment
+from traceml_ray.reports.severity import SIGNS
 from traceml_ray.reports.sharding import Row, about_model, columns, per_step
-from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
 from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.severity import SIGNS
 from traceml_ray.views.state import RUNNING
 
 from .. import axis, bundles, figures, listing

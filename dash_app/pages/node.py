@@ -11,9 +11,10 @@ from traceml_ray import text, wire
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store import query
+from traceml_ray.text import natural
 from traceml_ray.views.ranks import nodes, position
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import as_dict, by_rank, natural, number, rounded
+from traceml_ray.views.values import as_dict, by_rank, number, rounded
 
 from .. import axis, figures
 from ..components import (

@@ -22,7 +22,8 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.store.bundles import Bundle, bundles_of
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 WORLD, FAILS = 2, 1
 GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")

@@ -34,8 +34,8 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from ray_cluster import FakeCluster, fake_cluster, until
 
 import traceml_ray
-from traceml_ray.driver import Session
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook
+from traceml_ray.live_session import Session
 from traceml_ray.ray.config import current_config
 from traceml_ray.ray.discovery import find_aggregator
 

@@ -21,7 +21,8 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.summary import summarize
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 RANKS, LONG, SHORT = 4, 1000, 200
 PER_TOKEN_MS = 0.02

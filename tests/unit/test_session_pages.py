@@ -36,9 +36,10 @@ from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.text import natural
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
-from traceml_ray.views.values import by_stage, natural
+from traceml_ray.views.values import by_stage
 
 DRAWN = ("heat", "columns", "nodes", "tiles")
 

@@ -25,20 +25,8 @@ from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
 from traceml_ray.store import results, step_shapes, summary_shape
-from traceml_ray.store.commands import Discard as Discard
-from traceml_ray.store.commands import Dump as Dump
-from traceml_ray.store.commands import ReadFile as ReadFile
-from traceml_ray.store.commands import RemoveProfile as RemoveProfile
-from traceml_ray.store.commands import Snapshot as Snapshot
-from traceml_ray.store.commands import StartLayers as StartLayers
-from traceml_ray.store.commands import StartProfile as StartProfile
-from traceml_ray.store.file_questions import Bundles as Bundles
-from traceml_ray.store.file_questions import Profiles as Profiles
-from traceml_ray.store.file_questions import ReadBundle as ReadBundle
-from traceml_ray.store.file_questions import ReadProfile as ReadProfile
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.request import A as A
-from traceml_ray.store.request import Request as Request
+from traceml_ray.store.request import A, Request
 
 _ARRAY = 1
 """The extension of msgpack that an array is."""

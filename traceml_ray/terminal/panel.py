@@ -16,12 +16,12 @@ from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.severity import SIGNS
 from traceml_ray.reports.sharding import sharding_facts
 from traceml_ray.stages import STAGES
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
 from traceml_ray.views.ranks import NAMED, SERVES, SILENT, evidence_of, worst_first
-from traceml_ray.views.severity import SIGNS
 from traceml_ray.views.state import OVER
 
 from . import sections

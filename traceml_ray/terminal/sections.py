@@ -13,12 +13,12 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import also, part_of
 from traceml_ray.reports.memory import first_words
-from traceml_ray.reports.severity import tone_of
+from traceml_ray.reports.severity import SIGNS, tone_of
 from traceml_ray.stages import STAGES
+from traceml_ray.text import natural
 from traceml_ray.views.ranks import evidence_of, worst_first
-from traceml_ray.views.severity import SIGNS
 from traceml_ray.views.state import RUN_OVER
-from traceml_ray.views.values import natural, number
+from traceml_ray.views.values import number
 
 from .lines import HEAD, MARK, QUIET, TONES, Section, cut, fit, flow, table, wrap
 from .snapshot import Choice, Snapshot

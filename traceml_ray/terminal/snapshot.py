@@ -12,7 +12,7 @@ from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
-from traceml_ray.reports.severity import sign_of
+from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
 from traceml_ray.store.step_shapes import StepTimes, Throughput
@@ -31,7 +31,6 @@ from traceml_ray.views.state import (
     session_facts,
     state_of,
     state_text,
-    tone_of,
     why_text,
 )
 

@@ -14,7 +14,8 @@ from traceml_ray import text
 from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.present import present
-from traceml_ray.reports.summary import moment
+from traceml_ray.reports.run_facts import moment
+from traceml_ray.reports.severity import severity
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import DeathInfo
@@ -22,7 +23,6 @@ from traceml_ray.views.state import RUN_OVER, state_of
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .severity import severity
 
 _QUIET = {"exit", "relay_start", "process_ended", "attach", "bundle_request"}
 """Kinds that are shown only with a message."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.reports.summary import overhead_of
+from traceml_ray.reports.run_facts import overhead_of
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
 

@@ -15,10 +15,11 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
+from traceml_ray.text import natural
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .values import natural, number, rounded
+from .values import number, rounded
 
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"

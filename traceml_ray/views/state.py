@@ -15,8 +15,7 @@ from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.headlines import coverage, restarted, since
-from traceml_ray.reports.severity import tone_of as tone_of
-from traceml_ray.reports.summary import moment
+from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import query
 from traceml_ray.store.session import start_text
 

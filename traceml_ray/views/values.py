@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from traceml_ray.stages import STAGES
-from traceml_ray.text import natural as natural
 
 Array = np.ndarray[Any, Any]
 

@@ -22,9 +22,9 @@ from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
 from traceml_ray.reports.profiles import by_operation
+from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
-from traceml_ray.reports.summary import moment
 from traceml_ray.reports.tiles import tiles
 from traceml_ray.store.step_shapes import DeathInfo
 
