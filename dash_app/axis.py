@@ -15,6 +15,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.reports import drawing
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import severity
@@ -206,12 +207,12 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
         "fillcolor": "rgba(139,147,156,.22)",
         "line": {"width": 0},
     }
-    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": figures.BLUE, "width": 2}}
+    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": drawing.BLUE, "width": 2}}
     shapes = [{**dim, "x0": ends[0], "x1": low}, {**dim, "x0": high, "x1": ends[1]}]
     shapes += [{**edge, "x0": step, "x1": step} for step in (low, high)]
     middle = ((spine["first"] + spine["last"]) // 2).tolist()
     line = {"type": "scatter", "mode": "lines", "name": "step", "x": middle, "y": rounded(spine["step_ms"])}
-    style = {"line": {"width": 1.2, "color": figures.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
+    style = {"line": {"width": 1.2, "color": drawing.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
     meta = {"axis": "step", "steps": spine["last"].tolist(), "t_ms": None}
     if spine["t_ns"] is not None:
         meta["t_ms"] = (spine["t_ns"] // 1_000_000).tolist()

@@ -248,7 +248,7 @@ def spark(values: Sequence[float | None], text: str, between: tuple[float, float
     if not path:
         return html.Span(className="spark")
     around = {"viewBox": f"0 0 {width} {height}", "preserveAspectRatio": "none", "className": "spark"}
-    line = {"d": path, "fill": "none", "stroke": figures.BLUE, "strokeWidth": 1.5}
+    line = {"d": path, "fill": "none", "stroke": drawing.BLUE, "strokeWidth": 1.5}
     drawn = ["path", {**line, "vectorEffect": "non-scaling-stroke"}]
     return Content("", ["svg", {**around, "role": "img", **aria(label=text)}, drawn])
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis import row_layout
+from traceml_ray.reports import drawing
 from traceml_ray.stages import STAGES
 from traceml_ray.views.values import Array, rounded
 
@@ -21,7 +22,7 @@ FEW = 32
 """Rows that are high enough for spans under the stages."""
 _FEW_PX, _MANY_PX, _AXES_PX = 22, 9, 46
 _LABELS = 40
-_SPANS = figures.ROSE, figures.GREEN, figures.ORANGE, "#6b7785", figures.BLUE
+_SPANS = drawing.ROSE, drawing.GREEN, drawing.ORANGE, "#6b7785", drawing.BLUE
 
 
 class Row(NamedTuple):
@@ -84,7 +85,7 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
     traces = [
         _bars(
             name,
-            figures.STAGES[name],
+            drawing.STAGES[name],
             [row_of_rank[rank] for rank in whose],
             begins[:, column],
             stages[:, column],

@@ -15,7 +15,7 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
-from traceml_ray.reports import heat_rows
+from traceml_ray.reports import drawing, heat_rows
 from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, css
 from traceml_ray.reports.heat_rows import HEIGHT, Row
 
@@ -120,7 +120,7 @@ def _about(heat: Mapping[str, Any], row: Row, edge: int) -> dict[str, Any]:
 
 
 def _line(y: float) -> dict[str, Any]:
-    line = {"width": 1.5, "color": figures.GREY}
+    line = {"width": 1.5, "color": drawing.GREY}
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
 
 

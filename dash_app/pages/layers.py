@@ -11,6 +11,7 @@ from dash import html
 from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layer, Layers
 from traceml_ray.layer_messages import MAX_LAYER_STEPS
+from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import icicle
 from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.store import query
@@ -143,7 +144,7 @@ def _icicle(layers: Layers, route: Route) -> Any:
         figure,
         "Time of each layer with the layers inside it",
         route,
-        colours={"takes longer on one rank": figures.ORANGE} if named - {None} else None,
+        colours={"takes longer on one rank": drawing.ORANGE} if named - {None} else None,
         height=60 + 26 * rows,
         rows=_tree(layers),
     )

@@ -13,6 +13,7 @@ from traceml_ray import text
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.codec import ready
+from traceml_ray.reports import drawing
 from traceml_ray.reports.heat_rows import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
@@ -153,7 +154,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision, frame),
             "Exposed time of each stage by step, stacked",
             route,
-            series=figures.STAGES,
+            series=drawing.STAGES,
         ),
         chart(
             "timeline",
@@ -161,7 +162,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             figures.timeline(steps, columns, view["events"], frame),
             "Busy time of the median and the worst rank by step",
             route,
-            series={"worst": figures.ORANGE, "median": figures.BLUE, figures.BAND: "#3b82c466"},
+            series={"worst": drawing.ORANGE, "median": drawing.BLUE, figures.BAND: "#3b82c466"},
         ),
         chart(
             "skew",
@@ -171,13 +172,13 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
                 {"ranks": columns.get("global_pct", ()), "nodes": columns.get("node_pct", ())},
                 "skew %",
                 unit="%",
-                colours=(figures.ORANGE, figures.BLUE),
+                colours=(drawing.ORANGE, drawing.BLUE),
                 revision=revision,
                 frame=frame,
             ),
             "How far the worst rank and the slowest node are over the others, by step",
             route,
-            series={"ranks": figures.ORANGE, "nodes": figures.BLUE},
+            series={"ranks": drawing.ORANGE, "nodes": drawing.BLUE},
             tall="low",
         ),
     ]

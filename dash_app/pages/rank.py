@@ -12,6 +12,7 @@ from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.reports import drawing
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
@@ -167,7 +168,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
         html.Div(
-            [_stage_chart(*stage, view, route) for stage in figures.STAGES.items() if view["stages"]],
+            [_stage_chart(*stage, view, route) for stage in drawing.STAGES.items() if view["stages"]],
             className="grid three",
         ),
         panel(
@@ -242,7 +243,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
         return []
     both = {}
     for clock, rows in (("GPU", view["stages"]), ("host", view["host"])):
-        row = {stage: mean(rows[stage]) for stage in figures.STAGES}
+        row = {stage: mean(rows[stage]) for stage in drawing.STAGES}
         both[f"{clock}, {text.ms(sum(row.values()))} "] = row
     return [
         chart(
@@ -251,7 +252,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
             figures.rows(both, revision=route.key),
             "Mean time of each stage on the clock of the GPU, and under it on that of its host",
             route,
-            series=figures.STAGES,
+            series=drawing.STAGES,
             tall="low",
         )
     ]
@@ -260,7 +261,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
 def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route) -> Chart:
     lines = {"its host": view["host"], "this rank": view["stages"], "median rank": view["median"]}
     shown = {name: rows[stage] for name, rows in lines.items() if rows is not None}
-    colours = {"its host": figures.GREEN, "this rank": colour, "median rank": figures.ROSE}
+    colours = {"its host": drawing.GREEN, "this rank": colour, "median rank": drawing.ROSE}
     colours = {name: colours[name] for name in shown}
     return chart(
         f"stage-{stage}",

@@ -10,7 +10,7 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.reports import comparison
+from traceml_ray.reports import comparison, drawing
 from traceml_ray.reports.comparison_text import change, label, range_of, render_value
 from traceml_ray.reports.listing import Entry, entries, found_in, names
 from traceml_ray.reports.severity import severity
@@ -38,7 +38,7 @@ __all__ = ["data", "layout", "names", "side"]
 SIDES = "ab"
 _ANEW = 1.1
 """A run that has grown by this is compared anew."""
-_COLOURS = {"a": figures.BLUE, "b": figures.ORANGE}
+_COLOURS = {"a": drawing.BLUE, "b": drawing.ORANGE}
 _CURVES = {
     "step_ms": ("Step", "ms"),
     "worst_over": ("Worst ÷ median rank", "×"),

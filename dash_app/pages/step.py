@@ -9,13 +9,14 @@ import numpy as np
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.reports import drawing
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import OneStep
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole
 
-from .. import figures, gantt
+from .. import gantt
 from ..components import Columns, chart, facts, link, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
@@ -62,7 +63,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             gantt.figure(step, drawn),
             "Stages of each rank in this step, from where it left the exchange before",
             route,
-            series=figures.STAGES,
+            series=drawing.STAGES,
             colours=gantt.spans(step) if len(drawn) <= gantt.FEW else None,
             height=gantt.height(drawn),
             rows=_table(view, step, route),

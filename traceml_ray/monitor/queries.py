@@ -17,8 +17,8 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
 from traceml_ray.store.profiles import remove_profile
+from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.request import Request
 from traceml_ray.store.runs import has_ended, is_over
 from traceml_ray.store.writer import SessionWriter
 

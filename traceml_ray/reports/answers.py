@@ -27,9 +27,8 @@ from traceml_ray.reports.throughput import StoredWork
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories
-from traceml_ray.store.query import OfRun, Page, QueryError
+from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, shown
-from traceml_ray.store.request import Request
 from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json

@@ -10,7 +10,7 @@ from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_sample import sampled
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
-from traceml_ray.store.request import Request
+from traceml_ray.store.query import Request
 
 
 def _times(of: RunSteps, asked: query.Times, whole: bool) -> dict[str, Any]:

@@ -5,16 +5,16 @@ A question is a `Request` struct, declared with the type of its answer. `ask` en
 carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
 session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
 
-Commands are in `store.commands`, questions about bundles and profiles in `store.file_questions`. What is
-asked of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of
-`ray.aggregator`.
+A command (`StartProfile`, `Dump`, …) is a request that changes something, and only a session that runs obeys
+it. What is asked of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are
+calls of `ray.aggregator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, Generic, Union, get_args
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args
 
 import msgspec
 import numpy as np
@@ -24,9 +24,17 @@ from traceml_ray.analysis import layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
-from traceml_ray.store import results, step_shapes, summary_shape
+from traceml_ray.store import profiles, results, step_shapes, summary_shape
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.request import A, Request
+
+A = TypeVar("A", covariant=True)
+
+
+class Request(
+    msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=True, forbid_unknown_fields=True
+):
+    """A question, answered with an `A`."""
+
 
 _ARRAY = 1
 """The extension of msgpack that an array is."""
@@ -253,6 +261,79 @@ class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     rank: Int64 = 0
     first: Int64 = 0
     last: Int64 = 0
+
+
+class Bundles(Request[list[results.BundleInfo]], frozen=True):
+    """What was kept of incidents, the oldest first."""
+
+
+class ReadBundle(Request[bytes], frozen=True):
+    """At most `n` bytes of a file of a bundle, from `offset` on; none beyond its end."""
+
+    bundle: str
+    name: str
+    offset: Count
+    n: Count
+
+
+class Profiles(Request[profiles.Profiles], frozen=True):
+    """The profiles of the session, and the one that is being made."""
+
+
+class ReadProfile(Request[bytes], frozen=True):
+    """At most `n` bytes of a file of a profile, from `offset` on; none beyond its end."""
+
+    profile: str
+    name: str
+    offset: Count
+    n: Count
+
+
+class Dump(Request[None], frozen=True):
+    """
+    Make a bundle, with the stacks of all ranks; `id` will be in it. The same `id` again makes no other one,
+    and is refused with the reason once that one could not be made.
+    """
+
+    id: wire.Name
+
+
+class StartProfile(Request[None], frozen=True):
+    """Have steps profiled, when those asked for before are; `id` will be in the profile."""
+
+    id: wire.Name
+    request: wire.ProfileRequest
+
+
+class StartLayers(Request[None], frozen=True):
+    """Have the layers of some steps measured; `id` will be in what is measured."""
+
+    id: wire.Name
+    request: wire.LayersRequest
+
+
+class RemoveProfile(Request[bool], frozen=True):
+    """Remove a profile; whether there was one of that id."""
+
+    id: str
+
+
+class Snapshot(Request[str], frozen=True):
+    """Make a copy of the session file as it stands, and write the reports of the same; its name."""
+
+
+class ReadFile(Request[bytes], frozen=True):
+    """At most `n` bytes of a copy or of a report, from `offset` on; none beyond its end."""
+
+    name: str
+    offset: Count
+    n: Count
+
+
+class Discard(Request[None], frozen=True):
+    """Remove a copy."""
+
+    name: str
 
 
 class Asked(msgspec.Struct):

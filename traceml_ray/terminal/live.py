@@ -4,11 +4,9 @@ The live view of `--live`: a process of its own that draws beneath the output of
 It is in a session of its own, so that Ctrl-C is the job's alone, and ends when its stdin is closed. That is
 when the launcher has ended, however it did: so the terminal is always put back as it was.
 
-A panel in the lowest lines of a terminal, beneath what other processes write to it.
-
-What they write goes there as ever, through no pipe: the terminal itself scrolls it in the lines above the
-panel (DECSTBM). A frame is one write that saves the cursor, draws, and puts the cursor back where it was. The
-kernel lets no other write come in between, so neither tears the other.
+What other processes write goes to the terminal as ever, through no pipe: the terminal itself scrolls it in
+the lines above the panel (DECSTBM). A frame is one write that saves the cursor, draws, and puts the cursor
+back where it was. The kernel lets no other write come in between, so neither tears the other.
 """
 
 from __future__ import annotations

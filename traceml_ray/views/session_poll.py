@@ -20,8 +20,7 @@ from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.store import query
-from traceml_ray.store.query import QueryError
-from traceml_ray.store.request import A, Request
+from traceml_ray.store.query import A, QueryError, Request
 from traceml_ray.store.results import RunInfo, Status
 from traceml_ray.store.step_shapes import DeathInfo
 
