@@ -12,14 +12,15 @@ FLOORS = {"torch": (2, 4), "ray": (2, 51)}
 def too_old(package: str) -> str:
     """Return what is wrong with the installed `package`, found without importing it; "" where it will do."""
     try:
-        found = metadata.distribution(package)
+        installed = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return ""  # where it is needed, its import says so
-    if not (release := release_of(found.version)) or release >= FLOORS[package]:
+    if not (release := release_of(installed.version)) or release >= FLOORS[package]:
         return ""
     floor = ".".join(map(str, FLOORS[package]))
+    where = installed.locate_file("")
     return (
-        f"traceml-ray needs {package} {floor} or newer and found {found.version} in {found.locate_file('')}; "
+        f"traceml-ray needs {package} {floor} or newer and found {installed.version} in {where}; "
         f"pip install -U '{package}>={floor}'"
     )
 

@@ -44,12 +44,12 @@ class Rank:
     @property
     def status(self) -> wire.Capture:
         self.captures.turn()
-        found = self.captures.status
-        assert found is not None
-        return found
+        status = self.captures.status
+        assert status is not None
+        return status
 
     def trace(self) -> dict[str, Any]:
         """Return what has been sent."""
         data = b"".join(piece.data for piece in self.captures.pieces(1000))
-        found: dict[str, Any] = json.loads(gzip.decompress(data))
-        return found
+        trace: dict[str, Any] = json.loads(gzip.decompress(data))
+        return trace

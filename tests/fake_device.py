@@ -112,10 +112,10 @@ class FakeDevice:
         self._called("elapsed_ns")
         if max(self.events[since], self.events[until]) > self.now:
             return None
-        found = (self.events[until] - self.events[since]) * (1 + self.drift)
+        elapsed_ms = (self.events[until] - self.events[since]) * (1 + self.drift)
         if self.rounds:
-            found = struct.unpack("f", struct.pack("f", found / 1e6))[0] * 1e6
-        return round(found)
+            elapsed_ms = struct.unpack("f", struct.pack("f", elapsed_ms / 1e6))[0] * 1e6
+        return round(elapsed_ms)
 
     def _record(self, slot: int, stream: object) -> None:
         self.events[slot] = max(self.ends[stream], self.now + self.epsilon_ns)

@@ -54,20 +54,20 @@ def mutated(draw: st.DrawFn, data: bytes, pieces: list[bytes] | None = None) -> 
     """Return `data` with bytes changed, cut, doubled, and pieces (BOMBS) put in."""
     changed = bytearray(data)
     for kind in draw(st.lists(st.sampled_from("fffctdip"), min_size=1, max_size=6)):
-        at = draw(st.integers(0, max(0, len(changed) - 1)))
-        end = min(len(changed), at + draw(st.integers(0, 40)))
+        begin = draw(st.integers(0, max(0, len(changed) - 1)))
+        end = min(len(changed), begin + draw(st.integers(0, 40)))
         if kind == "f" and changed:
-            changed[at] = draw(st.integers(0, 255))
+            changed[begin] = draw(st.integers(0, 255))
         elif kind == "c":
-            del changed[at:]
+            del changed[begin:]
         elif kind == "t":
-            del changed[at:end]
+            del changed[begin:end]
         elif kind == "d":
-            changed[at:at] = changed[at:end]
+            changed[begin:begin] = changed[begin:end]
         elif kind == "i":
-            changed[at:at] = draw(st.binary(max_size=8))
+            changed[begin:begin] = draw(st.binary(max_size=8))
         elif kind == "p":
-            changed[at : at + 1] = draw(st.sampled_from(pieces or BOMBS))
+            changed[begin : begin + 1] = draw(st.sampled_from(pieces or BOMBS))
     return bytes(changed)
 
 

@@ -96,11 +96,11 @@ def loops(browser: webdriver.Chrome, act: Callable[[], Any]) -> float:
     Return what `act` costs the page's main thread, in runs of a loop that takes a third of a second or so. No
     task in it is longer, on any machine.
     """
-    at = [metrics(browser)["TaskDuration"]]
+    durations = [metrics(browser)["TaskDuration"]]
     for what in (act, lambda: browser.execute_script(_LOOP)):
         what()
-        at.append(metrics(browser)["TaskDuration"])
-    return (at[1] - at[0]) / (at[2] - at[1])
+        durations.append(metrics(browser)["TaskDuration"])
+    return (durations[1] - durations[0]) / (durations[2] - durations[1])
 
 
 def answers(port: int) -> bool:
@@ -149,7 +149,7 @@ def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
             screen(browser, width)
             wear(browser, theme)
             until(browser, lambda: browser.execute_script(WIDTH) <= 0)
-            assert (found := browser.execute_script(FAULTS)) == [], found
+            assert (faults := browser.execute_script(FAULTS)) == [], faults
     finally:
         as_started(browser)
 

@@ -31,9 +31,9 @@ def window(
         mean = forward + backward
         squares = steps * (mean**2 + (noise * mean) ** 2) * 1e12
         kind = OTHERS if name == REST else "Linear"
-        own = name if name != REST else ""
+        layer_name = name if name != REST else ""
         ns = [round(steps * ms * MS) for ms in (forward, backward)]
-        layers.append(LayerSum(own, kind, "", steps, 0, *ns, squares, 1000, 400, None))
+        layers.append(LayerSum(layer_name, kind, "", steps, 0, *ns, squares, 1000, 400, None))
     usual: dict[str, Any] = {
         "number": 0, "t_ns": 0, "first_step": 8, "last_step": 90, "every": 2, "clock": "host",
         "accelerated": False, "waits": False, "cost_ns": 2 * MS, "spent_ns": 100 * MS,

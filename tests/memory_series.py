@@ -41,13 +41,13 @@ def on_device(
     """
     allocated = np.asarray(allocated, np.float64)
     reserved = np.maximum.accumulate(1.5 * allocated) if held is None else held + np.zeros(len(allocated))
-    own = reserved + gap
+    used = reserved + gap
     columns = {
         "allocated_bytes": allocated,
         "reserved_bytes": reserved,
-        "process_bytes": own,
-        "device_used_bytes": own,
-        "device_total_bytes": np.full(len(own), total),
+        "process_bytes": used,
+        "device_used_bytes": used,
+        "device_total_bytes": np.full(len(used), total),
     }
     return _series(rank, {**columns, **more}, node, device, every_s, start_s, first_step_s, bound_s, process)
 

@@ -43,15 +43,15 @@ class Library:
 
     def function(self, name: str) -> Callable[..., int]:
         """Return what the binding calls by that name."""
-        found = getattr(self, f"_{name.removesuffix('_v2').removesuffix('_v3')}", None)
-        if found is None or name in self.lacks:
+        function = getattr(self, f"_{name.removesuffix('_v2').removesuffix('_v3')}", None)
+        if function is None or name in self.lacks:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
         def call(*args: Any) -> int:
             if not args or not isinstance(args[0], pynvml.c_nvmlDevice_t):
-                return found(*args) or 0
+                return function(*args) or 0
             card = self.cards[(ctypes.cast(args[0], ctypes.c_void_p).value or 0) - 1]
-            return card.codes.get(name) or found(card, *args[1:]) or 0
+            return card.codes.get(name) or function(card, *args[1:]) or 0
 
         return call
 
@@ -83,30 +83,30 @@ class Library:
         now._obj.value = pending._obj.value = card.mig or 0
         return NOT_SUPPORTED if card.mig is None else 0
 
-    def _nvmlDeviceGetUtilizationRates(self, card: Card, found: Any) -> int:
-        found._obj.gpu = card.util
+    def _nvmlDeviceGetUtilizationRates(self, card: Card, result: Any) -> int:
+        result._obj.gpu = card.util
         return NOT_SUPPORTED if card.mig else 0
 
-    def _nvmlDeviceGetMemoryInfo(self, card: Card, found: Any) -> None:
-        found._obj.used, found._obj.total = card.memory
+    def _nvmlDeviceGetMemoryInfo(self, card: Card, result: Any) -> None:
+        result._obj.used, result._obj.total = card.memory
 
-    def _nvmlDeviceGetPowerUsage(self, _: Card, found: Any) -> None:
-        found._obj.value = 650_500
+    def _nvmlDeviceGetPowerUsage(self, _: Card, result: Any) -> None:
+        result._obj.value = 650_500
 
-    def _nvmlDeviceGetEnforcedPowerLimit(self, _: Card, found: Any) -> None:
-        found._obj.value = 700_000
+    def _nvmlDeviceGetEnforcedPowerLimit(self, _: Card, result: Any) -> None:
+        result._obj.value = 700_000
 
-    def _nvmlDeviceGetTemperature(self, _: Card, sensor: Any, found: Any) -> None:
-        found._obj.value = 61 if sensor.value == 0 else 0
+    def _nvmlDeviceGetTemperature(self, _: Card, sensor: Any, result: Any) -> None:
+        result._obj.value = 61 if sensor.value == 0 else 0
 
-    def _nvmlDeviceGetClockInfo(self, _: Card, kind: Any, found: Any) -> None:
-        found._obj.value = 1200 if kind.value == 1 else 0
+    def _nvmlDeviceGetClockInfo(self, _: Card, kind: Any, result: Any) -> None:
+        result._obj.value = 1200 if kind.value == 1 else 0
 
-    def _nvmlDeviceGetMaxClockInfo(self, _: Card, kind: Any, found: Any) -> None:
-        found._obj.value = 1980 if kind.value == 1 else 0
+    def _nvmlDeviceGetMaxClockInfo(self, _: Card, kind: Any, result: Any) -> None:
+        result._obj.value = 1980 if kind.value == 1 else 0
 
-    def _nvmlDeviceGetCurrentClocksEventReasons(self, card: Card, found: Any) -> None:
-        found._obj.value = card.reasons
+    def _nvmlDeviceGetCurrentClocksEventReasons(self, card: Card, result: Any) -> None:
+        result._obj.value = card.reasons
 
     _nvmlDeviceGetCurrentClocksThrottleReasons = _nvmlDeviceGetCurrentClocksEventReasons
 
@@ -120,12 +120,12 @@ class Library:
             elif kind >= 0:
                 value.valueType, value.value.ullVal = kind, number
 
-    def _nvmlDeviceGetComputeRunningProcesses(self, card: Card, count: Any, found: Any) -> int:
-        if found is None:
+    def _nvmlDeviceGetComputeRunningProcesses(self, card: Card, count: Any, result: Any) -> int:
+        if result is None:
             count._obj.value = len(card.processes)
             return INSUFFICIENT if card.processes else 0
         count._obj.value = len(card.processes)
-        for slot, (pid, memory) in zip(found, card.processes, strict=False):
+        for slot, (pid, memory) in zip(result, card.processes, strict=False):
             slot.pid, slot.usedGpuMemory = pid, memory
         return 0
 

@@ -49,12 +49,12 @@ def private_ray() -> Iterator[PrivateRay]:
 def members(cluster: PrivateRay, name: str = "") -> list[psutil.Process]:
     """Return the cluster's processes, or its actors of that class."""
     assert cluster._process is not None
-    found = []
+    processes = []
     for process in session_members(cluster._process.pid):
         with contextlib.suppress(psutil.Error):
             if not name or is_actor(process, name):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Session:
 
     def keys(self, rank: int = 0) -> list[int]:
         with SessionFile(self.folder / DATABASE) as file:
-            (keys,) = (found.keys.tolist() for found in file.rows()[0] if found.rank == rank)
+            (keys,) = (rank_rows.keys.tolist() for rank_rows in file.rows()[0] if rank_rows.rank == rank)
             return list(keys)
 
     def finish(self) -> wire.Finished:

@@ -19,18 +19,18 @@ ROW = [10 * MS, 10 * MS, 0, 40 * MS, 30 * MS, 10 * MS]
 
 def steps(number: int, begin_ns: int = WALL_NS, first: int = 0) -> list[ProfileStep]:
     """Return steps of 100 ms, with the rows of each."""
-    begins = [begin_ns + at * 100 * MS for at in range(number)]
+    begins = [begin_ns + number_of_step * 100 * MS for number_of_step in range(number)]
     return [
-        ProfileStep(first + at, begin, begin + 100 * MS, begin + 90 * MS, ROW)
-        for at, begin in enumerate(begins)
+        ProfileStep(first + number_of_step, begin, begin + 100 * MS, begin + 90 * MS, ROW)
+        for number_of_step, begin in enumerate(begins)
     ]
 
 
 def events(extra: int = 0, n: int = 2) -> list[dict[str, Any]]:
     """Return what a rank does in `n` of them: `extra` copies more in `forward` than others."""
     one = [operation("aten::mm", 20_000, 10_000), operation("aten::add", 60_000, 10_000)]
-    one += [operation("aten::copy_", 32_000 + 600 * at, 500) for at in range(extra)]
-    return [event | {"ts": event["ts"] + 100_000 * at} for at in range(n) for event in one]
+    one += [operation("aten::copy_", 32_000 + 600 * index, 500) for index in range(extra)]
+    return [event | {"ts": event["ts"] + 100_000 * index} for index in range(n) for event in one]
 
 
 def stored(
@@ -53,8 +53,8 @@ def stored(
         clock = {"clock_offset_ns": 0, "clock_bound_ns": 200_000}
         cost = {"start_ms": 40.0 + rank, "stop_ms": 12.5, "export_ms": 80.0}
         who = {"node": f"node-{rank // 4}", "node_id": f"node-{rank // 4}", "process": rank + 1}
-        own = {"file": path.name, "bytes": size, "total_bytes": size, "steps": [*recorded]}
-        ranks.append(RankProfile(rank, "captured", **who, **own, **clock, **cost))  # type: ignore[arg-type]
+        trace_file = {"file": path.name, "bytes": size, "total_bytes": size, "steps": [*recorded]}
+        ranks.append(RankProfile(rank, "captured", **who, **trace_file, **clock, **cost))  # type: ignore[arg-type]
     usual: dict[str, Any] = {
         "session": folder.name,
         "run": None,
@@ -66,6 +66,6 @@ def stored(
         "traceml_ray": "0",
         "ranks": ranks + about.pop("others", []),
     }
-    found = Profile(id=name, **(usual | about))
-    profiles.finish(folder, found)
-    return found
+    profile = Profile(id=name, **(usual | about))
+    profiles.finish(folder, profile)
+    return profile

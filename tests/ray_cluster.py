@@ -32,8 +32,8 @@ def until(done: Callable[[], Any], what: str, seconds: float = 60) -> Any:
     """Return the first true result of `done`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if found := done():
-            return found
+        if result := done():
+            return result
         time.sleep(0.05)
     raise AssertionError(f"{what}: not within {seconds} s")
 
@@ -116,9 +116,9 @@ def is_actor(process: psutil.Process, name: str) -> bool:
 
 def actor_processes(name: str) -> list[psutil.Process]:
     """Return the processes of Ray actors of that class which descend from this process."""
-    found = []
+    processes = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if is_actor(process, name):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes

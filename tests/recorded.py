@@ -16,10 +16,10 @@ def profiled(path: Path, work: Callable[[], object], **options: bool) -> Any:
     """Write the trace of `work` as torch exports it, and return torch's profile of it."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], **options) as found:
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
         work()
-    found.export_chrome_trace(str(path))
-    return found
+    profiler.export_chrome_trace(str(path))
+    return profiler
 
 
 def training(steps: int = 2) -> Callable[[], None]:
@@ -52,7 +52,7 @@ def operation(name: str, begin: float, length: float, **more: Any) -> dict[str, 
 
 def written(path: Path, events: Sequence[dict[str, Any]], **header: Any) -> Path:
     """Write a trace by hand; gzip where its name says so."""
-    found = {"schemaVersion": 1, "baseTimeNanoseconds": WALL_NS, **header, "traceEvents": events}
-    data = json.dumps(found, indent=1).encode()
+    document = {"schemaVersion": 1, "baseTimeNanoseconds": WALL_NS, **header, "traceEvents": events}
+    data = json.dumps(document, indent=1).encode()
     path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)
     return path

@@ -185,7 +185,7 @@ def marks_of(
     rng = np.random.default_rng(seed)
     streams = _Streams(job, (len(faults) * seeds, job.ranks))
     noise = _noise(job, seeds, rng)
-    found: list[list[tuple[np.ndarray, ...]]] = []
+    all_marks: list[list[tuple[np.ndarray, ...]]] = []
     stages: list[int] = []
     for _ in range(WARM + steps):
         host, device, exchange = next(noise)
@@ -195,18 +195,23 @@ def marks_of(
         for stage, mark in _step(job, streams, host, device, np.tile(exchange, (len(faults), 1))):
             made.append(mark)
             stages.append(stage)
-        found.append(made)
-    kept = found[WARM - 1 :]
-    host_at, device_at, took = (np.array([[mark[at] for mark in made] for made in kept]) for at in range(3))
+        all_marks.append(made)
+    kept = all_marks[WARM - 1 :]
+    host_at, device_at, took = (
+        np.array([[mark[column] for mark in made] for made in kept]) for column in range(3)
+    )
     marks = Marks(host_at, device_at, took, tuple(stages))
     return marks if job.syncs == 1 else _by_segment(marks, job.syncs)
 
 
 def _by_segment(marks: Marks, syncs: int) -> Marks:
     """Return marks of steps as those of their segments; of the first step the last one."""
-    each = len(marks.stages) // syncs
-    times = (of.reshape(-1, each, *of.shape[2:])[syncs - 1 :] for of in marks[:3])
-    return Marks(*times, marks.stages[:each])
+    per_sync = len(marks.stages) // syncs
+    times = (
+        times_of_marks.reshape(-1, per_sync, *times_of_marks.shape[2:])[syncs - 1 :]
+        for times_of_marks in marks[:3]
+    )
+    return Marks(*times, marks.stages[:per_sync])
 
 
 def _step(
@@ -216,10 +221,10 @@ def _step(
 
     def work(stage: int, after: int = 0, parts: int = 1) -> None:
         n = -(-job.kernels[stage] // parts)
-        for at in range(n):
+        for layer in range(n):
             streams.host = streams.host + host[stage] / n / parts
             streams.launch(device[stage] / n / parts)
-            if after and (at + 1) * job.buckets // n > at * job.buckets // n:
+            if after and (layer + 1) * job.buckets // n > layer * job.buckets // n:
                 streams.bucket(exchange / job.buckets)
         if not n:
             streams.host = streams.host + host[stage]
@@ -260,7 +265,7 @@ def _sharded(
     job: Job, streams: _Streams, work: Callable[..., None], exchange: np.ndarray
 ) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
     """Forward and backward whose layers wait for their parameters, and for the reduction before the last."""
-    layers, each = job.layers, exchange / (3 * job.layers)
+    layers, exchange_ms = job.layers, exchange / (3 * job.layers)
 
     def waiting(stage: int, until: np.ndarray) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
         yield stage, streams.mark()
@@ -269,21 +274,21 @@ def _sharded(
 
     ends = [streams.compute] * 2
     for _ in range(layers):
-        yield from waiting(FORWARD, streams.gathered(ends[-2], each))
+        yield from waiting(FORWARD, streams.gathered(ends[-2], exchange_ms))
         work(FORWARD, parts=layers)
         ends.append(streams.compute)
     if "loss" in job.waits:
         streams.wait()
     yield FORWARD, streams.mark()
-    there = streams.gathered(ends[-2], each)
+    there = streams.gathered(ends[-2], exchange_ms)
     for layer in range(layers):
         yield from waiting(BACKWARD, there)
         if layer < layers - 1:
-            there = streams.gathered(ends[-1], each)
+            there = streams.gathered(ends[-1], exchange_ms)
         work(BACKWARD, parts=layers)
         ends.append(streams.compute)
         before = streams.exchange
-        streams.bucket(each)
+        streams.bucket(exchange_ms)
         yield from waiting(BACKWARD, before)
     yield BACKWARD, streams.mark()
     streams.join()
@@ -296,7 +301,7 @@ def _noise(
     """Yield what the hosts (5, N, R), the devices (5, N, R) and the exchange (N, 1) take in each step."""
     shape = (LOCAL, seeds, job.ranks)
     lasting = 1 + job.spread * rng.standard_normal((2, 1, seeds, job.ranks))
-    host, device = (np.array(each, float)[:, None, None] / 1 for each in (job.host, job.device))
+    host, device = (np.array(values, float)[:, None, None] / 1 for values in (job.host, job.device))
     share = np.ones((LOCAL, 1, 1))
     share[1:] /= job.micro
     before = np.zeros(shape)
@@ -316,10 +321,10 @@ def _with(job: Job, taken: np.ndarray, faults: Sequence[Fault | None], where: st
     """Return (5, faults × N, R): what each stage takes, of a micro-batch, with each of the faults."""
     every = np.tile(taken, (1, len(faults), 1))
     seeds = taken.shape[1]
-    for at, fault in enumerate(faults):
+    for number, fault in enumerate(faults):
         if fault is not None and fault.where == where:
             for stage in fault.stages:
-                mine = every[stage, at * seeds : (at + 1) * seeds, fault.rank]
+                mine = every[stage, number * seeds : (number + 1) * seeds, fault.rank]
                 mine *= fault.times
                 mine += fault.ms / (1 if stage == POST_SYNC else job.micro)
     return every
@@ -332,28 +337,29 @@ def rows_of(marks: Marks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     count = len(marks.stages)
     host, device, lead, took = (
-        each.reshape(-1, *each.shape[2:])[count - 1 :]
-        for each in (marks.host, marks.device, marks.device - marks.host, marks.took)
+        values.reshape(-1, *values.shape[2:])[count - 1 :]
+        for values in (marks.host, marks.device, marks.device - marks.host, marks.took)
     )
-    ns = [np.diff(np.rint(each * 1e6).astype(np.int64), axis=0) for each in (device, host)]
+    ns = [np.diff(np.rint(values * 1e6).astype(np.int64), axis=0) for values in (device, host)]
     steps = len(marks.host) - 1
-    d, h = (np.zeros((6, steps, *each.shape[1:]), np.int64) for each in ns)
-    ns = [each.reshape(steps, count, *each.shape[1:]) for each in ns]
+    d, h = (np.zeros((6, steps, *values.shape[1:]), np.int64) for values in ns)
+    ns = [values.reshape(steps, count, *values.shape[1:]) for values in ns]
     pieces = marks.stages.count(DATA)
     least = np.maximum(LATE_MS, LATE_SHARE / pieces * np.median(ns[0].sum(axis=1), axis=0) / 1e6)
     began, end, before, after = (
-        each.reshape(steps, count, *each.shape[1:]) for each in (lead[:-1], lead[1:], took[:-1], took[1:])
+        values.reshape(steps, count, *values.shape[1:])
+        for values in (lead[:-1], lead[1:], took[:-1], took[1:])
     )
     caught = np.zeros(d.shape, np.int64)
     masks = np.zeros((3, steps, *least.shape), np.uint8)
     masks[2] = (1 << 6) - 1
-    for at, stage in enumerate(marks.stages):
-        d[stage] += ns[0][:, at]
-        h[stage] += ns[1][:, at]
-        full = (before[:, at] > FULL_MS) | (after[:, at] > FULL_MS)
-        caught[stage] += (ns[0][:, at] + 1) * ((began[:, at] < least) & (end[:, at] < least) & ~full)
+    for index, stage in enumerate(marks.stages):
+        d[stage] += ns[0][:, index]
+        h[stage] += ns[1][:, index]
+        full = (before[:, index] > FULL_MS) | (after[:, index] > FULL_MS)
+        caught[stage] += (ns[0][:, index] + 1) * ((began[:, index] < least) & (end[:, index] < least) & ~full)
         masks[1] |= full.astype(np.uint8) << stage
-        masks[2] &= ~((began[:, at] * 1e6 <= ns[1][:, at]).astype(np.uint8) << stage)
+        masks[2] &= ~((began[:, index] * 1e6 <= ns[1][:, index]).astype(np.uint8) << stage)
     for stage in range(6):
         masks[0] |= (2 * caught[stage] >= d[stage] + marks.stages.count(stage)).astype(np.uint8) << stage
     return d.transpose(2, 1, 3, 0), h.transpose(2, 1, 3, 0), masks.transpose(2, 1, 3, 0)
@@ -364,14 +370,16 @@ def windows(
 ) -> list[list[Window]]:
     """Return the windows of each fault, one for each seed."""
     rows = rows_of(marks_of(job, faults, seeds, steps * job.sampled, seed))
-    made = [_window(job, *(rows[:: job.sampled] for rows in each)) for each in zip(*rows, strict=True)]
-    return [made[at : at + seeds] for at in range(0, len(made), seeds)]
+    made = [
+        _window(job, *(rows[:: job.sampled] for rows in seed_rows)) for seed_rows in zip(*rows, strict=True)
+    ]
+    return [made[begin : begin + seeds] for begin in range(0, len(made), seeds)]
 
 
 def _window(job: Job, d: np.ndarray, host: np.ndarray, leads: np.ndarray) -> Window:
     rows, ranks, _ = d.shape
     rank_by_rank = [
-        np.ascontiguousarray(each.transpose(1, 0, 2)).transpose(1, 0, 2) for each in (d, host, leads)
+        np.ascontiguousarray(values.transpose(1, 0, 2)).transpose(1, 0, 2) for values in (d, host, leads)
     ]
     steps, segments = np.divmod(np.arange(rows, dtype=np.int64), job.syncs)
     return Window(

@@ -248,8 +248,8 @@ def play(
     calm = of_each[-1]
     if alone and job.tails:
         [calm] = windows(replace(job, tails=0.0), [None], seeds, seed=seed)
-    for fault, found in zip(faults, of_each, strict=False):
-        for window, usual in zip(found, calm, strict=True):
+    for fault, played in zip(faults, of_each, strict=False):
+        for window, usual in zip(played, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
             cost = 1 - total_ns(usual) / total_ns(window)
             tally.add(judge_window(judged, thresholds).verdict, fault, cost, note)

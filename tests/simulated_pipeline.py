@@ -95,7 +95,7 @@ def windows(job: Pipeline, slow: Slow | None, seeds: int, steps: int = 50, seed:
         step.run()
         rows.append(step.taken)
     d = np.rint(np.array(rows[WARM:]) * 1e6).astype(np.int64)  # (steps, ranks, 2, 6, seeds)
-    return [_window(job, d[..., at]) for at in range(seeds)]
+    return [_window(job, d[..., seed]) for seed in range(seeds)]
 
 
 class _Step:
@@ -122,10 +122,10 @@ class _Step:
                     self.exchange([*self.job.ranks_of(stage)])
                     over.add(stage)
 
-    def work(self, rank: int, of: int, ms: np.ndarray) -> None:
-        if self.slow is not None and (self.slow.rank, self.slow.stage) == (rank, of):
-            ms = ms + self.slow.ms / (self.job.micro if of in (FORWARD, BACKWARD) else 1)
-        self.taken[rank, 0, of] += ms
+    def work(self, rank: int, stage: int, ms: np.ndarray) -> None:
+        if self.slow is not None and (self.slow.rank, self.slow.stage) == (rank, stage):
+            ms = ms + self.slow.ms / (self.job.micro if stage in (FORWARD, BACKWARD) else 1)
+        self.taken[rank, 0, stage] += ms
         self.now[rank] += ms
 
     def turn(self, rank: int, kind: int, micro: int) -> bool:

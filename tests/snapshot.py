@@ -39,8 +39,8 @@ class Snapshot:
 def _read(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
-    found = re.split(r"^=== (.+)\n", file.read_text("utf-8"), flags=re.MULTILINE)[1:]
-    return {title: text.strip("\n") for title, text in zip(found[::2], found[1::2], strict=True)}
+    parts = re.split(r"^=== (.+)\n", file.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    return {title: text.strip("\n") for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def _write(file: Path, texts: dict[str, str]) -> None:

@@ -37,14 +37,14 @@ def events(
     written as the tracker of CUDA writes it, from the allocator's own numbers.
     """
     pid = 100 + rank if pid is None else pid
-    found = []
-    for at, now in enumerate(allocated):
+    records = []
+    for index, now in enumerate(allocated):
         reserved = None if now is None else now + 2 * MIB
         used = reserved if outside is None or reserved is None else reserved + outside
         event = {
             "schema_version": version,
             "session_id": f"session-{host}-{pid}",
-            "timestamp_ns": began_ns + at * SECOND,
+            "timestamp_ns": began_ns + index * SECOND,
             "event_type": "sample",
             "collector": "stormlog.cuda_tracker",
             "sampling_interval_ms": 1000,
@@ -68,19 +68,19 @@ def events(
         }
         if version == 2:
             del event["session_id"]
-        found.append(event)
-    return found
+        records.append(event)
+    return records
 
 
 def of_cpu(resident: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
     """The same of the CPU's tracker: every number is the resident memory."""
-    found = events(resident, device=-1, **fields)
-    for event in found:
+    records = events(resident, device=-1, **fields)
+    for event in records:
         rss = event["allocator_allocated_bytes"]
         event |= {"collector": "stormlog.cpu_tracker", "device_total_bytes": None}
         event |= {"allocator_active_bytes": None, "allocator_inactive_bytes": None}
         event |= {"allocator_reserved_bytes": rss, "device_used_bytes": rss}
-    return found
+    return records
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
@@ -100,8 +100,8 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 def level(rank: int, samples: int = 120, *, grows_at: int | None = None) -> list[int]:
     """About 1,000 MiB a second; from `grows_at` on 20 MiB more each second."""
-    grown = [0 if grows_at is None else max(0, at - grows_at) * 20 * MIB for at in range(samples)]
-    return [1000 * MIB + (at * 7 + rank * 3) % 5 * 4096 + grown[at] for at in range(samples)]
+    grown = [0 if grows_at is None else max(0, sample - grows_at) * 20 * MIB for sample in range(samples)]
+    return [1000 * MIB + (sample * 7 + rank * 3) % 5 * 4096 + grown[sample] for sample in range(samples)]
 
 
 def leak(folder: Path, world: int = 4, culprit: int = 2, *, suffix: str = ".json", **fields: Any) -> Path:

@@ -16,9 +16,9 @@ def check(path: Path, nested: bool = True) -> dict[str, Any]:
     Return the trace, which is valid: types are right, all processes and threads have names, slices of a
     thread are `nested`, and each arrow has one beginning and one end, later, both inside slices.
     """
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in found["traceEvents"]:
+    for event in document["traceEvents"]:
         assert (
             isinstance(event["ph"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
         )
@@ -28,17 +28,17 @@ def check(path: Path, nested: bool = True) -> dict[str, Any]:
         if event["ph"] == "X":
             assert event["dur"] >= 0
             slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    _named(found["traceEvents"])
+    _named(document["traceEvents"])
     if nested:
-        for lane, own in slices.items():
-            _nested(lane, own)
-    _flows(found["traceEvents"], slices)
-    return found
+        for lane, lane_slices in slices.items():
+            _nested(lane, lane_slices)
+    _flows(document["traceEvents"], slices)
+    return document
 
 
-def processes(found: dict[str, Any]) -> dict[int, str]:
+def processes(document: dict[str, Any]) -> dict[int, str]:
     """Return what processes are called."""
-    names = [event for event in found["traceEvents"] if event["name"] == "process_name"]
+    names = [event for event in document["traceEvents"] if event["name"] == "process_name"]
     return {event["pid"]: event["args"]["name"] for event in names}
 
 
@@ -50,9 +50,9 @@ def _named(events: list[dict[str, Any]]) -> None:
     assert lanes == {(event["pid"], event["tid"]) for event in meta if event["name"] == "thread_name"}
 
 
-def _nested(lane: tuple[int, int], own: list[tuple[float, float]]) -> None:
+def _nested(lane: tuple[int, int], lane_slices: list[tuple[float, float]]) -> None:
     stack: list[float] = []
-    for begin, end in sorted(own, key=lambda each: (each[0], -each[1])):
+    for begin, end in sorted(lane_slices, key=lambda pair: (pair[0], -pair[1])):
         while stack and begin >= stack[-1] - 0.001:  # a time is rounded to 1 ns
             stack.pop()
         assert not stack or end <= stack[-1] + 0.001, (
@@ -66,10 +66,10 @@ def _flows(events: list[dict[str, Any]], slices: dict[tuple[int, int], list[tupl
     for event in events:
         if event["ph"] in "stf":
             flows[event["cat"], event["name"], event["id"]].append(event)
-    for own in flows.values():
-        own.sort(key=lambda event: (event["ts"], event["ph"] == "f"))
-        assert [event["ph"] for event in own] == ["s", "f"], own
-        assert own[0]["ts"] <= own[1]["ts"] and own[1]["bp"] == "e", own
-        for event in own:
+    for ends in flows.values():
+        ends.sort(key=lambda event: (event["ts"], event["ph"] == "f"))
+        assert [event["ph"] for event in ends] == ["s", "f"], ends
+        assert ends[0]["ts"] <= ends[1]["ts"] and ends[1]["bp"] == "e", ends
+        for event in ends:
             inside = slices[event["pid"], event["tid"]]
             assert any(begin <= event["ts"] <= end for begin, end in inside), event

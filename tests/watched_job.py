@@ -55,8 +55,8 @@ class Job:
         self.relay = RelayCore(self.socket, node, Straight(self.aggregator), NoSamples(), settings)
         write_live(self.session.path, Live(os.getpid(), str(self.socket), ""))
         (folder / "train.py").write_text(script)
-        own = Settings(session="s", socket=str(self.socket), interval=0.25)
-        variables = rank_environment(own, dict(os.environ)) | dict(environ or {})
+        own_settings = Settings(session="s", socket=str(self.socket), interval=0.25)
+        variables = rank_environment(own_settings, dict(os.environ)) | dict(environ or {})
         variables |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
         self.ranks = [
             subprocess.Popen(
@@ -81,19 +81,22 @@ class Job:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             with self.aggregator.stored() as file:
-                found = [process.last_step or 0 for process in file.ranks().values()]
-            if len(found) == WORLD and sum(each >= steps for each in found) >= ranks:
+                steps_of_ranks = [process.last_step or 0 for process in file.ranks().values()]
+            if (
+                len(steps_of_ranks) == WORLD
+                and sum(last_step >= steps for last_step in steps_of_ranks) >= ranks
+            ):
                 return
             time.sleep(0.1)
-        raise AssertionError(f"steps {found}: {self.errors()}")
+        raise AssertionError(f"steps {steps_of_ranks}: {self.errors()}")
 
     def wait_for_event(self, message: str) -> None:
-        deadline, found = time.monotonic() + 30, []
-        while time.monotonic() < deadline and message not in found:
+        deadline, messages = time.monotonic() + 30, []
+        while time.monotonic() < deadline and message not in messages:
             time.sleep(0.1)
             with self.aggregator.stored() as file:
-                found = [event["message"] for event in file.events()[0]]
-        assert message in found
+                messages = [event["message"] for event in file.events()[0]]
+        assert message in messages
 
     def errors(self) -> list[str]:
         return [(self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(WORLD)]

@@ -175,15 +175,15 @@ def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths:
                 flush=True,
             )
         print("\n| after refreshes of the last page | heap, MB | DOM nodes | listeners |\n|---|---|---|---|")
-        for at in (0, 1, 2):
-            refresh(_MEMORY if at else 0)
+        for number in (0, 1, 2):
+            refresh(_MEMORY if number else 0)
             heap, nodes, listeners = _held(browser)
-            print(f"| {at * _MEMORY} | {heap:.1f} | {nodes} | {listeners} |")
+            print(f"| {number * _MEMORY} | {heap:.1f} | {nodes} | {listeners} |")
 
 
 def _held(browser: webdriver.Chrome) -> tuple[float, int, int]:
     """Return what is in use after collections: heap in MB, nodes, listeners."""
     for _ in range(3):
         browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
-    found = metrics(browser)
-    return found["JSHeapUsedSize"] / 1e6, int(found["Nodes"]), int(found["JSEventListeners"])
+    values = metrics(browser)
+    return values["JSHeapUsedSize"] / 1e6, int(values["Nodes"]), int(values["JSEventListeners"])

@@ -86,11 +86,11 @@ def refresh(browser: webdriver.Chrome, served: Served) -> None:
     browser.execute_async_script(drawn)
 
 
-def point(browser: webdriver.Chrome, row: int, of: int = 8) -> ActionChains:
+def point(browser: webdriver.Chrome, row: int, rows: int = 8) -> ActionChains:
     """Point at a row of the heatmap."""
     drawn(browser)
     plot = browser.find_element(By.CSS_SELECTOR, "#heat .nsewdrag")
-    down = plot.size["height"] * ((row + 0.5) / of - 0.5)
+    down = plot.size["height"] * ((row + 0.5) / rows - 0.5)
     return ActionChains(browser).move_to_element_with_offset(plot, plot.size["width"] // 3, round(down))
 
 
@@ -301,10 +301,10 @@ def drag(browser: webdriver.Chrome, chart: str, begin: float, end: float) -> Non
 
 def shown(browser: webdriver.Chrome) -> tuple[float, float]:
     """The steps that all charts show, with their edges at the same pixels where they are under each other."""
-    found = browser.execute_script(RANGES)
-    assert len({tuple(each[:2]) for each in found.values()}) == 1, found
-    assert len({tuple(each[2:]) for name, each in found.items() if name != "skew"}) == 1, found
-    return found["heat"][0], found["heat"][1]
+    ranges = browser.execute_script(RANGES)
+    assert len({tuple(axis_range[:2]) for axis_range in ranges.values()}) == 1, ranges
+    assert len({tuple(axis_range[2:]) for name, axis_range in ranges.items() if name != "skew"}) == 1, ranges
+    return ranges["heat"][0], ranges["heat"][1]
 
 
 def test_one_range_drives_every_chart_and_the_url(browser, served):
@@ -317,13 +317,13 @@ def test_one_range_drives_every_chart_and_the_url(browser, served):
         assert shown(browser) == (0.5, newest + 0.5)
         drag(browser, "spine", 0.25, 0.75)
         until(browser, lambda: "to=" in browser.current_url)
-        low, high = until(browser, lambda: (found := shown(browser))[1] < newest and found)
+        low, high = until(browser, lambda: (axis_range := shown(browser))[1] < newest and axis_range)
         assert newest * 0.2 < low < newest * 0.3 and newest * 0.7 < high < newest * 0.8
         for chart in ("timeline", "heat"):
             before = browser.current_url
             drag(browser, chart, 0.3, 0.8)
             until(browser, lambda before=before: browser.current_url != before)
-            inner = until(browser, lambda high=high: (found := shown(browser))[1] < high and found)
+            inner = until(browser, lambda high=high: (axis_range := shown(browser))[1] < high and axis_range)
             assert low < inner[0] < inner[1] < high
             low, high = inner
         served.play(1)
@@ -362,8 +362,8 @@ def on_chart(browser: webdriver.Chrome, chart: str, act: Callable[..., ActionCha
 
 def touch(browser: webdriver.Chrome, *points: tuple[float, float]) -> None:
     """Put a finger down, move it, and lift it."""
-    for at, (x, y) in enumerate(points):
-        event = {"type": "touchMove" if at else "touchStart", "touchPoints": [{"x": x, "y": y}]}
+    for index, (x, y) in enumerate(points):
+        event = {"type": "touchMove" if index else "touchStart", "touchPoints": [{"x": x, "y": y}]}
         browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
     browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
@@ -375,8 +375,8 @@ def box(browser: webdriver.Chrome, selector: str) -> tuple[float, float, float, 
     """Where the middle of an element is that has been scrolled to, and how large it is."""
     rect = "arguments[0].scrollIntoView({ block: 'center' }); const { x, y, width, height } ="
     rect += " arguments[0].getBoundingClientRect(); return [x + width / 2, y + height / 2, width, height]"
-    found = until(browser, lambda: browser.find_element(By.CSS_SELECTOR, selector))
-    return tuple(browser.execute_script(rect, found))
+    element = until(browser, lambda: browser.find_element(By.CSS_SELECTOR, selector))
+    return tuple(browser.execute_script(rect, element))
 
 
 def test_finger_scrolls_over_charts_draws_a_range_and_opens_a_rank(browser, served):
@@ -430,7 +430,7 @@ def spoken(browser: webdriver.Chrome) -> list[tuple[str, str, dict[str, Any]]]:
         (
             node["role"]["value"],
             node.get("name", {}).get("value", "").strip(),
-            {each["name"]: each["value"].get("value") for each in node.get("properties", ())},
+            {property["name"]: property["value"].get("value") for property in node.get("properties", ())},
         )
         for node in nodes
         if not node["ignored"]
@@ -441,14 +441,14 @@ def test_screen_reader_has_names_headers_and_the_verdict_as_it_changes(browser, 
     browser.get(served.url + "/?table=heat")
     drawn(browser)
     shows(browser, "heat-table", "rank 5 (host-1)")
-    found = spoken(browser)
-    assert [role for role, name, _ in found if role in NAMED and not name] == []
-    assert [role for role, _, of in found if of.get("focusable") and role == "generic"] == []
-    assert {of["live"] for _, _, of in found if of.get("live")} >= {"polite"}
-    tables = [name for role, name, _ in found if role == "table"]
+    nodes = spoken(browser)
+    assert [role for role, name, _ in nodes if role in NAMED and not name] == []
+    assert [role for role, _, properties in nodes if properties.get("focusable") and role == "generic"] == []
+    assert {properties["live"] for _, _, properties in nodes if properties.get("live")} >= {"polite"}
+    tables = [name for role, name, _ in nodes if role == "table"]
     assert "Busy time over the median, the worst rows first" in tables
-    assert {"row", "mean", "severity", "what"} <= {name for role, name, _ in found if role == "columnheader"}
-    assert not any("graphics" in role for role, _, _ in found)  # a chart is a picture, and a table behind it
+    assert {"row", "mean", "severity", "what"} <= {name for role, name, _ in nodes if role == "columnheader"}
+    assert not any("graphics" in role for role, _, _ in nodes)  # a chart is a picture, and a table behind it
     stops = browser.execute_script(STOPS)
     assert stops[:4] == ["Skip to the page", "traceml-ray", "Overview", "Ranks"]
     assert (

@@ -27,8 +27,8 @@ def test_page_of_a_report_has_no_fault_at_any_width_and_on_paper(
             screen(browser, width)
             wear(browser, theme)
             assert browser.execute_script(WIDTH) <= 0, width
-            found = [one for one in browser.execute_script(FAULTS) if not one.startswith(NO_NAVIGATION)]
-            assert found == [], (theme, width)
+            faults = [one for one in browser.execute_script(FAULTS) if not one.startswith(NO_NAVIGATION)]
+            assert faults == [], (theme, width)
         ground = "return getComputedStyle(document.body).backgroundColor"
         assert browser.execute_script(ground) == "rgb(15, 18, 22)", "its own style is allowed, and dark"
         picture = "const one = document.images[0]; return one.complete && one.naturalHeight"

@@ -153,8 +153,8 @@ def test_killed_rank_is_named_first_with_when_and_in_what_it_was(browser, launch
     job.kill(1)
     shows(browser, "verdict-headline", "ank lost: rank 1", 30.0)
     assert text(browser, "state-badge") != "live"
-    for said in ("SIGKILL", "after step ", "Next It was killed"):
-        shows(browser, "verdict-strip", said)
+    for words in ("SIGKILL", "after step ", "Next It was killed"):
+        shows(browser, "verdict-strip", words)
     looks_right(browser, job.url + "/rank/1", "Killed by SIGKILL at ", "It ended first")
     assert job.ended() != 0
 

@@ -61,8 +61,8 @@ def in_turn(*faults: Fault) -> Fault:
     """The first harm of each, one at each stop."""
 
     def fault(run: Run) -> Steps:
-        for each in faults:
-            next(each(run))
+        for one in faults:
+            next(one(run))
             yield
 
     return fault
@@ -113,8 +113,8 @@ def slow(run: Run) -> Steps:
     """An aggregator that gets a tenth of the time."""
     run.signal(AGGREGATOR, signal.SIGSTOP)
     command = "while kill -CONT {0} && sleep 0.05 && kill -STOP {0} && sleep 0.45; do :; done"
-    (found,) = run.processes(AGGREGATOR)
-    beating = subprocess.Popen(["bash", "-c", command.format(found.pid)], stderr=subprocess.DEVNULL)
+    (aggregator,) = run.processes(AGGREGATOR)
+    beating = subprocess.Popen(["bash", "-c", command.format(aggregator.pid)], stderr=subprocess.DEVNULL)
     run.undo.append(beating.kill)
     yield
 

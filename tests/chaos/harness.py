@@ -188,20 +188,20 @@ class Run:
 
     def processes(self, name: str, node: int = 0) -> list[psutil.Process]:
         """Return the processes of that name (an actor: of that class) under a node's launcher."""
-        found = []
+        processes = []
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.launchers[node].pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     first = "".join(process.cmdline()[:1])
                     if Path(first).name == name or is_actor(process, name):
-                        found.append(process)
-        return found
+                        processes.append(process)
+        return processes
 
     def signal(self, name: str, number: int, node: int = 0) -> None:
         """Send a signal to the processes of that name."""
-        found = self.processes(name, node)
-        assert found, f"no {name}"
-        for process in found:
+        processes = self.processes(name, node)
+        assert processes, f"no {name}"
+        for process in processes:
             process.send_signal(number)
 
     def ranks(self) -> list[psutil.Process]:
@@ -268,7 +268,7 @@ class Run:
         with contextlib.suppress(SessionFileError), SessionFile(self.session / "session.sqlite") as file:
             outcome.ledger = file.ledger()
             outcome.doubled = doubled_rows(file)
-            flags = b"".join(each for (each,) in file._all("SELECT flags FROM chunk"))
+            flags = b"".join(chunk for (chunk,) in file._all("SELECT flags FROM chunk"))
             outcome.on_device = sum(bool(flag & FLAG_DEVICE_CLOCK) for flag in flags)
         outcome.half_made = any(self.session.glob("*/.unfinished*"))
         with contextlib.suppress(OSError):
@@ -300,8 +300,8 @@ class Run:
         if self.case.nodes == 1 or not monitor:
             return [("--nproc-per-node", str(RANKS))]
         ports = ("--master-port", str(free_port()), "--traceml-port", str(free_port()))
-        each = ("--nnodes", str(self.case.nodes), "--nproc-per-node", "1", *ports)
-        return [(*each, "--node-rank", str(rank)) for rank in range(self.case.nodes)]
+        arguments = ("--nnodes", str(self.case.nodes), "--nproc-per-node", "1", *ports)
+        return [(*arguments, "--node-rank", str(rank)) for rank in range(self.case.nodes)]
 
     def _start(self, *where: str) -> subprocess.Popen[bytes]:
         number = len(list(self.folder.glob("stderr.*")))

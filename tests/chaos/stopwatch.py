@@ -84,8 +84,8 @@ class Stopwatch:
         return call
 
     def _running(self) -> list[list[Any]]:
-        found: list[list[Any]] = self._local.__dict__.setdefault("running", [])
-        return found
+        running: list[list[Any]] = self._local.__dict__.setdefault("running", [])
+        return running
 
     def _note(self, name: str, spent: Now, attaching: bool) -> None:
         self.count += 1
@@ -146,7 +146,10 @@ def _attaching() -> bool:
 def _place(thread: threading.Thread) -> str:
     """Return where a thread is: its calls from the outermost on."""
     frame = sys._current_frames().get(thread.ident or 0)
-    calls = [f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_stack(frame)]
+    calls = [
+        f"{Path(frame_summary.filename).name}:{frame_summary.lineno}"
+        for frame_summary in traceback.extract_stack(frame)
+    ]
     return f"; {thread.name}: {' '.join(calls)}"
 
 
@@ -201,8 +204,10 @@ def measured() -> Stopwatch:
             for key, hook in hooks.items():
                 hooks[key] = watch.outer("optimizer", hook)
 
-    def mark(cls: Any, own: Any, root_id: Any, roots: Any) -> Any:
-        theirs = own if own is not None else lambda self, *a, **k: super(cls, self).__call__(*a, **k)
+    def mark(cls: Any, instance: Any, root_id: Any, roots: Any) -> Any:
+        theirs = (
+            instance if instance is not None else lambda self, *a, **k: super(cls, self).__call__(*a, **k)
+        )
         return watch.outer("forward", marked(cls, watch.inner(theirs), root_id, roots))
 
     Patcher.replace = replaced  # type: ignore[method-assign, assignment]

@@ -122,15 +122,15 @@ class Case(NamedTuple):
         files = ["--session", "session", "--out", str(out), *alone]
         if self.launcher == "torchrun":
             return [sys.executable, "-m", "traceml_ray.launch", *files, "--nproc-per-node", "2", *script]
-        found = [
+        arguments = [
             BIN + word if Path(BIN + word).exists() else word for word in LAUNCHERS[self.launcher].split()
         ]
         run = [sys.executable, "-m", "traceml_ray.cli", "run", *files]
-        if "{node}" not in found:
-            return [*run, "--", *found, *script]
+        if "{node}" not in arguments:
+            return [*run, "--", *arguments, *script]
         nodes = ["--nnodes", "2", "--node-rank", "{node}", "--master-addr", "127.0.0.1"]
         first, second = (
-            shlex.join(word.replace("{node}", node) for word in (*run, *nodes, "--", *found, *script))
+            shlex.join(word.replace("{node}", node) for word in (*run, *nodes, "--", *arguments, *script))
             for node in "01"
         )
         return ["bash", "-c", f"{second} & {first} && wait $!"]
@@ -139,12 +139,12 @@ class Case(NamedTuple):
 def cases() -> list[Case]:
     """Return every case."""
     everywhere = [("data", 1), ("forward", 0), ("between", 1)]
-    found = [Case(script, late, rank) for script in NAMES for late, rank in everywhere]
-    found += [
+    cases_to_run = [Case(script, late, rank) for script in NAMES for late, rank in everywhere]
+    cases_to_run += [
         Case("deepspeed_zero", late, 1, f"--zero {zero}") for zero, late in ((1, "data"), (2, "forward"))
     ]
     for script in ("hf_trainer", "accelerate_loop", "lightning_fit"):
-        found += [
+        cases_to_run += [
             Case(script, "none", 0),
             Case(script, "data", 0, "accumulate"),
             Case(script, "forward", 1, "accumulate"),
@@ -155,8 +155,8 @@ def cases() -> list[Case]:
             Case(script, "forward", 1, "bf16"),
             Case(script, "data", 1, "compile"),
         ]
-    found += [Case(script, "data", 0, "dispatch") for script in ("hf_trainer", "accelerate_loop")]
-    found += [
+    cases_to_run += [Case(script, "data", 0, "dispatch") for script in ("hf_trainer", "accelerate_loop")]
+    cases_to_run += [
         Case("gan_loop", "none", 0),
         Case("gan_loop", "data", 1, "validate"),
         Case("gan_loop", "data", 0, "workers"),
@@ -164,11 +164,11 @@ def cases() -> list[Case]:
         Case("actor_critic", "data", 0, "checkpoint"),
     ]
     for script in ("timm_loop", "trl_sft", "deepspeed_zero", "titan_chunked"):
-        found.append(Case(script, "forward", 1, "accumulate"))
-    found += [
+        cases_to_run.append(Case(script, "forward", 1, "accumulate"))
+    cases_to_run += [
         Case(script, "forward", 0, "validate") for script in ("ignite_engine", "ray_hf", "ray_lightning")
     ]
-    found += [
+    cases_to_run += [
         Case("deepspeed_zero", "data", 1, launcher="deepspeed"),
         Case("accelerate_loop", "data", 1, launcher="accelerate launch"),
         Case("accelerate_loop", "forward", 0, launcher="mpirun"),
@@ -179,7 +179,7 @@ def cases() -> list[Case]:
         Case("lightning_fit", "data", 1, "adapter accumulate"),
         Case("lightning_fit", "forward", 0, "adapter validate checkpoint"),
     ]
-    return found
+    return cases_to_run
 
 
 class Ended(NamedTuple):
@@ -266,24 +266,24 @@ def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
     if not watched.summary:
         return ["no session was left"]
     steps, verdict = watched.summary["steps"], watched.summary["verdict"]
-    found = []
+    problems = []
     if watched.losses != plain.losses or len(plain.losses) != 2:
-        found.append("losses differ")
+        problems.append("losses differ")
     truth = ("straggler", STAGE[case.late], case.rank) if case.late != "none" else ("healthy", None, None)
     if (verdict["label"], verdict["stage"], verdict["rank"]) != truth:
-        found.append(f"says {verdict_line(verdict)}")
+        problems.append(f"says {verdict_line(verdict)}")
     if verdict["span"] in INNOCENT:
-        found.append(f"look at `{verdict['span']}` first")
+        problems.append(f"look at `{verdict['span']}` first")
     if (steps["count"], steps["covers"]["to_step"]) != (case.steps, case.steps - 1):
-        found.append(f"{steps['count']} steps of {case.steps}, the last is {steps['covers']['to_step']}")
+        problems.append(f"{steps['count']} steps of {case.steps}, the last is {steps['covers']['to_step']}")
     if "adapter" in case.features:
-        found += wrong_in_log(case, watched)
+        problems += wrong_in_log(case, watched)
     if case.late != "none" and (steps["median_ms"] or 0) < LATE_MS / 2:
-        found.append(f"median step {steps['median_ms']} ms")
+        problems.append(f"median step {steps['median_ms']} ms")
     if "network" in json.dumps(verdict["machine"]):
-        found.append("its own traffic as an anomaly")
+        problems.append("its own traffic as an anomaly")
     text = " ".join(watched.report.split()).lower()
-    return found + [words for phrase, words in FALSE.items() if phrase in text]
+    return problems + [words for phrase, words in FALSE.items() if phrase in text]
 
 
 def wrong_in_log(case: Case, watched: Ended) -> list[str]:
@@ -294,17 +294,17 @@ def wrong_in_log(case: Case, watched: Ended) -> list[str]:
     row = {
         name: float(value) for name, value in rows[-1].items() if name.startswith("traceml/") and value != ""
     }
-    found = []
+    problems = []
     if row.get("traceml/late_rank") != case.rank:
-        found.append(f"its log names {row.get('traceml/late_rank')}")
+        problems.append(f"its log names {row.get('traceml/late_rank')}")
     micro = 2 if "accumulate" in case.features else 1
     if row.get("traceml/micro_batches") != micro:
-        found.append(f"its log counts {row.get('traceml/micro_batches')} micro-batches in a step")
+        problems.append(f"its log counts {row.get('traceml/micro_batches')} micro-batches in a step")
     if not 0.7 < row["traceml/step_ms"] / watched.summary["verdict"]["mean_step_ms"] < 1.4:
-        found.append(f"its log says {row['traceml/step_ms']} ms a step")
+        problems.append(f"its log says {row['traceml/step_ms']} ms a step")
     if watched.output.count(f"traceml-ray: straggler: rank {case.rank} ") < 2:  # the launcher's own is one
-        found.append("no sentence in its output")
-    return found
+        problems.append("no sentence in its output")
+    return problems
 
 
 def verdict_line(verdict: dict[str, Any]) -> str:
@@ -332,8 +332,10 @@ def page(root: Path) -> str:
     text = ""
     for script, title in NAMES.items():
         reports = [(case, root / "watched" / case.name / "session" / "report.txt") for case in cases()]
-        found = [(case, path) for case, path in reports if case.script == script and path.is_file()]
-        for case, path in found[:1]:
+        reports_of_script = [
+            (case, path) for case, path in reports if case.script == script and path.is_file()
+        ]
+        for case, path in reports_of_script[:1]:
             words = [word.removeprefix(BIN) for word in case.command(Path("out"), True)]
             command = shlex.join(Path(word).name if word.endswith(".py") else word for word in words)
             head = "\n".join(line.rstrip() for line in path.read_text().splitlines()[:10])

@@ -93,8 +93,8 @@ def read_all(folder: Path) -> None:
         with contextlib.suppress(SessionFileError), SessionFile(folder / "session.sqlite") as file:
             for clock in file.clocks().values():
                 assert len(clock.to_aggregator(np.array([0, 1 << 60]))[0]) == 2
-            for each in file.memory_samples()[0]:
-                assert (np.diff(each.t_ns) >= 0).all() and len(each.step) == len(each.t_ns) > 0
+            for samples in file.memory_samples()[0]:
+                assert (np.diff(samples.t_ns) >= 0).all() and len(samples.step) == len(samples.t_ns) > 0
         with contextlib.suppress(SourceError):
             pages = SessionPages(StoredSource(folder))
             pages.poll()
@@ -115,11 +115,11 @@ def test_session_file_with_changed_bytes_is_read_or_refused(
     elif kind == "head":
         whole[:200] = data.draw(mutated(bytes(whole[:200])))
     elif kind == "zeros":
-        at = data.draw(st.integers(0, len(whole)))
-        whole[at : at + 4096] = bytes(len(whole[at : at + 4096]))
+        begin = data.draw(st.integers(0, len(whole)))
+        whole[begin : begin + 4096] = bytes(len(whole[begin : begin + 4096]))
     else:
-        for at in data.draw(st.lists(st.integers(100, len(whole) - 1), min_size=1, max_size=200)):
-            whole[at] ^= 1 << data.draw(st.integers(0, 7))
+        for begin in data.draw(st.lists(st.integers(100, len(whole) - 1), min_size=1, max_size=200)):
+            whole[begin] ^= 1 << data.draw(st.integers(0, 7))
     (folder / "session.sqlite").write_bytes(whole)
     read_all(folder)
     shutil.rmtree(folder)
@@ -263,8 +263,8 @@ def test_attach_json_of_any_bytes_leaves_a_usable_address(
     session.write_live(folder, Live(**{**LIVE, "socket": str(folder / "relay.sock")}))  # type: ignore[arg-type]
     (folder / "attach.json").write_bytes(data)
     with bounded(SECONDS, 16):
-        found = _attachment(folder)
-    assert found is not None and isinstance(found.address, str)
+        attachment = _attachment(folder)
+    assert attachment is not None and isinstance(attachment.address, str)
     shutil.rmtree(folder)
 
 
@@ -332,11 +332,11 @@ def kept() -> bytes:
 @given(mutated(kept(), BOMBS))
 def test_kept_statistics_of_any_bytes_are_used_or_refused(data: bytes) -> None:
     with bounded(SECONDS), limited(MIB), contextlib.suppress(*NONSENSE):
-        found = unpack(zlib.compress(data), folded(range(1)))
-        if found is not None:
-            found.add(folded(range(200, 400)), (0, 1), 0, 2)
-            found.finish(2)
-            assert found.replay is not None
-            found.replay.done().whole()
-            stats = found.history.stats()
+        statistics = unpack(zlib.compress(data), folded(range(1)))
+        if statistics is not None:
+            statistics.add(folded(range(200, 400)), (0, 1), 0, 2)
+            statistics.finish(2)
+            assert statistics.replay is not None
+            statistics.replay.done().whole()
+            stats = statistics.history.stats()
             assert stats is None or stats.stages().shape[1] == 6

@@ -60,8 +60,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AggregatorCore
     span = wire.SpanSum("optimizer", 0, 5, 10, 3, 0, 4)
     process = wire.ProcessSample(clock(), 1.0, 2, 3, None, None)
     for _ in range(6):
-        own = {"spans": [span], "process": process, "memory": [wire.MemorySample(clock(), 1, None)]}
-        aggregator.ingest(relay.message(*(rank.batch(5, **own) for rank in ranks)))
+        fields = {"spans": [span], "process": process, "memory": [wire.MemorySample(clock(), 1, None)]}
+        aggregator.ingest(relay.message(*(rank.batch(5, **fields) for rank in ranks)))
         clock.tick()
         aggregator.judge()
         aggregator.commit()

@@ -22,8 +22,14 @@ from traceml_ray.reports.analyze_text import render_analysis
 SECONDS = 60.0
 MEMORY_MIB = 512
 RECORDS = events(level(1, 8), rank=1, world=2) + events(level(0, 8), rank=0, world=2, outside=90 * MIB)
-TIMELINE = {"timestamps": [BEGAN_NS / 1e9 + at for at in range(8)], "allocated": level(0, 8), "rank": 1}
-LEGACY = [{"timestamp": BEGAN_NS / 1e9 + at, "memory_allocated": at * MIB, "rank": 0} for at in range(8)]
+TIMELINE = {
+    "timestamps": [BEGAN_NS / 1e9 + second for second in range(8)],
+    "allocated": level(0, 8),
+    "rank": 1,
+}
+LEGACY = [
+    {"timestamp": BEGAN_NS / 1e9 + second, "memory_allocated": second * MIB, "rank": 0} for second in range(8)
+]
 PIECES = [b"[" * 50_000, b'{"a":' * 20_000, b"9" * 5000, b"null", b"-1", b"1e308", b"NaN", b"\0", b'"', b"\n"]
 
 
@@ -49,13 +55,13 @@ def analyzed(folder: Path) -> None:
     """What is in the folder is analyzed, in text and JSON, or there is a reason."""
     with bounded(SECONDS), limited(MEMORY_MIB):
         try:
-            found = analyze(folder)
+            analysis = analyze(folder)
         except AnalyzeError as error:
             assert 0 < len(str(error)) < 2000
             return
-        json.loads(to_json(found))
-        assert render_analysis(found).endswith("\n")
-        assert all(0 < len(each.reason) < 1000 for each in found.refused)
+        json.loads(to_json(analysis))
+        assert render_analysis(analysis).endswith("\n")
+        assert all(0 < len(source.reason) < 1000 for source in analysis.refused)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -63,11 +63,11 @@ FILES = {"rank-0.json": TRACE, "array.json": json.dumps(EVENTS).encode(), "x.jso
 def compared(sources: list[Source]) -> None:
     """Two ranks are compared, or there is a reason."""
     try:
-        found = difference(sources, 1)
+        result = difference(sources, 1)
     except RecordingError as error:
         assert 0 < len(str(error)) < 2000
         return
-    assert render_difference(found).endswith("\n") and msgspec.json.encode(found)
+    assert render_difference(result).endswith("\n") and msgspec.json.encode(result)
 
 
 def made_of(folder: Path) -> None:
@@ -75,17 +75,19 @@ def made_of(folder: Path) -> None:
     with bounded(SECONDS), limited(MEMORY_MIB):
         try:
             sources = of_files([folder])
-            found = key_averages(sources, by_shape=True)
+            operations = key_averages(sources, by_shape=True)
             merge(sources, folder / "merged")
             compared(sources)
             made = breakdown.breakdown(sources, by_shape=True)
-            assert breakdown.decode(breakdown.encode(made)).n_operations == len(found)
+            assert breakdown.decode(breakdown.encode(made)).n_operations == len(operations)
         except TraceError as error:
             assert 0 < len(str(error)) < 2000
             return
         json.loads(gzip.decompress((folder / "merged").read_bytes()))
-        json.loads(tables.to_json(found))
-        assert tables.to_csv(found).startswith(b"node_id,") and render_operations("x", found).endswith("\n")
+        json.loads(tables.to_json(operations))
+        assert tables.to_csv(operations).startswith(b"node_id,") and render_operations(
+            "x", operations
+        ).endswith("\n")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -66,8 +66,8 @@ GOOD = msgspec.msgpack.encode(
 def read(senders: v1.Senders, data: bytes) -> None:
     """Whatever it is, it becomes batches that the wire takes and that add up, or reasons."""
     with bounded(mib=MIB):
-        found = list(senders.read(data, 1, 0)) if v1.is_v1(data) else []
-    for batch in found:
+        messages = list(senders.read(data, 1, 0)) if v1.is_v1(data) else []
+    for batch in messages:
         if isinstance(batch, wire.WireError):
             assert batch.reason in REASONS and len(str(batch)) < 500
             continue
@@ -107,8 +107,10 @@ def test_v1_message_with_a_bomb_in_any_field_is_read_or_refused() -> None:
     step = {"step": b"\x01", "events": b"\x80", "new": b"\x01"}
     event = {f"{INTERNAL}step_time": b"\x80", "new": b"\x01"}
 
-    def joined(of: dict[str, bytes]) -> bytes:
-        return bytes([0x80 + len(of)]) + b"".join(msgspec.msgpack.encode(name) + of[name] for name in of)
+    def joined(fields: dict[str, bytes]) -> bytes:
+        return bytes([0x80 + len(fields)]) + b"".join(
+            msgspec.msgpack.encode(name) + fields[name] for name in fields
+        )
 
     for bomb in BOMBS:
         made = [{**fields, name: bomb} for name in fields]

@@ -77,9 +77,9 @@ def test_message_with_a_bomb_in_any_field_is_decoded_or_refused(message: Any) ->
     fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(wire.encode(message))]
     for bomb in BOMBS:
         decoded(bomb, type(message))
-        for at in range(len(fields)):
+        for index in range(len(fields)):
             decoded(
-                bytes([0xDC, 0, len(fields)]) + b"".join([*fields[:at], bomb, *fields[at + 1 :]]),
+                bytes([0xDC, 0, len(fields)]) + b"".join([*fields[:index], bomb, *fields[index + 1 :]]),
                 type(message),
             )
 

@@ -198,15 +198,15 @@ def rows_of(batch: wire.RankBatch) -> list[dict[str, Any]]:
     ]
 
 
-def failing(name: str, at: int) -> FakeDevice:
+def failing(name: str, nth: int) -> FakeDevice:
     device = FakeDevice()
-    device.fails = lambda called, count: called == name and count == at
+    device.fails = lambda called, count: called == name and count == nth
     return device
 
 
-def capturing(at: int) -> FakeDevice:
+def capturing(nth: int) -> FakeDevice:
     device = FakeDevice()
-    device.captures = lambda count: count % 60 == at
+    device.captures = lambda count: count % 60 == nth
     return device
 
 
@@ -278,20 +278,20 @@ def gone(step: int) -> None:
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: dict[str, Any] = {"bare": {"results": train(FakeDevice(), "")}}
+    results: dict[str, Any] = {"bare": {"results": train(FakeDevice(), "")}}
     for slow in ("", "data", "forward", "backward"):
-        found[f"slow {slow}"] = watched(FakeDevice(), slow if rank else "")
+        results[f"slow {slow}"] = watched(FakeDevice(), slow if rank else "")
     for name in CALLS:
-        for at in (1, 2, 7, 40):
-            found[f"error {name} {at}"] = watched(failing(name, at), "")
-    for at in range(6):
-        found[f"capture {at}"] = watched(capturing(at * 10), "")
-    found["delayed"] = watched(delayed(), "")
+        for nth in (1, 2, 7, 40):
+            results[f"error {name} {nth}"] = watched(failing(name, nth), "")
+    for nth in range(6):
+        results[f"capture {nth}"] = watched(capturing(nth * 10), "")
+    results["delayed"] = watched(delayed(), "")
     for name in CALLS:
         for happens in (delay, capture, fork):
-            found[f"{happens.__name__} in {name}"] = watched(during(name, happens), "")
-    found["relay gone"] = watched(FakeDevice(), "", gone)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+            results[f"{happens.__name__} in {name}"] = watched(during(name, happens), "")
+    results["relay gone"] = watched(FakeDevice(), "", gone)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def pipeline(job: loops.Job, replicas: int = 2) -> None:
         group = mesh["dp"].get_group()
         part = nn.parallel.DistributedDataParallel(part, process_group=group, find_unused_parameters=True)
     like, stages, device = (torch.ones(2 // MICRO, loops.WIDTH),), 4 // replicas, torch.device("cpu")
-    of = PipelineStage(part, stage, stages, device, input_args=like, group=mesh["pp"].get_group())
+    stage_module = PipelineStage(part, stage, stages, device, input_args=like, group=mesh["pp"].get_group())
     kind = Schedule1F1B if replicas > 1 else ScheduleGPipe
-    _train(job, stage, part, kind(of, MICRO, loss_fn=lambda y, x: (y - x).square().mean()))
+    _train(job, stage, part, kind(stage_module, MICRO, loss_fn=lambda y, x: (y - x).square().mean()))
 
 
 def tensor(job: loops.Job, replicas: int = 2) -> None:

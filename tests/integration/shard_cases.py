@@ -79,8 +79,8 @@ class Case:
 
     def held(self, rank: int) -> int:
         """Return the bytes of parameters that a rank holds."""
-        at = self.position(rank)
-        return sum(4 * size * _rows(rows, self.shards)[at] for rows, size in (*INNER, *OUTER))
+        position = self.position(rank)
+        return sum(4 * size * _rows(rows, self.shards)[position] for rows, size in (*INNER, *OUTER))
 
     def padded(self, group: list[tuple[int, int]]) -> int:
         """Return the elements of a group as it is gathered and reduced."""
@@ -89,7 +89,7 @@ class Case:
 
 def _rows(rows: int, shards: int) -> list[int]:
     most = -(-rows // shards)
-    return [max(0, min(most, rows - most * at)) for at in range(shards)]
+    return [max(0, min(most, rows - most * shard)) for shard in range(shards)]
 
 
 CASES = {

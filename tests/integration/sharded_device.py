@@ -139,14 +139,14 @@ def watched(device: FakeDevice, steps: int, micro: int, began: int, *kind: bool)
     agent.tick(final=True)
     last = relay.taken[-1]
     rows = [row for batch in relay.taken for row in rows_of(batch)]
-    found = {"losses": losses, "rows": rows, "missing": last.missing, "errors": last.errors}
-    return {**found, "waited": waited}
+    result = {"losses": losses, "rows": rows, "missing": last.missing, "errors": last.errors}
+    return {**result, "waited": waited}
 
 
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, micro, takes_ns in (
         ("plain", 1, 0),
         ("accumulated", 2, 0),
@@ -160,10 +160,10 @@ def main(folder: str) -> None:
         undo = with_waits(device)
         kind = "first" in name, "hybrid" in name
         steps = DEAR_STEPS if name == "dear" else STEPS
-        found[name] = watched(device, steps, micro, 1 + rank, *kind)
+        results[name] = watched(device, steps, micro, 1 + rank, *kind)
         undo()
-        found[name]["bare"] = train(FakeDevice(), steps, micro, lambda _: None, *kind)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        results[name]["bare"] = train(FakeDevice(), steps, micro, lambda _: None, *kind)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ class Node:
 
     def batches(self) -> list[wire.RankBatch]:
         """The same, once the last word of a rank is there."""
-        found = until(lambda: (sent := self._decoded()) and sent[-1].final and sent, "its last word")
-        assert isinstance(found, list)
-        return found
+        batches = until(lambda: (sent := self._decoded()) and sent[-1].final and sent, "its last word")
+        assert isinstance(batches, list)
+        return batches
 
     def last(self) -> list[wire.RankBatch]:
         """The last words that are there."""
@@ -164,9 +164,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         until(lambda: {*relay.printed(0)} == known, "its first words")
         (tmp_path / "heard").touch()
 
-    with (tmp_path / "stderr").open("w") as own, ThreadPoolExecutor(1) as beside:
+    with (tmp_path / "stderr").open("w") as stderr, ThreadPoolExecutor(1) as beside:
         heard = beside.submit(hear)
-        done = run(tmp_path, script, stderr=own, PYTHONUNBUFFERED="", RANK="0", WORLD_SIZE="1")
+        done = run(tmp_path, script, stderr=stderr, PYTHONUNBUFFERED="", RANK="0", WORLD_SIZE="1")
         heard.result()
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     until(lambda: {*relay.printed(0)} == known | {last}, "its last words")

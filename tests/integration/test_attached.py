@@ -95,9 +95,9 @@ class Node:
     def signal(self, name: str, number: int) -> None:
         """Send a signal to the cluster's processes of that name."""
         assert self.ray._process is not None
-        found = [p for p in members(self.ray._process.pid) if Path(p.cmdline()[0]).name == name]
-        assert found
-        for process in found:
+        processes = [p for p in members(self.ray._process.pid) if Path(p.cmdline()[0]).name == name]
+        assert processes
+        for process in processes:
             process.send_signal(number)
 
     def open_session(self) -> None:

@@ -123,7 +123,7 @@ def test_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None
     command = [sys.executable, str(BENCHMARK.with_name("faults.py")), "--out", str(tmp_path / "out.json")]
     small = ["--worlds", "2", "--seeds", "0", "--stages", "forward", "--severities", "15", "60"]
     short = ["--specials", "--step-ms", "20", "--opening", "60", "--steps", "150", "--balanced", "150"]
-    texts, found = [], []
+    texts, runs = [], []
     for arguments in ([*small, *short, "--keep", str(tmp_path)], ["--rescore", str(tmp_path)]):
         ran = subprocess.run(
             [*command, *arguments],
@@ -136,11 +136,11 @@ def test_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None
         assert ran.returncode == 0, ran.stderr
         texts.append(ran.stdout.partition("\n\n")[2])
         [run] = json.loads((tmp_path / "out.json").read_text())["runs"]
-        found.append(run)
+        runs.append(run)
     assert texts[0] == texts[1]
-    assert found[0] == found[1]
-    planted = found[0]["planted"]
-    assert found[0]["quiet"]
+    assert runs[0] == runs[1]
+    planted = runs[0]["planted"]
+    assert runs[0]["quiet"]
     assert sorted(fault["row"] for fault in planted) == [60, 360]
     # 15 % and 60 % of a step are seen on any machine, and in the rows that the plan says.
     assert [fault["right"] for fault in planted] == [True, True]

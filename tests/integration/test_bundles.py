@@ -100,8 +100,8 @@ class Job:
         for _ in range(3):
             self.relay.turn(0.3)
         failures = [
-            wire.RankFailure(rank, rank, each.pid, each.returncode, time.time_ns())
-            for rank, each in enumerate(self.ranks)
+            wire.RankFailure(rank, rank, process.pid, process.returncode, time.time_ns())
+            for rank, process in enumerate(self.ranks)
         ]
         self.aggregator.finish(wire.Finish(wire.VERSION, 1, failures))
         assert not any("bundle" in place for place in self.aggregator.errors)
@@ -131,9 +131,11 @@ def check(bundle: Bundle, world: int = WORLD) -> None:
     """The last seconds of all ranks are there; of one that was killed, all but its last tick."""
     with SessionFile(bundle.path / "session.sqlite") as file:
         rows, _ = file.rows()
-        assert {of.rank: len(of.keys) >= 80 for of in rows} == dict.fromkeys(range(world), True)
+        assert {rank_rows.rank: len(rank_rows.keys) >= 80 for rank_rows in rows} == dict.fromkeys(
+            range(world), True
+        )
         samples, _ = file.memory_samples()
-        last = {of.process: of.t_ns[-1] for of in samples}
+        last = {rank_samples.process: rank_samples.t_ns[-1] for rank_samples in samples}
         assert last.keys() == {process.id for process in file.processes()}
         assert max(last.values()) - min(last.values()) < 20e9
     values = bundle.manifest.environment[0]["values"]
@@ -205,7 +207,7 @@ def test_three_ranks_under_the_launcher_leave_a_bundle_on_request_and_one_of_the
     assert "rank 1" in report.splitlines()[2] and how[1] in report.splitlines()[2]
     assert "Rank 1's host memory " in " ".join(report.split()), "what it took at its end is said"
     with SessionFile(folder / "session.sqlite") as file:
-        reduced = [(each["name"], each["process_group"], each["bytes"]) for each in file.groups()]
+        reduced = [(group["name"], group["process_group"], group["bytes"]) for group in file.groups()]
     assert reduced.count(("all_reduce of gradients", "world", 20)) == 3
 
 
@@ -213,7 +215,7 @@ def _reported(folder: Path, ranks: int) -> bool:
     """Whether so many ranks have steps and samples on disk."""
     with contextlib.suppress(SessionFileError), SessionFile(folder / "session.sqlite") as file:
         rows, _ = file.rows()
-        return sum(len(of.keys) >= 80 for of in rows) == ranks
+        return sum(len(rank_rows.keys) >= 80 for rank_rows in rows) == ranks
     return False
 
 
@@ -221,9 +223,9 @@ def test_killed_rank_leaves_the_last_seconds_of_all_ranks() -> None:
     with job("killed") as one:
         bundle, report = one.watch()
         check(bundle)
-    found = bundle.manifest
-    assert (found.reason, found.rank, found.exception) == ("killed", FAILS, None)
-    assert found.ranks["1"]["exit_reason"] == "SIGKILL"
+    manifest = bundle.manifest
+    assert (manifest.reason, manifest.rank, manifest.exception) == ("killed", FAILS, None)
+    assert manifest.ranks["1"]["exit_reason"] == "SIGKILL"
     assert "rank 1" in report[2] and "SIGKILL" in report[2]
 
 
@@ -231,10 +233,10 @@ def test_error_of_memory_is_noted_where_it_was_and_raised_on() -> None:
     with job("raises") as one:
         bundle, report = one.watch()
         check(bundle)
-    found = bundle.manifest
-    assert (found.reason, found.rank, found.exception) == ("oom", FAILS, "MemoryError: ")
-    assert found.traceback is not None and "bytearray(1 << 62)" in found.traceback
-    assert "big batch" in [cause.where for cause in found.causes]
+    manifest = bundle.manifest
+    assert (manifest.reason, manifest.rank, manifest.exception) == ("oom", FAILS, "MemoryError: ")
+    assert manifest.traceback is not None and "bytearray(1 << 62)" in manifest.traceback
+    assert "big batch" in [cause.where for cause in manifest.causes]
     assert "rank 1" in report[2] and "MemoryError" in report[2]
 
 

@@ -61,7 +61,10 @@ def test_foreign_launcher_ranks_are_watched_and_its_exit_code_is_kept(tmp_path: 
     assert "rank 0 of stdin" in out and "traceml-ray" not in out
     summary = json.loads((tmp_path / "out" / "s" / "summary.json").read_text())
     assert summary["session"]["launcher"] == "bash"
-    assert {rank: of["produced"] for rank, of in summary["ledger"]["per_rank"].items()} == {"0": 20, "1": 20}
+    assert {rank: counts["produced"] for rank, counts in summary["ledger"]["per_rank"].items()} == {
+        "0": 20,
+        "1": 20,
+    }
     assert summary["ledger"]["produced"] == summary["ledger"]["stored"]
     assert f"files: {tmp_path / 'out' / 's'}" in err
 
@@ -263,14 +266,14 @@ def on_a_terminal(words: list[str], when_ready: Callable[[int, int], object]) ->
     seen, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            found = os.read(master, 4096)
+            data = os.read(master, 4096)
         except OSError:  # everybody has gone
             break
-        before, seen = seen, seen + found
+        before, seen = seen, seen + data
         if b"ready" in seen and b"ready" not in before:  # a terminal hands a line out in parts
             time.sleep(0.2)
             when_ready(child, master)
-        if not found:
+        if not data:
             break
     _, status = os.waitpid(child, 0)
     os.close(master)

@@ -85,9 +85,9 @@ def test_rows_on_an_idle_device_are_those_of_its_host(name: str) -> None:
 def test_results_are_the_same_to_the_bit_with_a_device_in_trouble(name: str) -> None:
     """An error at one call or another, captures, a queue that is full: the loop does not notice."""
 
-    def fails(at: int) -> Callable[[FakeDevice], None]:
+    def fails(nth: int) -> Callable[[FakeDevice], None]:
         def trouble(device: FakeDevice) -> None:
-            device.fails = lambda called, count: called == "record" and count == at
+            device.fails = lambda called, count: called == "record" and count == nth
 
         return trouble
 

@@ -43,9 +43,9 @@ def test_planted_fault_comes_out_in_its_stage(
     ranks: list[dict[str, Any]], slow: str, late: list[float], other: list[float]
 ) -> None:
     for rank, expected in zip(ranks, (other, late), strict=True):
-        found = rows(rank[f"slow {slow}"])
-        assert len(found) == 24 - FIRST
-        for row in found[2:]:
+        device_rows = rows(rank[f"slow {slow}"])
+        assert len(device_rows) == 24 - FIRST
+        for row in device_rows[2:]:
             assert row == pytest.approx(expected, abs=0.02)
 
 
@@ -83,10 +83,10 @@ def test_training_is_the_same_whatever_happens_to_the_clock(ranks: list[dict[str
 def test_error_at_each_call_of_a_device_is_tried(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for name in CALLS:
-            for at in (1, 7) if name != "make" else (1,):
-                case = rank[f"error {name} {at}"]
-                assert f"{name} failed" in case["missing"]["device clock"], (name, at)
-                assert case["calls"][name] == at
+            for nth in (1, 7) if name != "make" else (1,):
+                case = rank[f"error {name} {nth}"]
+                assert f"{name} failed" in case["missing"]["device clock"], (name, nth)
+                assert case["calls"][name] == nth
 
 
 @pytest.mark.parametrize("trouble", ["delay", "capture", "fork"])
@@ -103,8 +103,8 @@ def test_trouble_in_each_call_of_a_device_is_tried(ranks: list[dict[str, Any]], 
 
 
 def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[str, Any]]) -> None:
-    for at in range(6):
-        case = ranks[0][f"capture {at}"]
+    for nth in range(6):
+        case = ranks[0][f"capture {nth}"]
         lost = case["errors"]["device rows without an event"]
         assert "replayed has no row" in case["missing"]["graphs"]
         assert 2 <= lost <= 8 and len(rows(case)) == 24 - FIRST - lost

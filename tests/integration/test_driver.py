@@ -155,9 +155,9 @@ def test_sessions_on_one_cluster_stay_apart(tmp_path: Path) -> None:
 
 def test_actors_without_ranks_form_a_group_by_name(tmp_path: Path) -> None:
     with traceml_ray.start("plain", out=tmp_path) as session:
-        workers = [Worker.options(name=f"learner-{at}").remote() for at in range(2)]
+        workers = [Worker.options(name=f"learner-{number}").remote() for number in range(2)]
         assert all(ray.get([worker.attach.remote("plain") for worker in workers]))
-        ray.get([worker.train.remote(60, 5 + 25 * at) for at, worker in enumerate(workers)])
+        ray.get([worker.train.remote(60, 5 + 25 * number) for number, worker in enumerate(workers)])
         ray.get([worker.detach.remote() for worker in workers])
         until(lambda: session.status()["ledger"]["stored"] == 120, "all rows")
         summary = session.summary()
@@ -276,8 +276,12 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
         here = session.download(tmp_path / "here")
         assert rows_of(here) == 60
         assert b"traceml-ray" in (here / "report.html").read_bytes()
-        found = session.compare(here)  # they are the same steps
-        assert (found.word, found.change_pct, found.b.last_step) == ("no difference", 0, found.a.last_step)
+        comparison = session.compare(here)  # they are the same steps
+        assert (comparison.word, comparison.change_pct, comparison.b.last_step) == (
+            "no difference",
+            0,
+            comparison.a.last_step,
+        )
         with pytest.raises(SessionError, match="no session 'gone'"):
             session.compare("gone")
         assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []

@@ -55,8 +55,8 @@ def launch(
 
 
 def summary_of(out: Path, session: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / session / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((out / session / "summary.json").read_text())
+    return summary
 
 
 def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
@@ -85,13 +85,13 @@ def check_sizes(out: Path, lengths: list[list[int]]) -> None:
     with SessionFile(out / "s" / "session.sqlite") as file:
         processes = {process.id: rank for rank, process in file.ranks().items()}
         stored = file.step_sizes(processes, np.arange(len(lengths)))
-    pieces = {processes[process]: each for process, each in stored.items()}
-    found = amounts(pieces, range(len(processes)), np.arange(len(lengths)))
-    assert found["tokens"].tolist() == [[batch * length for length in step] for step in lengths]
-    assert (found["samples"] == batch).all()
+    pieces = {processes[process]: sizes for process, sizes in stored.items()}
+    totals = amounts(pieces, range(len(processes)), np.arange(len(lengths)))
+    assert totals["tokens"].tolist() == [[batch * length for length in step] for step in lengths]
+    assert (totals["samples"] == batch).all()
 
 
-def check_throughput(found: dict[str, Any], ranks: int, printed: str, lengths: list[list[int]]) -> None:
+def check_throughput(throughput: dict[str, Any], ranks: int, printed: str, lengths: list[list[int]]) -> None:
     """Check it against a count by hand, and the pace that the script itself prints."""
     layers, width, _, batch = (int(number) for number in SMALL[1::2])
     warm = lengths[10:]
@@ -99,14 +99,16 @@ def check_throughput(found: dict[str, Any], ranks: int, printed: str, lengths: l
     weights = layers * 12 * width * width + width * 256
     products = layers * (2 + 5) * 2 * batch * width  # of attention, forward and backward
     flops = 3 * 2 * weights * batch * sum(lengths[2]) + products * sum(length**2 for length in lengths[2])
-    assert found["samples_per_step"] == ranks * batch
-    assert found["tokens_per_step"] == pytest.approx(tokens, rel=0.05)  # of pieces that are partly inside
-    assert (found["step_flops"], found["flops_step"], found["dtype"]) == (flops, 2, "float32")
+    assert throughput["samples_per_step"] == ranks * batch
+    assert throughput["tokens_per_step"] == pytest.approx(
+        tokens, rel=0.05
+    )  # of pieces that are partly inside
+    assert (throughput["step_flops"], throughput["flops_step"], throughput["dtype"]) == (flops, 2, "float32")
     pace = [float(ms) for ms in re.findall(r"([\d.]+) ms/step", printed)][1:]
     steps_per_s = 1e3 * len(pace) / sum(pace)
-    assert found["tokens_per_s"] == pytest.approx(found["tokens_per_step"] * steps_per_s, rel=0.05)
-    assert found["mfu_pct"] == pytest.approx(100 * flops * steps_per_s / (ranks * 0.5e12), rel=0.05)
-    assert (found["why"], found["total_steps"], found["eta_s"]) == ({}, 80, None)
+    assert throughput["tokens_per_s"] == pytest.approx(throughput["tokens_per_step"] * steps_per_s, rel=0.05)
+    assert throughput["mfu_pct"] == pytest.approx(100 * flops * steps_per_s / (ranks * 0.5e12), rel=0.05)
+    assert (throughput["why"], throughput["total_steps"], throughput["eta_s"]) == ({}, 80, None)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_lengths_that_vary_are_an_imbalance_and_a_late_rank_beside_it_is_named(
     done = launch(tmp_path, "s", 2, 250, *UNEVEN, *slow)
     assert done.returncode == 0, done.stderr[-4000:]
     verdict = summary_of(tmp_path, "s")["verdict"]
-    findings = {each["label"]: each for each in (verdict, *verdict["also"])}
+    findings = {finding["label"]: finding for finding in (verdict, *verdict["also"])}
     if late_ms:
         late = findings["straggler"]
         assert (late["stage"], late["rank"]) == ("data", 1), late["why"]

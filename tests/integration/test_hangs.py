@@ -83,11 +83,11 @@ train(at)
 class Launch:
     """One launch of the script; `environ` makes hangs short."""
 
-    def __init__(self, folder: Path, ranks: int, fault: str, at: int = -1) -> None:
+    def __init__(self, folder: Path, ranks: int, fault: str, at_step: int = -1) -> None:
         self.folder = folder
         script = folder / "train.py"
         script.write_text(SCRIPT)
-        self.line = {line.strip(): at for at, line in enumerate(SCRIPT.splitlines(), 1)}
+        self.line = {line.strip(): number for number, line in enumerate(SCRIPT.splitlines(), 1)}
         environ = {
             "OMP_NUM_THREADS": "1",
             "HOME": str(folder),
@@ -97,7 +97,7 @@ class Launch:
         }
         flags = ("--nproc-per-node", str(ranks), "--out", str(folder), "--session", "s")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "traceml_ray.launch", *flags, script, folder, fault, str(at)],
+            [sys.executable, "-m", "traceml_ray.launch", *flags, script, folder, fault, str(at_step)],
             env={**os.environ, **environ},
             cwd=folder,
             stderr=(folder / "stderr").open("w"),
@@ -137,8 +137,8 @@ class Launch:
     def until(self, done: Callable[[], Any], seconds: float = 90.0) -> Any:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if found := done():
-                return found
+            if result := done():
+                return result
             assert self.process.poll() is None, (self.folder / "stderr").read_text()[-3000:]
             time.sleep(0.1)
         raise AssertionError([(v["label"], v["why"]) for v in self.verdicts()])
@@ -179,8 +179,8 @@ def weights(steps: int) -> list[float]:
         model(torch.full((2, 4), step % 5 / 5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found: list[float] = model.weight.flatten().tolist()
-    return found
+    weights: list[float] = model.weight.flatten().tolist()
+    return weights
 
 
 @pytest.mark.alone
@@ -189,10 +189,10 @@ def test_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callable
     job.until(lambda: job.seen(1) > 30)
     os.kill(job.pid(1), signal.SIGSTOP)
     job.until(lambda: any(hang["stacks"] for hang in job.hangs()))
-    found = job.hangs()
-    assert {(hang["label"], hang["rank"]) for hang in found} == {("hang", 1)}
-    assert "stopped (SIGSTOP)" in found[-1]["why"]
-    *spied, others = found[-1]["stacks"]
+    hangs = job.hangs()
+    assert {(hang["label"], hang["rank"]) for hang in hangs} == {("hang", 1)}
+    assert "stopped (SIGSTOP)" in hangs[-1]["why"]
+    *spied, others = hangs[-1]["stacks"]
     assert [stack["ranks"] for stack in spied] in ([], [[1]])  # py-spy may be installed
     assert others["ranks"] == [0, 2]
     assert f"train.py:{job.line['loss.backward()']} in train" in others["text"]

@@ -131,7 +131,7 @@ class Bench:
 
     def ours(self) -> list[psutil.Process]:
         """Return every living process that carries the mark, or is in a session that one was seen in."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 session = os.getsid(process.pid)
@@ -139,8 +139,8 @@ class Bench:
                 if marked and session != os.getsid(0):
                     self.sessions.add(session)
                 if marked or (session in self.sessions and process.status() != psutil.STATUS_ZOMBIE):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def assert_nothing_is_left(self) -> None:
         until(lambda: not self.ours(), "all processes end")
@@ -542,7 +542,7 @@ def test_report_covers_all_of_a_job_whose_first_rows_were_folded(bench: Bench) -
     summary = bench.summary("long")
     first = min(summary["episodes"], key=lambda episode: int(episode["from_step"]))
     with SessionFile(bench.out / "long" / "session.sqlite") as file:
-        left = min(int(own.keys[0]) >> SEGMENT_BITS for own in file.rows()[0])
+        left = min(int(rank_rows.keys[0]) >> SEGMENT_BITS for rank_rows in file.rows()[0])
     assert 0 < left < count and summary["ledger"]["folded"] >= left
     assert (summary["steps"]["count"], summary["steps"]["covers"]["rows_pct"]) == (count, 100)
     assert summary["steps"]["mean_ms"] == pytest.approx(mean_ms, rel=0.01)

@@ -141,16 +141,16 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         return made[-1]
 
     yield start
-    for each in made:
-        each.close()
+    for terminal in made:
+        terminal.close()
 
 
 def panel_at(lines: list[str], top: int, *words: str) -> bool:
     """Whether the lines from `top` on are a panel with these words, and those above are not."""
     under = "\n".join(lines[top:])
     framed = lines[top].startswith("┌─") and lines[-1].startswith("└─")
-    found = all(re.search(word, under) for word in words)
-    return framed and found and "│" not in "".join(lines[:top])
+    complete = all(re.search(word, under) for word in words)
+    return framed and complete and "│" not in "".join(lines[:top])
 
 
 def whole_lines(terminal: Terminal, loose: range) -> None:
@@ -159,11 +159,11 @@ def whole_lines(terminal: Terminal, loose: range) -> None:
     size of the terminal and the next look at it, may be something of the panel.
     """
     everything = terminal.everything
-    found = [line for line in everything if "line " in line]
-    (said,) = [line for line in everything if line.startswith("wrote ")]
-    written = [f"line {n:06} of the job" for n in range(int(said.split()[1]))]
-    assert [line[: len(written[0])] for line in found] == written
-    assert [line for n, line in enumerate(found) if line != written[n] and n not in loose] == []
+    lines = [line for line in everything if "line " in line]
+    (last_line,) = [line for line in everything if line.startswith("wrote ")]
+    written = [f"line {n:06} of the job" for n in range(int(last_line.split()[1]))]
+    assert [line[: len(written[0])] for line in lines] == written
+    assert [line for n, line in enumerate(lines) if line != written[n] and n not in loose] == []
     assert "100%|####################| it/s" in everything
 
 
@@ -197,8 +197,8 @@ def test_session_is_shown_beneath_a_jobs_output_and_neither_tears_the_other(
     assert shown.ends() == 0
     whole_lines(shown, loose)
     shown.check_given_back()
-    said = [line for line in shown.everything if line.startswith("traceml-ray: ")]
-    assert any("files: " in line for line in said)
+    messages = [line for line in shown.everything if line.startswith("traceml-ray: ")]
+    assert any("files: " in line for line in messages)
     assert not [line for line in shown.everything if "┌" in line and "line" in line]
 
 
@@ -227,9 +227,9 @@ def test_terminal_is_given_back_while_the_launcher_is_stopped_and_when_it_is_kil
 def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from traceml_ray.launchers.live import terminal; print(terminal())"
     command, ours = [sys.executable, "-c", code], pty.openpty()
-    for name, out, found in (("dumb", ours[1], "None"), ("xterm", ours[1], "2"), ("xterm", None, "None")):
+    for name, out, shown in (("dumb", ours[1], "None"), ("xterm", ours[1], "2"), ("xterm", None, "None")):
         monkeypatch.setenv("TERM", name)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=out or subprocess.PIPE, timeout=240)
-        assert done.stdout.decode().strip() == found
+        assert done.stdout.decode().strip() == shown
     for fd in ours:
         os.close(fd)

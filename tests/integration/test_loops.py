@@ -118,10 +118,10 @@ def test_closure_and_eval_mode_wrapper_leave_steps_stages_and_spans_unchanged(na
     rows = loops.run(name).rows()
     assert [row["step"] for row in rows] == list(range(loops.STEPS))
     assert {int(str(row["flags"])) for row in rows[1:]} == {FLAG_NO_PEERS}
-    found = parts(loops.run(name))
-    assert [stage for part, stage in found if part == "optimizer"] == ["post_sync"]
-    assert [stage for part, stage in found if part == "evaluation"] == ["post_sync"]
-    assert found["optimizer", "post_sync"].count == loops.STEPS - 1
+    spans = parts(loops.run(name))
+    assert [stage for part, stage in spans if part == "optimizer"] == ["post_sync"]
+    assert [stage for part, stage in spans if part == "evaluation"] == ["post_sync"]
+    assert spans["optimizer", "post_sync"].count == loops.STEPS - 1
 
 
 class CountedLock:
@@ -261,31 +261,31 @@ class Calling(loops.Net):
 
 
 def test_call_method_keeps_its_signature_and_a_later_override_stays() -> None:
-    job, own = loops.Job(), Calling.__call__
+    job, original = loops.Job(), Calling.__call__
     signature = inspect.signature(Calling())
     for theirs in (None, lambda *_: "theirs"):
         job.instrumentation.roots.add(Calling())
-        assert Calling.__call__ is not own and inspect.signature(Calling()) == signature
+        assert Calling.__call__ is not original and inspect.signature(Calling()) == signature
         if theirs is not None:
             Calling.__call__ = theirs  # type: ignore[assignment]
         job.instrumentation.remove()
-        assert Calling.__call__ is (theirs or own)
-    Calling.__call__ = own  # type: ignore[method-assign]
+        assert Calling.__call__ is (theirs or original)
+    Calling.__call__ = original  # type: ignore[method-assign]
 
 
 def calls_of_ours(action: Callable[[], object]) -> int:
-    found: list[str] = []
+    names: list[str] = []
 
     def see(frame: Any, event: str, _: object) -> None:
         if event == "call" and "/traceml_ray/" in frame.f_code.co_filename:
-            found.append(frame.f_code.co_name)
+            names.append(frame.f_code.co_name)
 
     sys.setprofile(see)
     try:
         action()
     finally:
         sys.setprofile(None)
-    return len(found)
+    return len(names)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -480,13 +480,13 @@ def parts(job: loops.Job) -> dict[tuple[str, str], SpanSum]:
 
 
 def test_fetch_and_collate_are_separate_spans() -> None:
-    found = parts(loops.run("plain", "data"))
-    fetch, collate = found["fetch", "data"], found["collate", "data"]
+    spans = parts(loops.run("plain", "data"))
+    fetch, collate = spans["fetch", "data"], spans["collate", "data"]
     # Until the second step it is not known whose data the steps wait for.
     assert loops.STEPS - 2 <= fetch.count == collate.count
     assert fetch.total_ns > 0.9 * fetch.count * PLANTED_NS > 10 * collate.total_ns
-    assert found["optimizer", "post_sync"].count == loops.STEPS - 1  # the last one is in no row
-    assert found.keys() == {("fetch", "data"), ("collate", "data"), ("optimizer", "post_sync")}
+    assert spans["optimizer", "post_sync"].count == loops.STEPS - 1  # the last one is in no row
+    assert spans.keys() == {("fetch", "data"), ("collate", "data"), ("optimizer", "post_sync")}
 
 
 def test_iterator_that_outlives_the_monitor_records_nothing() -> None:
@@ -501,19 +501,19 @@ def test_iterator_that_outlives_the_monitor_records_nothing() -> None:
 
 
 def test_workers_span_covers_waiting_for_loader_workers() -> None:
-    found = parts(loops.run("fork_workers", "data"))
-    workers = found["workers", "data"]
+    spans = parts(loops.run("fork_workers", "data"))
+    workers = spans["workers", "data"]
     assert workers.total_ns > 0.5 * workers.count * PLANTED_NS and workers.count >= loops.STEPS - 2
-    assert ("fetch", "data") not in found
+    assert ("fetch", "data") not in spans
 
 
 def test_evaluation_span_includes_its_own_fetches() -> None:
-    found = parts(loops.run("evaluation"))
-    evaluation = found["evaluation", "post_sync"]
+    spans = parts(loops.run("evaluation"))
+    evaluation = spans["evaluation", "post_sync"]
     assert evaluation.count == loops.STEPS // 2 - 1  # not that before the first step
     assert evaluation.total_ns > 0.9 * evaluation.count * 8 * 1e6
     # After an evaluation it has to be looked who feeds the step: that wait is known, too.
-    assert all(stage == "data" for name, stage in found if name in ("fetch", "collate"))
+    assert all(stage == "data" for name, stage in spans if name in ("fetch", "collate"))
 
 
 def test_checkpoints_collectives_and_user_stages_are_spans(tmp_path: Path) -> None:
@@ -547,17 +547,17 @@ def test_checkpoints_collectives_and_user_stages_are_spans(tmp_path: Path) -> No
         after = dist.all_reduce(torch.ones(1), async_op=True)
         assert after is not None and after.wait()
         dist.destroy_process_group()
-    found = parts(job)
+    spans = parts(job)
     steps = loops.STEPS - 1  # after the first row
-    inside, async_reduce = found["all_reduce", "prepare"], found["all_reduce", "post_sync"]
+    inside, async_reduce = spans["all_reduce", "prepare"], spans["all_reduce", "post_sync"]
     assert (inside.count, inside.bytes) == (steps, 40 * steps)
-    assert found["mine", "prepare"].total_ns > inside.total_ns
-    assert (async_reduce.count, found["wait", "post_sync"].count) == (steps, steps)
-    assert ("wait", "prepare") not in found
-    assert found["broadcast of 1 (few)", "post_sync"].bytes == 32 * steps
-    assert (inside.process_group, found["mine", "prepare"].process_group) == ("world", None)
-    assert found["broadcast of 1 (few)", "post_sync"].process_group == few_name
-    checkpoint = found["checkpoint", "post_sync"]
+    assert spans["mine", "prepare"].total_ns > inside.total_ns
+    assert (async_reduce.count, spans["wait", "post_sync"].count) == (steps, steps)
+    assert ("wait", "prepare") not in spans
+    assert spans["broadcast of 1 (few)", "post_sync"].bytes == 32 * steps
+    assert (inside.process_group, spans["mine", "prepare"].process_group) == ("world", None)
+    assert spans["broadcast of 1 (few)", "post_sync"].process_group == few_name
+    checkpoint = spans["checkpoint", "post_sync"]
     assert checkpoint.count == 2 * steps and checkpoint.total_ns > PLANTED_NS * steps
     assert job.instrumentation.spans.innermost is None
 
@@ -587,11 +587,11 @@ def test_collective_size_is_measured_on_tensors_only() -> None:
     finally:
         job.instrumentation.remove()
         dist.destroy_process_group()
-    found, steps = parts(job), loops.STEPS - 1
-    assert found["all_gather", "prepare"].bytes == 40 * steps
-    assert found["all_gather_object", "prepare"].count == steps
-    assert not found["all_gather_object", "prepare"].bytes
-    assert not found["broadcast_object_list", "prepare"].bytes
+    spans, steps = parts(job), loops.STEPS - 1
+    assert spans["all_gather", "prepare"].bytes == 40 * steps
+    assert spans["all_gather_object", "prepare"].count == steps
+    assert not spans["all_gather_object", "prepare"].bytes
+    assert not spans["broadcast_object_list", "prepare"].bytes
     job.instrumentation.errors.debug = False
     assert job.instrumentation.collectives._largest([torch.ones(10), Unsized()]) == 40
     assert job.instrumentation.errors == {"span: RuntimeError": 1}

@@ -18,11 +18,11 @@ def test_leaking_rank_of_the_example_is_named_from_its_session(tmp_path: Path) -
     done = launch(tmp_path, "leak", 2, 90, *arguments, script=(str(EXAMPLE),))
     assert done.returncode == 0, done.stderr[-4000:]
     assert "step   50  loss" in done.stdout
-    found = traceml_ray.analyze(tmp_path / "leak")
-    assert [source.ranks for source in found.sources] == [[0, 1]]
-    assert (found.missing_ranks, found.refused, found.world_size) == ([], [], 2)
-    cause = found.first_cause
+    analysis = traceml_ray.analyze(tmp_path / "leak")
+    assert [source.ranks for source in analysis.sources] == [[0, 1]]
+    assert (analysis.missing_ranks, analysis.refused, analysis.world_size) == ([], [], 2)
+    cause = analysis.first_cause
     assert cause is not None
     assert (cause.rank, cause.device, cause.lead_ns) == (1, None, None)
     assert 300e6 < cause.delta_bytes < 900e6
-    assert "creep" in {finding.kind for finding in found.findings if finding.rank == 1}
+    assert "creep" in {finding.kind for finding in analysis.findings if finding.rank == 1}

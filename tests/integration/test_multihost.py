@@ -112,13 +112,13 @@ class Hosts:
                 ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
             )
             pids.update(map(int, listed.stdout.split()))
-        found = []
+        processes = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 @pytest.fixture
@@ -315,10 +315,10 @@ def test_profile_over_two_hosts_whose_clocks_differ_is_on_one_clock(hosts: Hosts
         with contextlib.suppress(Exception), SessionFile(session / "session.sqlite") as file:
             known = len([process for process in file.processes() if process.stored > 50])
     asked = hosts.start(0, sys.executable, "-m", "traceml_ray.cli", "profile", "s", *out)
-    said = asked.communicate(timeout=240)
+    output = asked.communicate(timeout=240)
     first.send_signal(signal.SIGTERM)
     both(first, other)
-    assert asked.returncode == 0, said
+    assert asked.returncode == 0, output
     (stored,) = profiles_of(session)
     clocks = {rank.hostname: (rank.clock_offset_ns, rank.clock_bound_ns) for rank in stored.profile.captured}
     offset, bound = clocks["host-b"]

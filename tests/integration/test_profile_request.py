@@ -85,15 +85,15 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.wait_for_steps(20)
-    found = job.profile(steps=2)
-    ranks = found.profile.captured
-    assert [rank.rank for rank in ranks] == [0, 1, 2], found.profile.ranks
+    stored = job.profile(steps=2)
+    ranks = stored.profile.captured
+    assert [rank.rank for rank in ranks] == [0, 1, 2], stored.profile.ranks
     steps = [[step.step for step in rank.steps] for rank in ranks]
-    assert steps[0] == steps[1] == steps[2] == list(range(*_ends(found)))
+    assert steps[0] == steps[1] == steps[2] == list(range(*_ends(stored)))
     assert all(step.stages_ns and sum(step.stages_ns) > 0 for rank in ranks for step in rank.steps)
-    names = {rank.rank: _names(found.trace(rank)) for rank in ranks}
+    names = {rank.rank: _names(stored.trace(rank)) for rank in ranks}
     assert "aten::acosh" in names[1] and not any("aten::acosh" in names[rank] for rank in (0, 2))
-    message = f"profile {found.profile.id} of ranks 0-2: 2 steps from step {found.profile.first_step} on"
+    message = f"profile {stored.profile.id} of ranks 0-2: 2 steps from step {stored.profile.first_step} on"
     job.wait_for_event(message)
     # Some of the ranks, again; what cannot be is said.
     second = job.profile(ranks="1,7", steps=1, shapes=True)
@@ -101,9 +101,9 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     out = ["--out", str(job.folder)]
     assert main(["profile", "s", "--list", *out]) == 0
     listed = capsys.readouterr().out
-    assert found.profile.id in listed and second.profile.id in listed
+    assert stored.profile.id in listed and second.profile.id in listed
     assert main(["profile", "s", "--remove", second.profile.id, *out]) == 0
-    assert names_of(job.session.path) == [found.profile.id]
+    assert names_of(job.session.path) == [stored.profile.id]
     # The layers of some steps, of which one is slow.
     (job.folder / "slow").touch()
     assert main(["layers", "s", "--steps", "12", *out]) == 0
@@ -114,24 +114,24 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     assert job.errors() == [""] * WORLD
 
 
-def _ends(found: StoredProfile) -> tuple[int, int]:
-    first = found.profile.first_step
+def _ends(stored: StoredProfile) -> tuple[int, int]:
+    first = stored.profile.first_step
     assert first is not None
-    return first, first + found.profile.n_steps
+    return first, first + stored.profile.n_steps
 
 
 @pytest.mark.long
 def test_rank_that_is_killed_while_it_records_is_named_and_the_others_are_kept(job: Job) -> None:
     job.wait_for_steps(20)
-    found: list[StoredProfile] = []
-    asking = threading.Thread(target=lambda: found.append(job.profile(steps=50)))
+    stored_profiles: list[StoredProfile] = []
+    asking = threading.Thread(target=lambda: stored_profiles.append(job.profile(steps=50)))
     asking.start()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not _recording(job):
         time.sleep(0.02)
     job.ranks[2].send_signal(signal.SIGKILL)
     asking.join(240)
-    (stored,) = found
+    (stored,) = stored_profiles
     states = {rank.rank: rank.state for rank in stored.profile.ranks}
     assert states[2] == "failed" and "ended before its trace" in str(stored.profile.ranks[2].reason)
     assert not list((job.session.path / FOLDER).glob(".unfinished*"))
@@ -153,11 +153,11 @@ def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_nam
     job = Job(tmp_path, SCRIPT, [800], thresholds=limits)
     try:
         job.wait_for_steps(50)
-        deadline, found = time.monotonic() + 90, []
-        while time.monotonic() < deadline and not (found and found[0].profile.found):
+        deadline, kept_profiles = time.monotonic() + 90, []
+        while time.monotonic() < deadline and not (kept_profiles and kept_profiles[0].profile.found):
             time.sleep(0.2)
-            found = profiles_of(job.session.path)
-        (stored,) = found
+            kept_profiles = profiles_of(job.session.path)
+        (stored,) = kept_profiles
         profile = stored.profile
         assert profile.by_itself and profile.suspect == 1 and profile.median in (0, 2)
         assert [rank.rank for rank in profile.captured] == sorted([1, profile.median])

@@ -30,35 +30,35 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     command = [sys.executable, str(script), str(folder), str(port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    found = []
+    sources = []
     for rank in range(RANKS):
         edges = json.loads((folder / f"edges-{rank}").read_text())
-        steps = [ProfileStep(at, *pair, None) for at, pair in enumerate(pairwise(edges))]
-        found.append(
+        steps = [ProfileStep(number, *pair, None) for number, pair in enumerate(pairwise(edges))]
+        sources.append(
             Source(folder / f"rank-{rank}.json.gz", rank, node="n", clock_offset_ns=0, steps=tuple(steps))
         )
-    return found
+    return sources
 
 
 def test_collectives_of_all_ranks_are_found_in_one_valid_trace(job: list[Source], tmp_path: Path) -> None:
     merged = merge(job, tmp_path / "m.json.gz")
     assert (merged.collectives, merged.unmatched, merged.apart) == (2, 0, 0)
-    found = check(tmp_path / "m.json.gz")
-    arrows = [event for event in found["traceEvents"] if event.get("cat") == "collective"]
+    document = check(tmp_path / "m.json.gz")
+    arrows = [event for event in document["traceEvents"] if event.get("cat") == "collective"]
     assert len(arrows) == 2 * 2 * (RANKS - 1)
     of_users = merge(of_files([source.path for source in job]), tmp_path / "u.json.gz")
-    assert [each.rank for each in of_users.ranks] == [0, 1, 2] and of_users.collectives >= 2
+    assert [rank.rank for rank in of_users.ranks] == [0, 1, 2] and of_users.collectives >= 2
 
 
 def test_difference_names_the_operation_and_keeps_waiting_apart(job: list[Source]) -> None:
-    found = difference(job, 1)
-    assert (found.operations[0].name, found.others, found.steps) == ("aten::copy_", [0, 2], 2)
-    assert found.operations[0].calls - found.operations[0].other_calls == 12
+    compared = difference(job, 1)
+    assert (compared.operations[0].name, compared.others, compared.steps) == ("aten::copy_", [0, 2], 2)
+    assert compared.operations[0].calls - compared.operations[0].other_calls == 12
     assert (
-        found.sentences[0].startswith("rank 1 spends ")
-        and "`aten::copy_` (12 calls more)" in found.sentences[0]
+        compared.sentences[0].startswith("rank 1 spends ")
+        and "`aten::copy_` (12 calls more)" in compared.sentences[0]
     )
-    assert found.waiting_ms < found.other_waiting_ms
+    assert compared.waiting_ms < compared.other_waiting_ms
     peer = difference(job, 0, 1)
     assert peer.operations[-1].name == "aten::copy_" and peer.operations[-1].more_ms < 0
     assert {"gloo:all_reduce", "c10d::allreduce_"} <= {row.name for row in peer.waits}

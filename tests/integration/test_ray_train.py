@@ -179,8 +179,8 @@ def trainer(loop: Any, folder: Path, name: str, workers: Any = 2, **more: Any) -
 
 
 def run_named(session: Session, name: str) -> dict[str, Any]:
-    (found,) = (run for run in session.runs() if run["name"] == name)
-    return found
+    (run,) = (run for run in session.runs() if run["name"] == name)
+    return run
 
 
 def whole(summary: dict[str, Any], rows: int, errors: dict[str, int] | None = None) -> None:
@@ -189,8 +189,8 @@ def whole(summary: dict[str, Any], rows: int, errors: dict[str, int] | None = No
     assert run["ledger"]["stored"] == run["ledger"]["produced"] == rows
     for rank in summary["ranks"].values():
         # A call that was lost while actors were being made is told, too, and no mistake.
-        found = {place: n for place, n in rank["errors"].items() if not place.startswith("channel.")}
-        assert (found, rank["missing"]) == (errors or {}, {})
+        own_errors = {place: n for place, n in rank["errors"].items() if not place.startswith("channel.")}
+        assert (own_errors, rank["missing"]) == (errors or {}, {})
 
 
 @pytest.mark.usefixtures("callbacks_by_name")

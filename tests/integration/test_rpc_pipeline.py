@@ -25,17 +25,17 @@ def test_pipeline_is_recorded_on_all_workers(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "step 3: loss" in done.stdout, done.stderr
     sources = of_files([tmp_path])
-    calls = {(each.rank, each.name): each.calls for each in key_averages(sources)}
+    calls = {(operation.rank, operation.name): operation.calls for operation in key_averages(sources)}
     assert calls[0, "rpc_async#run_stage(trainer0 -> stage1)"] == 2 * 4
     assert calls[0, "rpc_async#run_stage(trainer0 -> stage2)"] == 2 * 4
     assert calls[1, "run_stage"] == calls[2, "run_stage"] == 2 * 4
     assert calls[1, "aten::addmm"] == 3 * 2 * 4 and calls[2, "aten::addmm"] == 2 * 4
     assert (0, "aten::addmm") not in calls
     merged = merge(sources, tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
+    document = check(tmp_path / "m.json.gz")
     assert merged.calls == 2 * 8
-    arrows = [event for event in found["traceEvents"] if event.get("cat") == "rpc"]
-    names = processes(found)
+    arrows = [event for event in document["traceEvents"] if event.get("cat") == "rpc"]
+    names = processes(document)
     assert {names[event["pid"]][-1] for event in arrows if event["ph"] == "s"} == {"0"}
     assert {names[event["pid"]][-1] for event in arrows if event["ph"] == "f"} == {"1", "2"}
 
@@ -50,21 +50,21 @@ def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_
     job = Job(tmp_path, EXAMPLE.read_text(), ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
     try:
         job.wait_for_steps(60, ranks=1)
-        found = job.profile(steps=2)
-        ranks = found.profile.captured
-        assert [rank.rank for rank in ranks] == [0, 1, 2], (found.profile.ranks, job.errors())
+        stored = job.profile(steps=2)
+        ranks = stored.profile.captured
+        assert [rank.rank for rank in ranks] == [0, 1, 2], (stored.profile.ranks, job.errors())
         assert [rank.serves for rank in ranks] == [False, True, True]
-        first = found.profile.first_step
+        first = stored.profile.first_step
         assert first is not None and all(
             [step.step for step in rank.steps] == [first, first + 1] for rank in ranks
         )
-        sources = of_profile(found)
-        calls = {(each.rank, each.name): each.calls for each in key_averages(sources)}
+        sources = of_profile(stored)
+        calls = {(operation.rank, operation.name): operation.calls for operation in key_averages(sources)}
         for stage, layers in ((1, 3), (2, 1)):
             assert calls[0, f"rpc_async#run_stage(trainer0 -> stage{stage})"] == 2 * 4
             assert calls[stage, "run_stage"] == 2 * 4 and calls[stage, "aten::addmm"] == layers * 2 * 4
-        assert {each.node_id for each in key_averages(sources)} == {"node-0"}
-        merged = merge(sources, tmp_path / "m.json.gz", found.profile)
+        assert {operation.node_id for operation in key_averages(sources)} == {"node-0"}
+        merged = merge(sources, tmp_path / "m.json.gz", stored.profile)
         assert merged.calls == 2 * 8
         check(tmp_path / "m.json.gz")
         assert all(rank.poll() is None for rank in job.ranks)

@@ -27,7 +27,7 @@ def test_reduction_over_the_replicas_is_a_wait(
     ranks: list[dict[str, Any]], version: str, copies_ms: int
 ) -> None:
     """The last one ends after the backward's own kernels; the one before is hidden behind them."""
-    for rank, case in enumerate(each[version] for each in ranks):
+    for rank, case in enumerate(results[version] for results in ranks):
         assert on_device(case["rows"]) == list(range(3 + rank, len(case["losses"]))) and not case["errors"]
         for row in case["rows"][3 + rank :]:
             assert [ns / MS for ns in row["row"]] == pytest.approx([0, 0, 0, 13, 20, copies_ms + 6], abs=0.02)
@@ -37,7 +37,7 @@ def test_reduction_over_the_replicas_is_a_wait(
 @pytest.mark.parametrize("version", ["first", "plain"])
 def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]], version: str) -> None:
     """Of both versions of FSDP: two groups are gathered in forward, and again in backward."""
-    for rank, case in enumerate(each[version] for each in ranks):
+    for rank, case in enumerate(results[version] for results in ranks):
         rows = case["rows"]
         assert on_device(rows) == list(range(3 + rank, len(case["losses"]))) and not case["errors"]
         for row in rows[3 + rank :]:
@@ -52,8 +52,8 @@ def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]
 def test_waits_for_parameters_are_told_from_those_for_gradients(
     ranks: list[dict[str, Any]], version: str, gather_ms: int, reduce_ms: int
 ) -> None:
-    for each in ranks:
-        gathers, others, steps = each[version]["waited"]
+    for result in ranks:
+        gathers, others, steps = result[version]["waited"]
         assert steps > 10 and gathers / MS / steps == pytest.approx(gather_ms, abs=0.1)
         assert others / MS / steps == pytest.approx(reduce_ms, abs=0.1)
 
@@ -66,10 +66,10 @@ def test_each_exchange_of_a_step_is_a_row_with_its_waits(ranks: list[dict[str, A
 
 
 def test_ranks_mark_the_same_steps_where_all_would_cost_too_much(ranks: list[dict[str, Any]]) -> None:
-    for rank, case in enumerate(each["dear"] for each in ranks):
-        found = on_device(case["rows"])
-        assert found[: 60 - rank] == list(range(3 + rank, 63))
-        assert found[-7:] == [72, 76, 80, 84, 88, 92, 96]
+    for rank, case in enumerate(result["dear"] for result in ranks):
+        steps = on_device(case["rows"])
+        assert steps[: 60 - rank] == list(range(3 + rank, 63))
+        assert steps[-7:] == [72, 76, 80, 84, 88, 92, 96]
         sampled = [row for row in case["rows"] if row["key"] >> 8 == 96]
         assert sum(sampled[0]["row"]) / MS == pytest.approx(37, abs=0.1)
         assert all(row["flags"] & FLAG_COUPLED for row in case["rows"][97:])

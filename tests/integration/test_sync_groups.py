@@ -265,11 +265,18 @@ def main(folder: Path) -> None:
             case(job)
         finally:
             job.instrumentation.remove()
-        of = job.instrumentation
-        result = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
-        placement = msgspec.structs.asdict(of.placement) if of.placement else {}
+        instrumentation = job.instrumentation
+        result = {
+            "rows": job.rows(),
+            "errors": instrumentation.errors,
+            "missing": instrumentation.missing,
+            "group": instrumentation.group,
+        }
+        placement = msgspec.structs.asdict(instrumentation.placement) if instrumentation.placement else {}
         result["role"] = role_of(placement)
-        (folder / f"{name}.{rank}.json").write_text(json.dumps({**result, "strategy": of.strategy}))
+        (folder / f"{name}.{rank}.json").write_text(
+            json.dumps({**result, "strategy": instrumentation.strategy})
+        )
     for name, shard_case in shard_cases.CASES.items() if HAS_FSDP2 else ():
         job = loops.Job("", rank, WORLD)
         job.instrumentation.install()
@@ -277,8 +284,12 @@ def main(folder: Path) -> None:
             result = shard_cases.train(job, shard_case)
         finally:
             job.instrumentation.remove()
-        of = job.instrumentation
-        result |= {"errors": of.errors, "missing": of.missing, "strategy": of.strategy}
+        instrumentation = job.instrumentation
+        result |= {
+            "errors": instrumentation.errors,
+            "missing": instrumentation.missing,
+            "strategy": instrumentation.strategy,
+        }
         (folder / f"shards_{name}.{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -304,7 +315,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks_of(folder: Path, name: str) -> list[RankRows]:
-    found = []
+    ranks = []
     for rank in range(WORLD):
         result = json.loads((folder / f"{name}.{rank}.json").read_text())
         assert result["errors"] == result["missing"] == {}
@@ -313,10 +324,10 @@ def ranks_of(folder: Path, name: str) -> list[RankRows]:
         flags = np.array([row["flags"] for row in rows], dtype=np.uint8)
         values = np.array([row["row"] for row in rows], dtype=np.int64).reshape(len(rows), len(STAGES))
         group = None if result["group"] is None else tuple(result["group"])
-        found.append(
+        ranks.append(
             RankRows(rank, "node-0", keys, flags, values, group, result["strategy"], role=result["role"])
         )
-    return found
+    return ranks
 
 
 PAIRS = [(0, 2), (0, 2), (2, 2), (2, 2)]
@@ -515,27 +526,32 @@ def test_shards_and_what_moves_are_as_computed_by_hand(cases: Path, name: str) -
     case = shard_cases.CASES[name]
     inner, outer = case.padded(shard_cases.INNER), case.padded(shard_cases.OUTER)
     for rank in range(WORLD):
-        found = json.loads((folder := cases / f"shards_{name}.{rank}.json").read_text())
-        assert found["errors"] == found["missing"] == {} and found["freed"], folder
-        assert found["strategy"] == ("fsdp2+hsdp" if name == "hsdp" else "fsdp2")
-        own = msgspec.convert(found["sharding"], Sharding)
+        result = json.loads((folder := cases / f"shards_{name}.{rank}.json").read_text())
+        assert result["errors"] == result["missing"] == {} and result["freed"], folder
+        assert result["strategy"] == ("fsdp2+hsdp" if name == "hsdp" else "fsdp2")
+        sharding = msgspec.convert(result["sharding"], Sharding)
         held = case.held(rank)
-        assert (own.shard_bytes, own.gradient_bytes, own.optimizer_bytes) == (held, held, held)
-        assert own.full_bytes == 4 * (10 * loops.WIDTH + 10 + 3 * 10 + 3)
-        assert own.offloaded_bytes == held * case.offloaded
-        assert (own.groups, own.shards, own.position) == (2, case.shards, case.position(rank))
-        assert (own.replicas, own.resharded) == (WORLD // case.shards, case.resharded)
+        assert (sharding.shard_bytes, sharding.gradient_bytes, sharding.optimizer_bytes) == (held, held, held)
+        assert sharding.full_bytes == 4 * (10 * loops.WIDTH + 10 + 3 * 10 + 3)
+        assert sharding.offloaded_bytes == held * case.offloaded
+        assert (sharding.groups, sharding.shards, sharding.position) == (2, case.shards, case.position(rank))
+        assert (sharding.replicas, sharding.resharded) == (WORLD // case.shards, case.resharded)
         reduced = {"stored": "float32", "reduced": "float32"}
-        assert own.dtypes == {**reduced, "computed": "bfloat16" if name == "mixed" else "float32"}
-        assert own.mesh_shape == ([2, 2] if name == "hsdp" else [4])
-        assert own.uneven_count == (2 if case.shards == 2 else 4)
+        assert sharding.dtypes == {**reduced, "computed": "bfloat16" if name == "mixed" else "float32"}
+        assert sharding.mesh_shape == ([2, 2] if name == "hsdp" else [4])
+        assert sharding.uneven_count == (2 if case.shards == 2 else 4)
         moved = case.inner_gathers * inner + case.outer_gathers * outer
         gathers, steps = case.inner_gathers + case.outer_gathers, shard_cases.COUNTED
-        assert (own.steps, own.gathers) == (steps, steps * gathers)
-        assert own.gathered_bytes == steps * case.gathered_as * moved
-        assert (own.reductions, own.reduced_bytes) == (2 * steps, steps * 4 * (inner + outer))
-        assert own.all_reduced_bytes == (own.reduced_bytes // case.shards if own.replicas > 1 else 0)
-        assert own.unsharded_peak_bytes == case.gathered_as * (inner + outer)
-        assert 0 < own.unsharded_ns < own.step_ns and 0 < own.unsharded_mean_bytes < own.unsharded_peak_bytes
-        assert own.after_forward_bytes == own.forward_peak_bytes == 2 * shard_cases.STEPS
-        assert own.gather_wait_ns and own.reduce_wait_ns and own.wait_steps == steps
+        assert (sharding.steps, sharding.gathers) == (steps, steps * gathers)
+        assert sharding.gathered_bytes == steps * case.gathered_as * moved
+        assert (sharding.reductions, sharding.reduced_bytes) == (2 * steps, steps * 4 * (inner + outer))
+        assert sharding.all_reduced_bytes == (
+            sharding.reduced_bytes // case.shards if sharding.replicas > 1 else 0
+        )
+        assert sharding.unsharded_peak_bytes == case.gathered_as * (inner + outer)
+        assert (
+            0 < sharding.unsharded_ns < sharding.step_ns
+            and 0 < sharding.unsharded_mean_bytes < sharding.unsharded_peak_bytes
+        )
+        assert sharding.after_forward_bytes == sharding.forward_peak_bytes == 2 * shard_cases.STEPS
+        assert sharding.gather_wait_ns and sharding.reduce_wait_ns and sharding.wait_steps == steps

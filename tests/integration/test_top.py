@@ -217,8 +217,8 @@ def test_stopped_process_gives_the_terminal_back_and_goes_on_later(top: Callable
 def test_error_leaves_a_clean_terminal_and_one_line(top: Callable[..., Terminal]) -> None:
     terminal = top("--run", "nonsense")
     assert terminal.ends() == 2
-    said = terminal.screen.text.replace("\n", "")
-    assert "traceml-ray: there is none of that name in session 'demo'" in said
+    shown = terminal.screen.text.replace("\n", "")
+    assert "traceml-ray: there is none of that name in session 'demo'" in shown
 
 
 def test_without_a_terminal_there_is_a_line_an_interval(going: Going) -> None:
@@ -263,10 +263,10 @@ def test_session_that_was_just_launched_is_awaited_and_not_taken_for_an_old_one(
         played = Played(held.path)
         for _ in range(4):
             played.play(5)
-        for each in (terminal, newest):
-            each.shows("SESSION new", "STEP 19")
-            each.type("q")
-            assert each.ends() == 0
+        for screen in (terminal, newest):
+            screen.shows("SESSION new", "STEP 19")
+            screen.type("q")
+            assert screen.ends() == 0
     finally:
-        for each in filter(None, (terminal, newest)):
-            each.close()
+        for screen in filter(None, (terminal, newest)):
+            screen.close()

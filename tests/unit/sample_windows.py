@@ -45,28 +45,31 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
     Return the keys that all ranks but the `missing` have, as `RowTable.window` does: without first rows, and
     of a repeated key the first row. It shares no code with that.
     """
-    live = sorted((own for own in ranks if own.rank not in missing), key=lambda own: own.rank)
-    counting = [own.take(own.flags & FLAG_FIRST == 0) for own in live]
-    each = [own.take(np.unique(own.keys, return_index=True)[1]) for own in counting]
+    live = sorted(
+        (rank_rows for rank_rows in ranks if rank_rows.rank not in missing),
+        key=lambda rank_rows: rank_rows.rank,
+    )
+    counting = [rank_rows.take(rank_rows.flags & FLAG_FIRST == 0) for rank_rows in live]
+    distinct = [rank_rows.take(np.unique(rank_rows.keys, return_index=True)[1]) for rank_rows in counting]
     none = np.empty(0, np.int64)
-    keys = functools.reduce(np.intersect1d, [own.keys for own in each]) if each else none
-    seen = np.unique(np.concatenate([none, *(own.keys for own in each)]))
-    aside = np.concatenate([none, *(own.keys[own.flags & FLAG_FIRST != 0] for own in live)])
-    common = [own.take(np.isin(own.keys, keys)) for own in each]
+    keys = functools.reduce(np.intersect1d, [rank_rows.keys for rank_rows in distinct]) if distinct else none
+    seen = np.unique(np.concatenate([none, *(rank_rows.keys for rank_rows in distinct)]))
+    aside = np.concatenate([none, *(rank_rows.keys[rank_rows.flags & FLAG_FIRST != 0] for rank_rows in live)])
+    common = [rank_rows.take(np.isin(rank_rows.keys, keys)) for rank_rows in distinct]
     inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
-    d = np.array([own.rows for own in common], np.int64).reshape(len(live), len(keys), N_STAGES)
+    d = np.array([rank_rows.rows for rank_rows in common], np.int64).reshape(len(live), len(keys), N_STAGES)
     return Window(
         keys=keys,
-        ranks=np.array([own.rank for own in live], np.int64),
-        nodes=tuple(own.node for own in live),
+        ranks=np.array([rank_rows.rank for rank_rows in live], np.int64),
+        nodes=tuple(rank_rows.node for rank_rows in live),
         d=d.transpose(1, 0, 2),
-        flags=np.array([own.flags for own in common], np.uint8).reshape(len(live), len(keys)).T,
+        flags=np.array([rank_rows.flags for rank_rows in common], np.uint8).reshape(len(live), len(keys)).T,
         expected=expected,
         missing=tuple(sorted(missing)),
         lacking=np.setdiff1d(inside, [*keys, *aside]),
-        groups=tuple(own.group for own in live),
-        strategies=frozenset(own.strategy for own in live if own.strategy),
-        roles=tuple(own.role for own in live),
+        groups=tuple(rank_rows.group for rank_rows in live),
+        strategies=frozenset(rank_rows.strategy for rank_rows in live if rank_rows.strategy),
+        roles=tuple(rank_rows.role for rank_rows in live),
     )
 
 
@@ -99,7 +102,7 @@ def exact(window: Window) -> Exact:
     """What a step history has to say of the steps of `window`, which has no absurd rows."""
     rows = comparable(window)
     busy = window.by_step(busy_ns(rows)) / 1e6
-    slowest = max(frontiers(window, rows), key=lambda each: each.total_ns)
+    slowest = max(frontiers(window, rows), key=lambda piece: piece.total_ns)
     exposed = window.by_step(slowest.exposed) / 1e6
     return Exact(
         len(exposed),
@@ -117,7 +120,7 @@ def held_bytes(thing: object) -> int:
     if isinstance(thing, np.ndarray):
         return thing.nbytes
     held = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", {}).values()
-    return sum(held_bytes(each) for each in held)
+    return sum(held_bytes(item) for item in held)
 
 
 def judge(

@@ -109,9 +109,9 @@ def test_callback_span_and_own_span_of_one_name_count_once(job: Any, tmp_path: P
     marks.end(EVALUATION)
     loops.plain(job)
     job.recorder.finish()
-    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
-    assert sum(each.count for each in found if each.name == CHECKPOINT) == 2
-    evaluated = sum(each.total_ns for each in found if each.name == EVALUATION)
+    spans = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
+    assert sum(span.count for span in spans if span.name == CHECKPOINT) == 2
+    evaluated = sum(span.total_ns for span in spans if span.name == EVALUATION)
     assert 0 < evaluated <= job.recorder.clock() - began, "not twice"
     assert not job.instrumentation.errors
 
@@ -179,9 +179,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setitem(sys.modules, module.__name__, module)
         place = f"traceml_ray.adapters.{adapter}"
         monkeypatch.delitem(sys.modules, place, raising=False)
-        found = import_module(place)
+        imported = import_module(place)
         del sys.modules[place]
-        return found
+        return imported
 
     return load
 
@@ -233,12 +233,12 @@ class Report(Silent):
 
 @pytest.fixture
 def hugging_face(stand_in: Any) -> Any:
-    found = stand_in(
+    modules = stand_in(
         "huggingface",
         transformers={"TrainerCallback": object, "DefaultFlowCallback": Silent},
         transformers__utils={"logging": SimpleNamespace(get_logger=logging.getLogger)},
     )
-    return found.TraceMLTrainerCallback
+    return modules.TraceMLTrainerCallback
 
 
 def test_trainer_results_are_the_same_with_the_callback(job: Any, hugging_face: Any) -> None:
@@ -316,9 +316,9 @@ def lightning(stand_in: Any) -> Any:
         raise UserWarning("warnings are errors here")
 
     names = {"Callback": object, "utilities": SimpleNamespace(rank_zero_warn=lambda _: None)}
-    found = stand_in("lightning", lightning={}, lightning__pytorch=names)
-    found.refuse = refuse
-    return found
+    modules = stand_in("lightning", lightning={}, lightning__pytorch=names)
+    modules.refuse = refuse
+    return modules
 
 
 def test_lightning_logs_the_verdict_at_its_interval_without_tensors(job: Any, lightning: Any) -> None:
@@ -419,7 +419,7 @@ def test_hugging_face_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None
     trainer = hugging_faces_trainer(tmp_path, [traceml_ray.TraceMLTrainerCallback()])
     job.agent.verdict = VERDICT
     result = [trainer.train().metrics, trainer.evaluate()]
-    assert [list(each) for each in result] == [list(each) for each in without]
+    assert [list(line) for line in result] == [list(line) for line in without]
     logged = trainer.state.log_history
     assert {"traceml/late_rank" in row for row in logged if "learning_rate" in row} == {True}
     assert not any("traceml/late_rank" in row for row in logged if "learning_rate" not in row)
@@ -430,8 +430,8 @@ def test_hugging_face_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None
     )
     job.recorder.finish()
     assert [row["step"] for row in job.rows()] == list(range(numbers + trainer.state.global_step))
-    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
-    assert {CHECKPOINT, EVALUATION} <= {each.name for each in found}
+    spans = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
+    assert {CHECKPOINT, EVALUATION} <= {span.name for span in spans}
     assert [event.message for event in job.events] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors
 
@@ -484,7 +484,7 @@ def test_lightning_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
     assert Log.rows[-1][1]["traceml/micro_batches"] == 2.0
     job.recorder.finish()
     assert [row["step"] for row in job.rows()] == list(range(8))
-    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
-    assert EVALUATION in {each.name for each in found}
+    spans = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
+    assert EVALUATION in {span.name for span in spans}
     assert [event.message for event in job.events] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors

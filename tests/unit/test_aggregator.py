@@ -285,13 +285,13 @@ def test_rank_that_is_profiled_is_not_named_and_its_steps_are_in_no_statistic(
 
     class Profiled(Played):
         def rows(self, steps: int) -> np.ndarray:
-            found = super().rows(steps)
+            made = super().rows(steps)
             numbers = np.arange(self.step, self.step + steps)
             self.slowed = (numbers >= 60) & (numbers <= 60 + n)
             took = np.where(self.slowed, more_ms * MS, 0) + np.where(numbers == 60, began_ms * MS, 0)
-            found[5, :, FORWARD] += took
-            found[[rank for rank in range(self.world) if rank != 5], :, SYNC_WAIT] += took
-            return found
+            made[5, :, FORWARD] += took
+            made[[rank for rank in range(self.world) if rank != 5], :, SYNC_WAIT] += took
+            return made
 
         def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
             flags = FLAG_FIRST * (self.slowed & (rank.identity.global_rank == 5))
@@ -338,8 +338,11 @@ def test_run_totals_go_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
     restarted = aggregation(tmp_path, clock)
     after = feed(restarted, 100, 6)
     assert (after["label"], after["from_step"]) == ("straggler", 500)
-    onsets = [[(each["from_step"], each["started_at"]) for each in to["episodes"]] for to in (before, after)]
-    assert onsets[0] == onsets[1] and all(at for _, at in onsets[0])
+    onsets = [
+        [(episode["from_step"], episode["started_at"]) for episode in to["episodes"]]
+        for to in (before, after)
+    ]
+    assert onsets[0] == onsets[1] and all(started_at for _, started_at in onsets[0])
     assert after["lost_s"] == pytest.approx(before["lost_s"] + 100 * 0.006, rel=0.02)
     assert after["elapsed_s"] == pytest.approx(before["elapsed_s"] + 100 * 0.017, rel=0.01)
 
@@ -490,9 +493,9 @@ def test_cut_spool_gives_its_whole_frames(
     write_spool(path, frames)
     assert read_spool(path) == frames
     path.write_bytes(path.read_bytes()[: -cut or None])
-    found = read_spool(path)
-    assert found == frames[: len(found)]
-    assert len(found) == len(frames) or cut
+    frames_read = read_spool(path)
+    assert frames_read == frames[: len(frames_read)]
+    assert len(frames_read) == len(frames) or cut
 
 
 # -- questions -----------------------------------------------------------------------------------
@@ -781,8 +784,8 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
             with aggregator._writer.lock:
                 anew = runs.learn()
             assert dataclasses.replace(known, epoch=anew.epoch) == anew
-            for run, own in anew.ranks.items():
-                assert aggregator._steps._runs[run].world == world_size(own, None)
+            for run, processes_of_run in anew.ranks.items():
+                assert aggregator._steps._runs[run].world == world_size(processes_of_run, None)
             runs.known = known
         aggregator.close()
 

@@ -27,15 +27,17 @@ def work(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
     """Return a worker that calls itself."""
-    found = Rank()
-    ours = found.patches
-    found.captures = Captures(found.recorder, ours.spans, ours.errors, None, lambda: found.now, ours.rpc)
+    made_rank = Rank()
+    ours = made_rank.patches
+    made_rank.captures = Captures(
+        made_rank.recorder, ours.spans, ours.errors, None, lambda: made_rank.now, ours.rpc
+    )
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=2, init_method=f"file://{tmp_path}/store")
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    yield found
+    yield made_rank
     rpc.shutdown()
-    found.captures.abandon()
-    found.patches.remove()
+    made_rank.captures.abandon()
+    made_rank.patches.remove()
     before = all_threads.AllThreadsProfiler._last
     if before is not None:
         before._end()
@@ -54,11 +56,11 @@ def _settle(rank: Rank) -> None:
 
 
 def _names(rank: Rank) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for event in rank.trace()["traceEvents"]:
         if event.get("cat") in ("cpu_op", "user_annotation"):
-            found[event["name"]] = found.get(event["name"], 0) + 1
-    return found
+            counts[event["name"]] = counts.get(event["name"], 0) + 1
+    return counts
 
 
 def test_rank_without_steps_records_what_it_is_asked_to_do_until_the_others_are_done(rank: Rank) -> None:
@@ -113,9 +115,9 @@ def test_stacks_are_refused(rank: Rank) -> None:
 def test_script_that_starts_its_profiler_wins_over_one_of_all_threads(rank: Rank) -> None:
     rank.ask(first_step=5)
     assert rank.status.state == "recording"
-    with torch.profiler.profile() as own:
+    with torch.profiler.profile() as users_profiler:
         _calls(1)
-    assert rank.status.state == "failed" and own.key_averages()
+    assert rank.status.state == "failed" and users_profiler.key_averages()
 
 
 def test_call_that_was_recorded_and_still_runs_keeps_the_next_capture_off(rank: Rank) -> None:

@@ -27,7 +27,7 @@ def played() -> Analysis:
     at_ns = BEGAN_NS + 40 * SECOND
 
     def row(rank: int, **fields: Any) -> RankMemory:
-        own: dict[str, Any] = {
+        usual: dict[str, Any] = {
             "rank": rank,
             "node": f"node-{rank // 2}",
             "process": f"p{rank}",
@@ -44,7 +44,7 @@ def played() -> Analysis:
             "anomaly": None,
             "severity": None,
         }
-        return RankMemory(**{**own, **fields})
+        return RankMemory(**{**usual, **fields})
 
     cause = FirstCause(
         rank=2,
@@ -115,20 +115,22 @@ def played() -> Analysis:
 
 
 def test_analysis_as_text(snapshot: Snapshot) -> None:
-    found = played()
+    analysis = played()
     together = CollectiveOnset(
         at_ns=BEGAN_NS, ranks=[0, 1, 2], delta_bytes=MIB, counter="rss_bytes", why="All at once."
     )
-    onset = msgspec.structs.replace(found, first_cause=None, collective_onset=together)
-    quiet = Analysis(ranks=found.ranks[:1])
-    first = (render_analysis(each).partition("\n\n")[0] for each in (onset, quiet))
-    snapshot("analyze", render_analysis(found), *first)
+    onset = msgspec.structs.replace(analysis, first_cause=None, collective_onset=together)
+    quiet = Analysis(ranks=analysis.ranks[:1])
+    first = (render_analysis(shown).partition("\n\n")[0] for shown in (onset, quiet))
+    snapshot("analyze", render_analysis(analysis), *first)
 
 
 def test_long_lists_are_cut_with_the_number_of_the_others() -> None:
-    found = played()
-    quiet = [msgspec.structs.replace(found.ranks[0], rank=rank) for rank in range(100)]
-    many = msgspec.structs.replace(found, ranks=[*quiet, found.ranks[2]], findings=found.findings * 30)
+    analysis = played()
+    quiet = [msgspec.structs.replace(analysis.ranks[0], rank=rank) for rank in range(100)]
+    many = msgspec.structs.replace(
+        analysis, ranks=[*quiet, analysis.ranks[2]], findings=analysis.findings * 30
+    )
     text = render_analysis(many)
     assert "and 69 ranks more" in text and "and 40 findings more" in text
     assert "41 steps" in text
@@ -145,18 +147,18 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
 def test_rank_that_leaks_is_named_from_files_of_every_form(tmp_path: Path, suffix: str) -> None:
-    found = traceml_ray.analyze(leak(tmp_path, suffix=suffix))
-    cause = found.first_cause
+    analysis = traceml_ray.analyze(leak(tmp_path, suffix=suffix))
+    cause = analysis.first_cause
     assert cause is not None
     assert (cause.rank, cause.node, cause.device, cause.lead_ns) == (2, "node-a", 0, None)
     assert cause.confidence == "high"
     assert abs(cause.at_ns - (BEGAN_NS + 40 * SECOND)) <= 5 * SECOND
     assert 1000 * MIB < cause.delta_bytes < 1700 * MIB
-    assert {finding.rank for finding in found.findings if finding.severity != "info"} == {2}
-    assert [(rank.rank, rank.samples) for rank in found.ranks] == [(rank, 120) for rank in range(4)]
-    assert found.ranks[0].gap_bytes is None
-    assert (found.missing_ranks, found.refused, found.notes, found.world_size) == ([], [], [], 4)
-    assert [source.samples for source in found.sources] == [120] * 4
+    assert {finding.rank for finding in analysis.findings if finding.severity != "info"} == {2}
+    assert [(rank.rank, rank.samples) for rank in analysis.ranks] == [(rank, 120) for rank in range(4)]
+    assert analysis.ranks[0].gap_bytes is None
+    assert (analysis.missing_ranks, analysis.refused, analysis.notes, analysis.world_size) == ([], [], [], 4)
+    assert [source.samples for source in analysis.sources] == [120] * 4
 
 
 def test_rank_that_starts_late_is_not_the_first_cause(tmp_path: Path) -> None:
@@ -164,20 +166,20 @@ def test_rank_that_starts_late_is_not_the_first_cause(tmp_path: Path) -> None:
     write(tmp_path / "a.json", events(level(0, grows_at=60), rank=0, world=2))
     late = {"rank": 1, "world": 2, "began_ns": BEGAN_NS + 30 * SECOND}
     write(tmp_path / "b.json", events(level(1, 90, grows_at=30), **late))
-    found = analyze([tmp_path / "a.json", tmp_path / "b.json"])
-    assert found.first_cause is None
-    assert found.collective_onset is not None and found.collective_onset.ranks == [0, 1]
+    analysis = analyze([tmp_path / "a.json", tmp_path / "b.json"])
+    assert analysis.first_cause is None
+    assert analysis.collective_onset is not None and analysis.collective_onset.ranks == [0, 1]
 
 
 def test_ranks_without_wall_clock_times_have_no_order(tmp_path: Path) -> None:
     for rank in range(3):
         values = level(rank, grows_at=(None, 30, 60)[rank])
         write(tmp_path / f"{rank}.json", events(values, rank=rank, world=3, began_ns=0))
-    found = analyze(tmp_path)
-    assert (found.first_cause, found.collective_onset) == (None, None)
-    assert {incident.rank for incident in found.incidents} == {1, 2}
-    assert "whether others grew before is not known" in found.notes[0]
-    assert "which rank grew first is not known" in render_analysis(found)
+    analysis = analyze(tmp_path)
+    assert (analysis.first_cause, analysis.collective_onset) == (None, None)
+    assert {incident.rank for incident in analysis.incidents} == {1, 2}
+    assert "whether others grew before is not known" in analysis.notes[0]
+    assert "which rank grew first is not known" in render_analysis(analysis)
     write(tmp_path / "2.json", events(level(2), rank=2, world=3, began_ns=0))
     cause = analyze(tmp_path).first_cause
     assert cause is not None and (cause.rank, cause.lead_ns) == (1, None)
@@ -189,10 +191,10 @@ def test_only_rank_that_grows_is_named_without_times_and_world_size(tmp_path: Pa
         timeline = {"timestamps": [*range(len(values))], "allocated": values}
         (tmp_path / f"rank_{rank}").mkdir()
         (tmp_path / f"rank_{rank}/telemetry_timeline.json").write_text(json.dumps(timeline))
-    found = analyze(tmp_path)
-    cause = found.first_cause
+    analysis = analyze(tmp_path)
+    cause = analysis.first_cause
     assert cause is not None and (cause.rank, cause.lead_ns, cause.confidence) == (1, None, "low")
-    assert "GB from 41 s (its own clock), and no other rank" in render_analysis(found).splitlines()[0]
+    assert "GB from 41 s (its own clock), and no other rank" in render_analysis(analysis).splitlines()[0]
     assert "(2 ranks not observed then)" in cause.why
 
 
@@ -200,11 +202,11 @@ def test_resident_memory_of_a_cpu_is_judged(tmp_path: Path) -> None:
     for rank in range(3):
         values = level(rank, grows_at=50 if rank == 1 else None)
         write(tmp_path / f"{rank}.csv", of_cpu(values, rank=rank, world=3))
-    found = analyze(tmp_path)
-    assert found.first_cause is not None
-    assert (found.first_cause.rank, found.first_cause.device) == (1, None)
-    assert all(rank.allocated_growth_bytes is None for rank in found.ranks)
-    assert (found.ranks[1].rss_growth_bytes or 0) > 500 * MIB
+    analysis = analyze(tmp_path)
+    assert analysis.first_cause is not None
+    assert (analysis.first_cause.rank, analysis.first_cause.device) == (1, None)
+    assert all(rank.allocated_growth_bytes is None for rank in analysis.ranks)
+    assert (analysis.ranks[1].rss_growth_bytes or 0) > 500 * MIB
 
 
 def test_buffers_of_a_communicator_are_told_from_a_leak_by_the_spans_of_a_session(tmp_path: Path) -> None:
@@ -212,32 +214,32 @@ def test_buffers_of_a_communicator_are_told_from_a_leak_by_the_spans_of_a_sessio
     clock = Clock()
     aggregator, relay = aggregation(tmp_path, clock), Relay()
     ranks = [Rank(number, 2) for number in range(2)]
-    for at in range(160):
+    for second in range(160):
         batches = []
         for rank in ranks:
-            number, later = rank.identity.global_rank, at >= 80
-            outside = 400 * MIB + 300 * MIB * later + (at * 7 + number) % 5 * 65_536
+            number, later = rank.identity.global_rank, second >= 80
+            outside = 400 * MIB + 300 * MIB * later + (second * 7 + number) % 5 * 65_536
             memory = wire.MemorySample(
                 t_ns=clock.now,
-                step=2 * at,
+                step=2 * second,
                 device=0,
                 allocated_bytes=900 * MIB,
                 reserved_bytes=1000 * MIB,
                 process_bytes=1000 * MIB + outside,
             )
-            use = wire.SpanSum("all_to_all_single", 0, 2, 1000, 600, 2 * at, 2 * at + 1, MIB)
-            norm = wire.SpanSum("all_reduce", 0, 2, 1000, 600, 2 * at, 2 * at + 1, 4)
+            use = wire.SpanSum("all_to_all_single", 0, 2, 1000, 600, 2 * second, 2 * second + 1, MIB)
+            norm = wire.SpanSum("all_reduce", 0, 2, 1000, 600, 2 * second, 2 * second + 1, 4)
             batches.append(rank.batch(2, memory=[memory], spans=[norm, use] if later else [norm]))
         aggregator.ingest(relay.message(*batches))
         clock.tick()
     aggregator.commit()
-    found = analyze(tmp_path)
-    assert [(each.rank, each.op, each.kind) for each in found.collectives] == [
+    analysis = analyze(tmp_path)
+    assert [(collective.rank, collective.op, collective.kind) for collective in analysis.collectives] == [
         (0, "all_to_all_single", "collective_confident"),
         (1, "all_to_all_single", "collective_confident"),
     ]
-    assert {(each.kind, each.severity) for each in found.findings} == {("step_change", "info")}
-    assert found.first_cause is None
+    assert {(finding.kind, finding.severity) for finding in analysis.findings} == {("step_change", "info")}
+    assert analysis.first_cause is None
 
 
 def with_spikes(
@@ -277,13 +279,15 @@ def test_marks_of_collectives_in_files_explain_a_spike_of_hidden_memory(
 ) -> None:
     for rank in range(4):
         write(tmp_path / f"{rank}{suffix}", with_spikes(rank, rank < spiking, marks))
-    found = analyze(tmp_path)
-    assert {each.kind for each in found.collectives} == kinds
-    assert [each.rank for each in found.collectives] == [*range(spiking * bool(kinds))]
-    assert all((each.op, each.finding) == (op, "transient_spike") for each in found.collectives)
-    assert all(finding.severity == "info" for finding in found.findings)
+    analysis = analyze(tmp_path)
+    assert {collective.kind for collective in analysis.collectives} == kinds
+    assert [collective.rank for collective in analysis.collectives] == [*range(spiking * bool(kinds))]
+    assert all(
+        (collective.op, collective.finding) == (op, "transient_spike") for collective in analysis.collectives
+    )
+    assert all(finding.severity == "info" for finding in analysis.findings)
     if not kinds - {"collective_suspect"}:
-        assert [f.kind for f in found.findings] == ["transient_spike"] * len(found.collectives)
+        assert [f.kind for f in analysis.findings] == ["transient_spike"] * len(analysis.collectives)
 
 
 def test_marks_of_one_rank_are_those_of_its_peers(tmp_path: Path) -> None:
@@ -298,8 +302,8 @@ def test_marks_of_one_rank_are_those_of_its_peers(tmp_path: Path) -> None:
                 for kind, ms in phases
             ]
         write(tmp_path / f"{rank}.json", records)
-    found = analyze(tmp_path)
-    assert [(each.rank, each.kind, each.op) for each in found.collectives] == [
+    analysis = analyze(tmp_path)
+    assert [(collective.rank, collective.kind, collective.op) for collective in analysis.collectives] == [
         (rank, "collective_confident", "barrier") for rank in range(4)
     ]
 
@@ -309,8 +313,8 @@ def test_missing_ranks_are_those_of_the_world_size_and_the_filter(tmp_path: Path
     for rank in (1, 6):
         (tmp_path / f"rank{rank}.json").unlink()
     assert analyze(tmp_path).missing_ranks == [1, 6]
-    found = analyze(tmp_path, ranks="2,4-6")
-    assert (found.missing_ranks, [rank.rank for rank in found.ranks]) == ([6], [2, 4, 5])
+    analysis = analyze(tmp_path, ranks="2,4-6")
+    assert (analysis.missing_ranks, [rank.rank for rank in analysis.ranks]) == ([6], [2, 4, 5])
     with pytest.raises(AnalyzeError, match=r"ranks '1,6': the files have ranks 0, 2-5 and 7 only"):
         analyze(tmp_path, ranks="1,6")
     with pytest.raises(RankFilterError):
@@ -341,18 +345,21 @@ def test_command_prints_the_first_cause_in_its_first_lines(
 
 def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, leak(tmp_path), "--json", "--ranks", "0-2")
-    found = json.loads(out)
+    document = json.loads(out)
     assert code == 0
     assert {
         *("first_cause", "collective_onset", "findings", "collectives", "ranks", "missing_ranks"),
         *("sources", "refused"),
-    } <= found.keys()
+    } <= document.keys()
     cause = {"rank", "node", "at_ns", "lead_ns", "lead_bound_ns", "delta_bytes", "confidence"}
-    assert cause <= found["first_cause"].keys()
+    assert cause <= document["first_cause"].keys()
     finding = {"kind", "rank", "device", "severity", "confidence", "from_ns", "to_ns", "evidence", "next"}
-    assert all(finding <= each.keys() for each in found["findings"]) and found["findings"]
-    assert found["collective_onset"] is None
-    assert found["ranks"][0]["gap_bytes"] is None
+    assert (
+        all(finding <= finding_shown.keys() for finding_shown in document["findings"])
+        and document["findings"]
+    )
+    assert document["collective_onset"] is None
+    assert document["ranks"][0]["gap_bytes"] is None
 
 
 def test_refused_file_is_named_and_the_others_are_analyzed(
@@ -392,9 +399,9 @@ def test_mistake_gives_one_line_and_exit_code_2(
 
 
 def test_growth_of_a_single_rank_is_no_matter_of_order(tmp_path: Path) -> None:
-    found = analyze(write(tmp_path / "x.json", events(level(0, grows_at=40))))
-    lines = render_analysis(found).splitlines()
-    assert found.first_cause is None
+    analysis = analyze(write(tmp_path / "x.json", events(level(0, grows_at=40))))
+    lines = render_analysis(analysis).splitlines()
+    assert analysis.first_cause is None
     assert lines[0] == "First      rank 0 grew; there is no other rank to compare it with"
     assert lines[1].startswith("Worst      Rank 0 (node-a, device 0): allocated memory grows by 21 MB/s")
 
@@ -432,12 +439,14 @@ def test_device_is_full_when_torch_alone_has_nearly_all_of_it(
     for record in records:
         record["device_total_bytes"] = 2800 * MIB
     path = write(tmp_path / "x.json", records)
-    found = analyze(path)
-    assert ("near_limit", "critical") in {(each.kind, each.severity) for each in found.findings}
-    (row,) = found.ranks
+    analysis = analyze(path)
+    assert ("near_limit", "critical") in {(finding.kind, finding.severity) for finding in analysis.findings}
+    (row,) = analysis.ranks
     assert (row.gap_bytes, row.total_bytes) == (None, 2800 * MIB)
     assert row.forecast_s is not None and row.forecast_s < 60
-    assert any("at this rate at most" in each.why for each in found.findings if each.kind == "creep")
+    assert any(
+        "at this rate at most" in finding.why for finding in analysis.findings if finding.kind == "creep"
+    )
     assert run(capsys, path, "--fail-on", "critical")[0] == 3
 
 

@@ -31,7 +31,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 GIB = 1 << 30
-NODE, GPU = ([each.name for each in table] for table in (NODE_LIMITED, GPU_LIMITED))
+NODE, GPU = ([quantity.name for quantity in table] for table in (NODE_LIMITED, GPU_LIMITED))
 ALL = (0, 1 << 62)
 Process = wire.GpuProcess
 
@@ -78,8 +78,8 @@ def machine(
     return Machine(name, during.between(*ALL), earlier.between(*ALL), ranks or {}, frozenset(named))
 
 
-def kinds(found: tuple[Anomaly, ...]) -> list[tuple[str, str, int | None]]:
-    return [(anomaly.kind, anomaly.node, anomaly.device) for anomaly in found]
+def kinds(shown_anomalies: tuple[Anomaly, ...]) -> list[tuple[str, str, int | None]]:
+    return [(anomaly.kind, anomaly.node, anomaly.device) for anomaly in shown_anomalies]
 
 
 NODE_ANOMALIES = [
@@ -100,7 +100,7 @@ each_node_kind = pytest.mark.parametrize(
 
 
 def test_node_anomaly_cases_cover_every_quantity() -> None:
-    wanted = [each.name for each in NODE_LIMITED]
+    wanted = [quantity.name for quantity in NODE_LIMITED]
     reason = "for each limit of `quantities.NODE`, in order: a value above it here, one below it in `sample`"
     assert [kind for _, kind in NODE_ANOMALIES] == wanted, reason
 
@@ -109,10 +109,10 @@ def test_node_anomaly_cases_cover_every_quantity() -> None:
 def test_node_value_unlike_its_peers_is_an_anomaly(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
-    found = anomalies([machine("a", named=(0,), **fields), machine("b"), machine("c")])
-    assert kinds(found) == [(kind, "a", None)]
-    snapshot("evidence", found[0].text)
-    assert (found[0].usual is None) == (kind == "mem_used")
+    shown_anomalies = anomalies([machine("a", named=(0,), **fields), machine("b"), machine("c")])
+    assert kinds(shown_anomalies) == [(kind, "a", None)]
+    snapshot("evidence", shown_anomalies[0].text)
+    assert (shown_anomalies[0].usual is None) == (kind == "mem_used")
 
 
 @each_node_kind
@@ -151,7 +151,7 @@ def test_value_near_its_limit_and_hardly_above_the_peers_is_no_anomaly() -> None
 
 
 def test_nodes_are_compared_with_themselves_before_when_all_are_slow(snapshot: Snapshot) -> None:
-    rose = [machine(name, before={}, cpu_pct=97.0 + at) for at, name in enumerate("abc")]
+    rose = [machine(name, before={}, cpu_pct=97.0 + index) for index, name in enumerate("abc")]
     (anomaly,) = anomalies(rose, all_nodes=True)
     assert (anomaly.node, anomaly.kind) == ("c", "cpu_pct")
     snapshot("evidence", anomaly.text)
@@ -171,7 +171,7 @@ each_gpu_kind = pytest.mark.parametrize(
 
 
 def test_device_anomaly_cases_cover_every_quantity() -> None:
-    wanted = [each.name for each in GPU_LIMITED]
+    wanted = [quantity.name for quantity in GPU_LIMITED]
     reason = "for each limit of `quantities.GPU`, in order: a value above it here, one below it in `gpu`"
     assert [kind for _, kind in GPU_ANOMALIES] == wanted, reason
 
@@ -180,9 +180,11 @@ def test_device_anomaly_cases_cover_every_quantity() -> None:
 def test_device_value_unlike_its_peers_is_an_anomaly(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
-    found = anomalies([machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])])
-    assert kinds(found) == [(kind, "a", 1)]
-    snapshot("evidence", found[0].text)
+    shown_anomalies = anomalies(
+        [machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])]
+    )
+    assert kinds(shown_anomalies) == [(kind, "a", 1)]
+    snapshot("evidence", shown_anomalies[0].text)
     alike = [machine(name, [gpu(i, **fields) for i in range(2)], named=(0,) * (name == "a")) for name in "ab"]
     assert {anomaly.kind for anomaly in anomalies(alike)} <= {"thermal", "slowdown"}  # anomaly of themselves
 
@@ -207,7 +209,7 @@ def test_clock_of_an_idle_device_is_no_anomaly() -> None:
 
 
 def test_process_of_no_rank_on_the_device_is_an_anomaly(snapshot: Snapshot) -> None:
-    own = Process(70, GIB, "python", [9, 1])
+    process = Process(70, GIB, "python", [9, 1])
     worker = Process(75, GIB, "python", [70, 9, 1])
     foreign = Process(500, 12 * GIB, "serve", [499, 1])
     ranks: dict[int, int | None] = {70: 0, 71: None}  # 71: of another run of the session
@@ -215,13 +217,13 @@ def test_process_of_no_rank_on_the_device_is_an_anomaly(snapshot: Snapshot) -> N
     def node(name: str, *processes: Process, **other: Any) -> Machine:
         return machine(name, [gpu(0, processes=list(processes))], named=(0,), **{"ranks": ranks, **other})
 
-    (anomaly,) = anomalies([node("a", own, worker, foreign)])
+    (anomaly,) = anomalies([node("a", process, worker, foreign)])
     snapshot("evidence", anomaly.text)
     assert (anomaly.kind, anomaly.device, anomaly.value) == ("foreign_process", 0, 12 * GIB)
-    assert not anomalies([node("a", own, worker, Process(71, GIB))])
+    assert not anomalies([node("a", process, worker, Process(71, GIB))])
     assert not anomalies([node("a", foreign)]), "no rank is seen: pids may be of another namespace"
     monitors = machine("b", [gpu(0, processes=[Process(80, GIB), Process(81, 1, "serve")])], ranks={80: 2})
-    assert not anomalies([node("a", own, foreign), monitors]), "it is on the other devices, too"
+    assert not anomalies([node("a", process, foreign), monitors]), "it is on the other devices, too"
 
 
 def test_process_of_no_rank_must_stay_to_be_an_anomaly() -> None:
@@ -238,8 +240,8 @@ def test_unknown_value_is_no_anomaly() -> None:
     for second in range(20):
         samples.add(wire.NodeSample(second * SECOND, *[None] * 9, [wire.GpuSample(0, *[None] * 4)]))
     empty.add(wire.NodeSample(0, *[None] * 9))
-    for found in (samples, empty):
-        part = found.between(*ALL)
+    for held in (samples, empty):
+        part = held.between(*ALL)
         assert not anomalies([Machine("a", part, part, {}, frozenset({0})), machine("b", [gpu(0)])])
     few = machine("a", named=(0,), seconds=7, cpu_pct=99.0)
     assert not anomalies([few, machine("b")])
@@ -301,7 +303,10 @@ def test_noise_is_no_anomaly(seed: int, noise: str, level: float, nodes: int, al
         return samples.between(*ALL)
 
     named = frozenset() if all_nodes else frozenset({0})
-    drawn = [Machine(str(at), noisy(), noisy(), {}, named if at == 0 else frozenset()) for at in range(nodes)]
+    drawn = [
+        Machine(str(index), noisy(), noisy(), {}, named if index == 0 else frozenset())
+        for index in range(nodes)
+    ]
     assert anomalies(drawn, all_nodes=all_nodes) == ()
 
 
@@ -434,8 +439,8 @@ def test_report_has_the_evidence_with_the_verdict(tmp_path: Path) -> None:
     assert [anomaly["kind"] for anomaly in summary["verdict"]["machine"]] == ["thermal", "clock_lack"]
     text = (tmp_path / "report.txt").read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
-    at = text.index("at the same time on host-1: GPU 1 (rank 3): throttles: too hot; GPU 1")
-    assert text.index("Why  ") < at < text.index("Next  ")
+    position = text.index("at the same time on host-1: GPU 1 (rank 3): throttles: too hot; GPU 1")
+    assert text.index("Why  ") < position < text.index("Next  ")
 
 
 BUSY = {"cpu_pct": 98.0, "psi_io": 0.5, "disk_read_bytes": 800e6, "net_rx_bytes": 600e6, "load1": 40.0}
@@ -474,9 +479,9 @@ def test_single_node_in_training_is_compared_with_its_earlier_training(tmp_path:
     spans = json.loads((tmp_path / "summary.json").read_bytes())["verdicts"]
     (late,) = (span for span in spans if span["label"] == "straggler")
     for verdict in (live, late):
-        found = {anomaly["kind"]: anomaly["text"] for anomaly in verdict["machine"]}
-        assert found["net_bps"] == "network 601 MB/s (before 2 MB/s)"
-        assert found["cpu_pct"] == "CPU 98 % busy (before 40 %)"
+        texts = {anomaly["kind"]: anomaly["text"] for anomaly in verdict["machine"]}
+        assert texts["net_bps"] == "network 601 MB/s (before 2 MB/s)"
+        assert texts["cpu_pct"] == "CPU 98 % busy (before 40 %)"
 
 
 def test_death_is_examined_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:
@@ -533,8 +538,8 @@ def test_critical_error_that_killed_a_process_is_in_the_next_sample(tmp_path: Pa
 
 
 def test_hang_evidence_covers_the_time_since_the_last_row() -> None:
-    def seen(at: int) -> RankProcess:
-        return RankProcess(1, "s", last_seen_ns=at)
+    def seen(t_ns: int) -> RankProcess:
+        return RankProcess(1, "s", last_seen_ns=t_ns)
 
     machines = Machines(lambda *_: {}, {0: seen(90), 1: seen(95)}, [], {})
     none = of_rows(np.empty(0, np.int64), np.empty((0, N_STAGES), np.int64))

@@ -56,15 +56,15 @@ def test_keywords_are_the_settings_with_their_types(function: Callable[..., Any]
 
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - OF_LAUNCHERS))
 def test_docstring_gives_the_limits_and_default_of_a_setting(name: str) -> None:
-    found = re.search(rf"^ +{name}: (.*?)(?=^ {8}\w+: |^$|\Z)", traceml_ray.start.__doc__ or "", re.M | re.S)
-    assert found is not None
-    numbers = re.findall(r"(\d+(?:\.\d+)?(?:e\d+)?) ?(\w*)", found[1])
+    match = re.search(rf"^ +{name}: (.*?)(?=^ {8}\w+: |^$|\Z)", traceml_ray.start.__doc__ or "", re.M | re.S)
+    assert match is not None
+    numbers = re.findall(r"(\d+(?:\.\d+)?(?:e\d+)?) ?(\w*)", match[1])
     documented = {float(number) * UNITS.get(unit, 1) for number, unit in numbers}
     default = FIELDS[name].default
     if name in _RANGES:
         assert {*_RANGES[name], default} - {None} <= documented
     elif default is not None and name != "thresholds":
-        assert f"Default: {default}" in found[1].replace("`", "")
+        assert f"Default: {default}" in match[1].replace("`", "")
 
 
 @pytest.mark.parametrize("call", [traceml_ray.start, TraceMLTrainCallback])

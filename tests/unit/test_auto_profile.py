@@ -34,11 +34,11 @@ class Run:
 
 
 def test_lasting_straggler_is_profiled_beside_the_median() -> None:
-    found = Run().check(LATE)
-    assert found is not None and found.by_itself
-    assert (found.request.ranks, found.request.steps, found.request.run) == ("2,5", 3, "run")
-    assert (found.suspect, found.median, found.stage) == (5, 2, "data")
-    assert found.why == "rank 5 is late in data in most steps; rank 2 is the median of the others."
+    profile = Run().check(LATE)
+    assert profile is not None and profile.by_itself
+    assert (profile.request.ranks, profile.request.steps, profile.request.run) == ("2,5", 3, "run")
+    assert (profile.suspect, profile.median, profile.stage) == (5, 2, "data")
+    assert profile.why == "rank 5 is late in data in most steps; rank 2 is the median of the others."
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_what_does_not_last_or_names_nobody_is_not_profiled(changes: dict[str, A
 
 @pytest.mark.parametrize(("step_ms", "steps"), [(1.0, 3), (4000.0, 2), (9000.0, 1), (11_000.0, 0), (None, 0)])
 def test_long_steps_are_profiled_fewer_at_a_time(step_ms: float | None, steps: int) -> None:
-    found = Run().check(LATE, mean_step_ms=step_ms)
-    assert (found.request.steps if found else 0) == steps
+    profile = Run().check(LATE, mean_step_ms=step_ms)
+    assert (profile.request.steps if profile else 0) == steps
 
 
 def test_drift_of_all_ranks_is_profiled_on_the_median() -> None:
-    found = Run().check(LATE, label="group_wide", rank=None, ranks=())
-    assert found is not None and found.request.ranks == "2" and found.suspect is None
+    profile = Run().check(LATE, label="group_wide", rank=None, ranks=())
+    assert profile is not None and profile.request.ranks == "2" and profile.suspect is None
 
 
 def test_the_same_verdict_is_profiled_once_and_others_after_a_pause() -> None:
@@ -73,11 +73,11 @@ def test_the_same_verdict_is_profiled_once_and_others_after_a_pause() -> None:
 
 
 def test_a_run_is_profiled_three_times_at_most() -> None:
-    run, found = Run(), 0
+    run, profiles = Run(), 0
     for rank in range(10, 20):
         run.now += 3600
-        found += run.check(LATE, rank=rank, ranks=(rank,)) is not None
-    assert found == 3
+        profiles += run.check(LATE, rank=rank, ranks=(rank,)) is not None
+    assert profiles == 3
     assert Run(auto_profile=0).check(LATE) is None
 
 

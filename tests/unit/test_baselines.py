@@ -34,8 +34,8 @@ def label(aggregator: AggregatorCore) -> str | None:
 
 def kept(aggregator: AggregatorCore) -> dict[str, object]:
     with SessionFile(aggregator.folder.sqlite) as session:
-        found: dict[str, object] = session.meta().get("baselines", {})
-        return found
+        baselines: dict[str, object] = session.meta().get("baselines", {})
+        return baselines
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def size(batch: Any) -> tuple[int | None, int | None]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("batch", "expected"),
     [
         (IMAGES, (4, None)),
         ([IMAGES, LABELS], (4, None)),
@@ -119,8 +119,8 @@ def size(batch: Any) -> tuple[int | None, int | None]:
         (None, (None, None)),
     ],
 )
-def test_size_of_a_batch_is_read_off_its_tensors_or_not_known(batch: Any, found: tuple[Any, Any]) -> None:
-    assert size(batch) == found
+def test_size_of_a_batch_is_read_off_its_tensors_or_not_known(batch: Any, expected: tuple[Any, Any]) -> None:
+    assert size(batch) == expected
 
 
 def test_tokens_of_nested_tensors_are_those_that_are_there() -> None:
@@ -137,15 +137,15 @@ def test_batch_that_says_its_size_is_read_anew_each_time() -> None:
         sequences(3, 2),
         sequences(1),
     ]
-    found = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
-    assert found == [(5, None), (2, None), (None, None), (2, None), (1, None)]
+    sizes_read = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
+    assert sizes_read == [(5, None), (2, None), (None, None), (2, None), (1, None)]
 
 
 def test_batches_that_change_their_looks_are_read_anew() -> None:
     sizes = BatchSizes()
     batches = [[IMAGES, LABELS], [IMAGES[:3], LABELS[:3]], {"input_ids": IDS}, [IDS], ["a"], [LABELS, IMAGES]]
-    found = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
-    assert found == [(4, None), (3, None), (4, 64), (4, None), (None, None), (None, None)]
+    sizes_read = [understood(BATCHES - sizes.mark(batch)) for batch in batches]
+    assert sizes_read == [(4, None), (3, None), (4, 64), (4, None), (None, None), (None, None)]
     assert "no tensor in a batch" in sizes.why
     sizes.forget()  # another loader
     assert understood(BATCHES - sizes.mark([LABELS, IMAGES])) == (4, None)
@@ -181,10 +181,10 @@ class Watched:
 
 @pytest.fixture
 def watched() -> Any:
-    found = Watched()
-    yield found
-    found.patches.remove()
-    assert not found.patches.errors
+    watched_rank = Watched()
+    yield watched_rank
+    watched_rank.patches.remove()
+    assert not watched_rank.patches.errors
 
 
 def loader(samples: int, batch_size: int) -> Any:
@@ -206,9 +206,9 @@ def test_samples_are_of_training_batches_only_and_of_each_micro_batch(watched: W
 
 
 def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -> None:
-    for at, batch in enumerate(loader(8, 4)):
+    for step, batch in enumerate(loader(8, 4)):
         watched.recorder.count(None, 10)
-        watched.recorder.count(None, 20 + at)
+        watched.recorder.count(None, 20 + step)
         watched.step(batch)
     assert watched.recorder.take_work() == Counted(0, 1, 2, 2, 8, 61)
     watched.recorder.count(3, None)
@@ -262,11 +262,11 @@ def test_sizes_of_steps_are_what_was_noted(noted: dict[int, Any], every: int) ->
         log.add(step, *noted[step])
     pieces = packed(log.take())
     steps = np.arange(0, 3001, every)
-    found = amounts({7: pieces}, [3, 7], steps)
-    for at, name in enumerate(("samples", "tokens")):
-        wanted = [noted.get(step, (None, None))[at] for step in steps.tolist()]
-        np.testing.assert_equal(found[name][:, 1], [np.nan if one is None else one for one in wanted])
-        assert np.isnan(found[name][:, 0]).all()
+    amounts_read = amounts({7: pieces}, [3, 7], steps)
+    for column, name in enumerate(("samples", "tokens")):
+        wanted = [noted.get(step, (None, None))[column] for step in steps.tolist()]
+        np.testing.assert_equal(amounts_read[name][:, 1], [np.nan if one is None else one for one in wanted])
+        assert np.isnan(amounts_read[name][:, 0]).all()
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,8 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traceml_ray.count(samples=7)
-    told: dict[str, Any] = {}
-    work = SimpleNamespace(tell=lambda **known: told.update(known))
+    values: dict[str, Any] = {}
+    work = SimpleNamespace(tell=lambda **known: values.update(known))
     agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches, work=work)
     monkeypatch.setattr(bootstrap, "_agent", agent)
     watched.step([torch.ones(3, 2)])  # from here on it is known which thread trains
@@ -301,7 +301,7 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
     traceml_ray.count(samples="many")  # type: ignore[arg-type]
     watched.step([torch.ones(3, 2)])
     assert watched.recorder.take_work() == Counted(1, 1, 1, 0, 103, 9)
-    assert told == {"job_flops": 1e20, "total_steps": 50}
+    assert values == {"job_flops": 1e20, "total_steps": 50}
     assert dict(watched.patches.errors) == {"count: ValueError": 1}
     watched.patches.errors.clear()
 
@@ -320,5 +320,5 @@ def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watch
     assert report.collect(False) == []  # not due, nothing new
     watched.step([torch.ones(3, 2)])
     report.tell(total_steps=12)
-    (told,) = report.collect(False)
-    assert (told.steps, told.total_steps) == (0, 12)
+    (work,) = report.collect(False)
+    assert (work.steps, work.total_steps) == (0, 12)

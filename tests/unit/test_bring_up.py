@@ -68,9 +68,9 @@ def launch() -> Iterator[Callable[..., Launch]]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.bring_up.end()
-        each.bring_up.close()
+    for relay_host in made:
+        relay_host.bring_up.end()
+        relay_host.bring_up.close()
 
 
 def test_start_waits_for_an_idle_core_and_yields_only_when_it_is_done(

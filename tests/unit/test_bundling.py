@@ -66,19 +66,21 @@ def test_caught_error_of_memory_makes_a_bundle_with_the_last_minutes_of_every_ra
         played.play(5, environment={"torch": "2.13.0"})
     send(played, 2, raised(played.clock.now, kind="oom", where="step 7"))
     (bundle,) = settled(played)
-    found = bundle.manifest
+    manifest = bundle.manifest
     assert bundle.path.name.endswith("-oom") and bundle.path.parent.name == "bundles"
-    assert (found.reason, found.rank, found.node, found.step) == ("oom", 2, "host-0", 7)
-    assert found.why.startswith("memory ran out on rank 2 in step 7: OutOfMemoryError")
-    assert found.exception == OOM and found.traceback and found.traceback.endswith(OOM)
-    assert found.environment == [{"ranks": [0, 1, 2, 3], "values": {"torch": "2.13.0"}}]
-    assert [(of["ranks"], of["values"]["rss_bytes"]) for of in found.memory_from] == [([*range(4)], "kernel")]
-    assert [*found.ranks] == ["0", "1", "2", "3"] and not found.deaths and not found.silent_ranks
+    assert (manifest.reason, manifest.rank, manifest.node, manifest.step) == ("oom", 2, "host-0", 7)
+    assert manifest.why.startswith("memory ran out on rank 2 in step 7: OutOfMemoryError")
+    assert manifest.exception == OOM and manifest.traceback and manifest.traceback.endswith(OOM)
+    assert manifest.environment == [{"ranks": [0, 1, 2, 3], "values": {"torch": "2.13.0"}}]
+    assert [(entry["ranks"], entry["values"]["rss_bytes"]) for entry in manifest.memory_from] == [
+        ([*range(4)], "kernel")
+    ]
+    assert [*manifest.ranks] == ["0", "1", "2", "3"] and not manifest.deaths and not manifest.silent_ranks
     with SessionFile(bundle.path / "session.sqlite") as file:
         rows, _ = file.rows()
-        assert {of.rank: len(of.keys) for of in rows} == dict.fromkeys(range(WORLD), 50)
+        assert {rank_rows.rank: len(rank_rows.keys) for rank_rows in rows} == dict.fromkeys(range(WORLD), 50)
         assert {event["kind"] for event in file.events()[0]} >= {"oom"}
-    assert bundle.files == {**found.files, "manifest.json": bundle.files["manifest.json"]}
+    assert bundle.files == {**manifest.files, "manifest.json": bundle.files["manifest.json"]}
 
 
 def test_bundle_is_read_as_a_session_is(played: Played) -> None:
@@ -111,7 +113,7 @@ def test_bundle_has_the_minutes_before_each_ranks_own_end_and_no_more(tmp_path: 
         rows, _ = file.rows()
     assert max(times) - min(times) == max(ended) - min(ended) == 6 * SECOND
     assert max(ended) < min(times)
-    assert {of.rank: len(of.keys) for of in rows}[3] >= 12
+    assert {rank_rows.rank: len(rank_rows.keys) for rank_rows in rows}[3] >= 12
     played.aggregator.close()
 
 
@@ -126,10 +128,14 @@ def test_peers_that_die_after_a_rank_are_in_its_bundle(played: Played) -> None:
     played.clock.tick(60)
     played.aggregator.judge()
     (bundle,) = bundles_of(played.folder)
-    found = bundle.manifest
-    assert (found.reason, found.rank, found.why.partition(" ended")[0]) == ("exception", 1, "rank 1 (host-0)")
-    assert sorted(death["rank"] for death in found.deaths) == [0, 1, 2, 3]
-    assert found.deaths[0]["first"] and "boom" in (found.exception or "")
+    manifest = bundle.manifest
+    assert (manifest.reason, manifest.rank, manifest.why.partition(" ended")[0]) == (
+        "exception",
+        1,
+        "rank 1 (host-0)",
+    )
+    assert sorted(death["rank"] for death in manifest.deaths) == [0, 1, 2, 3]
+    assert manifest.deaths[0]["first"] and "boom" in (manifest.exception or "")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,7 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     (info,) = ask(played.aggregator, "bundles")
     assert info["requests"] == ["abc"]
     finish(played, -15)
-    names = [each["name"] for each in ask(played.aggregator, "bundles")]
+    names = [listed["name"] for listed in ask(played.aggregator, "bundles")]
     assert names[0] == info["name"] and names[1].endswith("-terminated")
 
 
@@ -321,7 +327,7 @@ def test_aggregator_that_was_restarted_makes_no_bundle_of_what_has_one(played: P
         played.clock.tick(2)
         played.aggregator.judge()
     assert played.aggregator.verdict is not None and played.aggregator.verdict.label == "oom"
-    assert [each.path for each in bundles_of(played.folder)] == [bundle.path]
+    assert [stored.path for stored in bundles_of(played.folder)] == [bundle.path]
 
 
 def test_record_of_the_allocator_is_in_the_bundle_or_it_says_where_it_is(played: Played) -> None:
@@ -356,8 +362,8 @@ def test_what_comes_again_and_again_makes_few_bundles(played: Played) -> None:
 
 def test_oldest_bundles_go_first(tmp_path: Path) -> None:
     made = []
-    for at in range(6):
-        made.append(new_name(tmp_path, (at + 1) * SECOND, "oom"))
+    for second in range(6):
+        made.append(new_name(tmp_path, (second + 1) * SECOND, "oom"))
         with making(tmp_path, made[-1]) as here:
             (here / "x").write_bytes(bytes(100))
     assert prune(tmp_path, 4, 1 << 20) == made[:2]
@@ -398,9 +404,9 @@ def test_web_app_lists_downloads_and_requests_bundles(played: Played) -> None:
     pages.poll()
     for page in ("events", "memory"):
         for _ in range(2):  # what a page asks is there with the next poll
-            found = look(pages, page)["bundles"]
+            bundles = look(pages, page)["bundles"]
             pages.poll()
-        assert [each["name"] for each in found] == [bundle.path.name]
+        assert [entry["name"] for entry in bundles] == [bundle.path.name]
     path, token = f"/bundles/{bundle.path.name}.tar", {"Authorization": "Bearer secret"}
     assert client.get(path).status_code == client.post("/bundles").status_code == 401
     with tarfile.open(fileobj=io.BytesIO(client.get(path, headers=token).data)) as tar:

@@ -19,7 +19,11 @@ def summary_of(
     d: np.ndarray, flags: int = 0, exchanges: int = 1, missing: Sequence[int] = ()
 ) -> StepSummary | None:
     history = StepHistory(LIMITS, deep=True)
-    every = [own for own in processes(d, flags=flags, exchanges=exchanges) if own.rank not in missing]
+    every = [
+        rank_rows
+        for rank_rows in processes(d, flags=flags, exchanges=exchanges)
+        if rank_rows.rank not in missing
+    ]
     history.take(every)
     history.advance((), 0, len(every))
     stats = history.stats()

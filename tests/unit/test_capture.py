@@ -30,24 +30,24 @@ from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    found = Rank()
-    yield found
-    found.captures.abandon()
-    found.patches.remove()
-    assert found.recorder.at_step is None
+    made = Rank()
+    yield made
+    made.captures.abandon()
+    made.patches.remove()
+    assert made.recorder.at_step is None
     assert not torch.autograd._profiler_enabled() and not profiler._is_profiler_enabled
 
 
-def _steps(found: dict[str, Any]) -> int:
-    return sum(event.get("name") == "Optimizer.step#SGD.step" for event in found["traceEvents"])
+def _steps(document: dict[str, Any]) -> int:
+    return sum(event.get("name") == "Optimizer.step#SGD.step" for event in document["traceEvents"])
 
 
 def _elsewhere(*calls: Callable[[], object]) -> None:
     """Call these in another thread."""
 
     def call() -> None:
-        for each in calls:
-            each()
+        for one in calls:
+            one()
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -78,9 +78,9 @@ def test_steps_that_were_asked_for_are_recorded_and_sent(rank: Rank) -> None:
     for _, begin, end, exit_ns in status.steps:
         assert exit_ns is not None and begin < exit_ns < end
     assert status.steps[0][2] == status.steps[1][1]
-    found = rank.trace()
-    assert _steps(found) in (1, 2)  # it is on from the end of a step to the end of another
-    assert {"aten::addmm", "aten::mm"} <= {event.get("name") for event in found["traceEvents"]}
+    document = rank.trace()
+    assert _steps(document) in (1, 2)  # it is on from the end of a step to the end of another
+    assert {"aten::addmm", "aten::mm"} <= {event.get("name") for event in document["traceEvents"]}
     assert status.start_ns and status.stop_ns and status.export_ns
     rank.train(2)
     assert rank.status.steps == status.steps
@@ -90,9 +90,9 @@ def test_what_was_recorded_lies_inside_its_steps_on_the_wall_clock(rank: Rank) -
     rank.train(1)
     rank.ask(first_step=2)
     rank.train(5)
-    steps, found = rank.status.steps, rank.trace()
-    base = found["baseTimeNanoseconds"]
-    times = [base + 1000 * e["ts"] for e in found["traceEvents"] if e.get("cat") == "cpu_op"]
+    steps, document = rank.status.steps, rank.trace()
+    base = document["baseTimeNanoseconds"]
+    times = [base + 1000 * e["ts"] for e in document["traceEvents"] if e.get("cat") == "cpu_op"]
     slack = 5_000_000  # torch keeps its own time between two readings of the wall clock
     assert steps[0][1] - slack < min(times) and max(times) < steps[-1][2] + slack
 
@@ -182,9 +182,9 @@ def test_profiler_of_another_thread_that_starts_while_ours_is_turned_on_wins(
     names: list[str] = []
 
     def other() -> None:
-        with torch.profiler.profile() as own:
+        with torch.profiler.profile() as users_profiler:
             torch.ones(3) + 1
-        names.extend(event.key for event in own.key_averages())
+        names.extend(event.key for event in users_profiler.key_averages())
 
     thread = threading.Thread(target=other)
 
@@ -232,9 +232,9 @@ def test_child_that_is_forked_during_a_capture_records_nothing(rank: Rank, optio
             for _ in range(20_000):
                 tensor = tensor + 1
             grown = psutil.Process().memory_info().rss - before
-            with torch.profiler.profile() as own:
+            with torch.profiler.profile() as users_profiler:
                 torch.ones(3) + 1
-            own_works = "aten::add" in {event.key for event in own.key_averages()}
+            own_works = "aten::add" in {event.key for event in users_profiler.key_averages()}
             os.write(writes, f"{bool(on)} {grown < 10 << 20} {own_works}".encode())
         finally:
             os._exit(0)
@@ -270,20 +270,20 @@ def test_rows_that_a_profile_slows_are_in_no_statistic(rank: Rank, monkeypatch: 
 def test_script_that_profiles_already_is_left_alone(rank: Rank) -> None:
     rank.train(1)
     rank.ask(first_step=2)
-    with torch.profiler.profile() as own:
+    with torch.profiler.profile() as users_profiler:
         rank.train(4)
     assert rank.status.state == "refused" and "a profiler is on already" in rank.status.reason
-    assert own.key_averages()
+    assert users_profiler.key_averages()
 
 
 def test_script_that_starts_its_profiler_wins(rank: Rank) -> None:
     rank.train(1)
     rank.ask(first_step=2, steps=5)
     rank.train(2)
-    with torch.profiler.profile() as own:
+    with torch.profiler.profile() as users_profiler:
         rank.train(3)
     assert rank.status.state == "failed" and "a profiler of its own" in rank.status.reason
-    assert any(event.key == "aten::addmm" for event in own.key_averages())
+    assert any(event.key == "aten::addmm" for event in users_profiler.key_averages())
     rank.train(6)
     assert rank.recorder.at_step is None
 
@@ -295,9 +295,9 @@ def test_profiler_of_another_thread_wins_and_nothing_is_saved(rank: Rank) -> Non
     names: list[str] = []
 
     def other() -> None:
-        with torch.profiler.profile() as own:
+        with torch.profiler.profile() as users_profiler:
             torch.ones(3) + 1
-        names.extend(event.key for event in own.key_averages())
+        names.extend(event.key for event in users_profiler.key_averages())
 
     thread = threading.Thread(target=other)
     thread.start()

@@ -58,8 +58,8 @@ class Job:
 
     @property
     def command(self) -> Mapping[str, Any]:
-        (found,) = [each for each in self.captures.commands() if each.name == "profile"]
-        return found.args
+        (command,) = [command for command in self.captures.commands() if command.name == "profile"]
+        return command.args
 
     def say(
         self,
@@ -94,9 +94,9 @@ class Job:
             self.send(rank, 0, TRACE)
 
     def state(self, rank: int) -> tuple[str, str | None]:
-        found = self.over or profiles.under_way(self.folder)
-        assert found is not None
-        (about,) = [each for each in found.ranks if each.rank == rank]
+        profile = self.over or profiles.under_way(self.folder)
+        assert profile is not None
+        (about,) = [one for one in profile.ranks if one.rank == rank]
         return about.state, about.reason
 
 
@@ -231,10 +231,10 @@ def test_pieces_that_were_lost_are_asked_for_from_the_gap_on(job: Job) -> None:
     job.send(0, 0, TRACE[:100])
     job.send(0, 200, TRACE[200:])  # what was between is lost
     job.turn(captures.SEND_S + 1)
-    (again,) = [each for each in job.captures.commands() if each.name == "trace"]
+    (again,) = [command for command in job.captures.commands() if command.name == "trace"]
     assert again.args == {"profile": job.command["id"], "process": "process-0", "offset": 100}
     job.send(0, 50, TRACE[50:300])
-    assert not [each for each in job.captures.commands() if each.name == "trace"]
+    assert not [command for command in job.captures.commands() if command.name == "trace"]
     job.send(0, 300, TRACE[300:])
     job.turn()
     assert job.state(0) == ("captured", None)

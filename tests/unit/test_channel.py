@@ -126,8 +126,8 @@ def test_relay_that_returns_is_sent_the_oldest_batches_first(
         agent.tick()
         peer, _ = listener.accept()
         with peer:
-            found = [wire.decode(peer.recv(wire.MAX_BATCH_BYTES), wire.RankBatch).seq for _ in range(4)]
-    assert found == [1, 2, 3, 4]
+            numbers = [wire.decode(peer.recv(wire.MAX_BATCH_BYTES), wire.RankBatch).seq for _ in range(4)]
+    assert numbers == [1, 2, 3, 4]
 
 
 def test_channel_refuses_a_path_that_is_too_long(tmp_path: Path) -> None:

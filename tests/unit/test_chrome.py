@@ -14,7 +14,9 @@ from recorded import operation, written
 from traceml_ray.traces import chrome
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
 
-EVENTS = [operation(f'aten::{name} \u00e9 \\ " ]}}', at, 1.5) for at, name in enumerate(("mm", "add", "t"))]
+EVENTS = [
+    operation(f'aten::{name} \u00e9 \\ " ]}}', begin, 1.5) for begin, name in enumerate(("mm", "add", "t"))
+]
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])

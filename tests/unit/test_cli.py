@@ -142,11 +142,11 @@ def test_shell_completes_subcommands_and_sessions(out: Path, tmp_path: Path) -> 
     pytest.importorskip("argcomplete")
     script = _run("completion", "bash", cwd=tmp_path)
     assert script.returncode == 0 and "traceml-ray" in script.stdout
-    for line, found in (("traceml-ray stat", "status"), (f"traceml-ray report --sessions {out} ", "s")):
+    for line, expected in (("traceml-ray stat", "status"), (f"traceml-ray report --sessions {out} ", "s")):
         asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
         asked |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
         assert _run(cwd=tmp_path, **asked).returncode == 0
-        assert found in (tmp_path / "found").read_text().replace("\v", " ").split()
+        assert expected in (tmp_path / "found").read_text().replace("\v", " ").split()
 
 
 def test_completion_without_argcomplete_says_what_to_install(

@@ -47,11 +47,11 @@ class Busier(Played):
 def played(
     folder: Path, world: int = 4, *, kind: type[Played] = Played, seconds: int = 8, **given: Any
 ) -> str:
-    of = kind(folder, world, onset=0, **{"late": None, "gpus": 0, **given})
+    job = kind(folder, world, onset=0, **{"late": None, "gpus": 0, **given})
     for _ in range(seconds):
-        of.play(10)
-    of.end()
-    of.aggregator.close()
+        job.play(10)
+    job.end()
+    job.aggregator.close()
     return folder.name
 
 
@@ -70,40 +70,44 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def of(found: Comparison, what: str) -> Any:
-    return next(each for each in found.changes if each.what == what)
+def of(comparison: Comparison, what: str) -> Any:
+    return next(change for change in comparison.changes if change.what == what)
 
 
 def test_equal_runs_are_no_different(out: Path) -> None:
-    found = compare("good", "again", out=out)
-    assert (found.word, found.stage, found.ranks) == ("no difference", None, [])
-    assert {each.word for each in found.changes} <= {"no difference", None}
-    assert abs(found.change_pct or 0) < 1 and (found.low_pct or 0) < 0 < (found.high_pct or 0)
+    comparison = compare("good", "again", out=out)
+    assert (comparison.word, comparison.stage, comparison.ranks) == ("no difference", None, [])
+    assert {change.word for change in comparison.changes} <= {"no difference", None}
+    assert abs(comparison.change_pct or 0) < 1 and (comparison.low_pct or 0) < 0 < (comparison.high_pct or 0)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("late", {2}), ("slow", {0, 1, 2, 3})])
 def test_regression_is_measured_and_placed(out: Path, name: str, ranks: set[int]) -> None:
-    found = compare("good", name, out=out)
-    assert (found.word, found.stage) == ("worse", "data")
-    assert found.change_pct == pytest.approx(15, abs=1.5)
-    assert (found.low_pct or 0) < (found.change_pct or 0) < (found.high_pct or 0)
-    assert {each.rank for each in found.ranks} == ranks
-    assert of(found, "data").change == pytest.approx(3.1, abs=0.3)
-    assert {of(found, stage).word for stage in ("forward", "sync_wait")} == {"no difference"}
-    assert regressed(found, 5) and not regressed(found, 30)
-    assert ("rank 2 (host-0)" if name == "late" else "all 4 ranks") in found.headline
-    assert "took 1.00× as long" in found.where or "took 0.99× as long" in found.where
+    comparison = compare("good", name, out=out)
+    assert (comparison.word, comparison.stage) == ("worse", "data")
+    assert comparison.change_pct == pytest.approx(15, abs=1.5)
+    assert (comparison.low_pct or 0) < (comparison.change_pct or 0) < (comparison.high_pct or 0)
+    assert {rank_change.rank for rank_change in comparison.ranks} == ranks
+    assert of(comparison, "data").change == pytest.approx(3.1, abs=0.3)
+    assert {of(comparison, stage).word for stage in ("forward", "sync_wait")} == {"no difference"}
+    assert regressed(comparison, 5) and not regressed(comparison, 30)
+    assert ("rank 2 (host-0)" if name == "late" else "all 4 ranks") in comparison.headline
+    assert "took 1.00× as long" in comparison.where or "took 0.99× as long" in comparison.where
     back = compare(name, "good", out=out)
-    assert (back.word, back.stage, {each.rank for each in back.ranks}) == ("better", "data", ranks)
+    assert (back.word, back.stage, {rank_change.rank for rank_change in back.ranks}) == (
+        "better",
+        "data",
+        ranks,
+    )
 
 
 def test_what_a_busy_machine_does_to_all_stages_is_no_stage_of_a_regression(out: Path) -> None:
-    found = compare("good", "busy", out=out)
-    assert (found.word, found.stage, found.ranks) == ("worse", None, [])
-    assert found.change_pct == pytest.approx(20, abs=1)
-    assert "No stage carries it: all that ranks did took 1.20× as long" in found.where
+    comparison = compare("good", "busy", out=out)
+    assert (comparison.word, comparison.stage, comparison.ranks) == ("worse", None, [])
+    assert comparison.change_pct == pytest.approx(20, abs=1)
+    assert "No stage carries it: all that ranks did took 1.20× as long" in comparison.where
     late = compare("good", "busy-late", out=out)  # of what is longer, that is told apart
-    assert (late.word, late.stage, [each.rank for each in late.ranks]) == ("worse", "data", [2])
+    assert (late.word, late.stage, [rank_change.rank for rank_change in late.ranks]) == ("worse", "data", [2])
     assert late.change_pct == pytest.approx(15, abs=1.5)
     assert of(late, "step").change_pct > 30 and "what else ranks did took 1.20× as long" in late.where
 
@@ -111,49 +115,49 @@ def test_what_a_busy_machine_does_to_all_stages_is_no_stage_of_a_regression(out:
 def test_comparison_is_the_same_each_time_and_all_of_it_is_data(out: Path) -> None:
     texts = [to_json(compare("good", "late", out=out)) for _ in range(2)]
     assert texts[0] == texts[1]
-    found = json.loads(texts[0])
-    assert found["schema"] == "traceml_ray/comparison/1"
-    assert found["a"]["session"] == "good" and found["b"]["verdict"].startswith("straggler: rank 2")
+    document = json.loads(texts[0])
+    assert document["schema"] == "traceml_ray/comparison/1"
+    assert document["a"]["session"] == "good" and document["b"]["verdict"].startswith("straggler: rank 2")
 
 
 def test_jobs_of_different_sizes_are_compared_as_far_as_they_can_be(out: Path) -> None:
-    found = compare("good", "large", out=out)
-    assert found.word == "no difference" and found.ranks == []
-    assert "rank by rank: A has ranks 0-3, B ranks 0-5" in found.cannot
-    assert any("1.50× the work" in note for note in found.notes)
+    comparison = compare("good", "large", out=out)
+    assert comparison.word == "no difference" and comparison.ranks == []
+    assert "rank by rank: A has ranks 0-3, B ranks 0-5" in comparison.cannot
+    assert any("1.50× the work" in note for note in comparison.notes)
 
 
 def test_too_few_steps_are_said_to_be_too_few(out: Path) -> None:
-    found = compare("good", "short", out=out)
-    assert (found.word, found.change_pct) == (None, None) and not regressed(found, 1)
-    assert "B has 29, 30 are needed" in found.headline
-    assert of(found, "throughput").b > 0
+    comparison = compare("good", "short", out=out)
+    assert (comparison.word, comparison.change_pct) == (None, None) and not regressed(comparison, 1)
+    assert "B has 29, 30 are needed" in comparison.headline
+    assert of(comparison, "throughput").b > 0
 
 
 def test_stages_of_a_device_are_not_compared_with_those_of_a_host(out: Path) -> None:
-    found = compare("good", "device", out=out)
-    assert found.word == "no difference" and of(found, "data").word is None
-    assert any("B has its stages by the device's clock" in each for each in found.cannot)
+    comparison = compare("good", "device", out=out)
+    assert comparison.word == "no difference" and of(comparison, "data").word is None
+    assert any("B has its stages by the device's clock" in reason for reason in comparison.cannot)
 
 
 def test_session_without_a_device_has_its_memory_compared(out: Path) -> None:
-    found = compare("good", "again", out=out)
-    assert "memory of devices: neither has one" in found.cannot
-    assert of(found, "host memory").a == 1400 << 20
+    comparison = compare("good", "again", out=out)
+    assert "memory of devices: neither has one" in comparison.cannot
+    assert of(comparison, "host memory").a == 1400 << 20
 
 
 def test_memory_is_that_of_the_rank_that_has_most() -> None:
     rng = np.random.default_rng(0)
     a, b = (
         [
-            MemorySeries(rank=rank, samples=1e9 * own + rng.normal(0, 1e6, 60))
-            for rank, own in enumerate(sizes)
+            MemorySeries(rank=rank, samples=1e9 * level + rng.normal(0, 1e6, 60))
+            for rank, level in enumerate(sizes)
         ]
         for sizes in ((1.0, 2.0), (2.4, 2.0))
     )
-    found = compare_memory("host memory", a, b)
-    assert (found.word, found.rank_a, found.rank_b) == ("worse", 1, 0)
-    assert found.change_pct == pytest.approx(20, abs=0.2)
+    compared_memory = compare_memory("host memory", a, b)
+    assert (compared_memory.word, compared_memory.rank_a, compared_memory.rank_b) == ("worse", 1, 0)
+    assert compared_memory.change_pct == pytest.approx(20, abs=0.2)
     assert compare_memory("host memory", a, a).word == "no difference"
     assert "not measured in B" in compare_memory("host memory", a, []).why
     few = [MemorySeries(rank=0, samples=np.ones(5))]
@@ -163,8 +167,8 @@ def test_memory_is_that_of_the_rank_that_has_most() -> None:
 def _series(memory: float, n: int, rng: np.random.Generator) -> np.ndarray:
     """An autoregressive series (n,) of mean 0."""
     series = rng.normal(size=n + 200)
-    for at in range(1, len(series)):
-        series[at] += memory * series[at - 1]
+    for index in range(1, len(series)):
+        series[index] += memory * series[index - 1]
     return series[200:]
 
 
@@ -207,8 +211,8 @@ def test_replicates_scatter_as_the_error_of_the_mean_says() -> None:
 def test_run_that_drifts_may_differ_by_as_much_from_the_next() -> None:
     noise = np.random.default_rng(4).normal(20, 1, 500)
     still, rises = (
-        float(resampling.drift(np.array([each[part].mean() for part in resampling.parts_of(500)])))
-        for each in (noise, noise + RAMP)
+        float(resampling.drift(np.array([values[part].mean() for part in resampling.parts_of(500)])))
+        for values in (noise, noise + RAMP)
     )
     assert still < 0.3 and rises == pytest.approx(np.std(RAMP), rel=0.25)
 
@@ -228,8 +232,8 @@ def test_exit_code_says_whether_there_is_a_regression(
     out: Path, arguments: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", *arguments, "--out", str(out)]) == code
-    said = capsys.readouterr()
-    assert len(said.err.splitlines()) == (code in (1, 2)) and bool(said.out) == (code != 2)
+    output = capsys.readouterr()
+    assert len(output.err.splitlines()) == (code in (1, 2)) and bool(output.out) == (code != 2)
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "0", "nan", "1e9"])
@@ -244,14 +248,18 @@ def test_text_of_a_comparison(out: Path, snapshot: Snapshot) -> None:
 
 
 def test_run_that_goes_on_is_compared_as_it_is_now(out: Path, tmp_path: Path) -> None:
-    of = Played(tmp_path / "live", 4, late=2, late_ms=0.15 * STEP_MS, onset=0, gpus=0, seed=2)
+    job = Played(tmp_path / "live", 4, late=2, late_ms=0.15 * STEP_MS, onset=0, gpus=0, seed=2)
     for _ in range(8):
-        of.play(10)
-    stored, live = ask_side(Answers(out / "good", LIMITS).reply), ask_side(of.aggregator.query)
-    found = compared(stored, live)
-    assert (found.word, found.stage, [each.rank for each in found.ranks]) == ("worse", "data", [2])
-    assert "B goes on: it is compared as it is now." in found.notes
-    of.aggregator.close()
+        job.play(10)
+    stored, live = ask_side(Answers(out / "good", LIMITS).reply), ask_side(job.aggregator.query)
+    comparison = compared(stored, live)
+    assert (comparison.word, comparison.stage, [rank_change.rank for rank_change in comparison.ranks]) == (
+        "worse",
+        "data",
+        [2],
+    )
+    assert "B goes on: it is compared as it is now." in comparison.notes
+    job.aggregator.close()
 
 
 def test_missing_session_is_named(out: Path) -> None:

@@ -39,10 +39,10 @@ def verdict(given: dict[str, Any]) -> dict[str, Any]:
 
 def of_memory(severity: Any) -> Memory:
     about = {"from_ns": 0, "to_ns": 1, "evidence": {}, "confidence": "high", "device": None}
-    found = Finding(
+    finding = Finding(
         kind="creep", rank=2, node="n", severity=severity, next=["Mend."], why="It grows.", **about
     )  # type: ignore[arg-type]
-    return Memory(findings=[found])
+    return Memory(findings=[finding])
 
 
 LAYERS = Layers(
@@ -104,11 +104,11 @@ def test_pages_and_terminal_begin_with_the_same(leaking: Path) -> None:
     assert f"\\u25c6 {headline}" in shown, "the title of the browser's tab"
     poll = SessionPoll(StoredSource(leaking))
     poll.poll()
-    _, of = poll.made(lambda: take(poll, poll.newest, Choice("nodes")))
-    lines = [line.plain for line in panel(of, Choice(), 100, 40)]
+    _, newest = poll.made(lambda: take(poll, poll.newest, Choice("nodes")))
+    lines = [line.plain for line in panel(newest, Choice(), 100, 40)]
     assert any(f"Verdict  ◆ {headline}" in one for one in lines)
     assert any("Steps    ✓ healthy" in one for one in lines)
-    assert f"◆ {headline}  ✓ healthy" in line(of, "12:00:00")
+    assert f"◆ {headline}  ✓ healthy" in line(newest, "12:00:00")
 
 
 def test_cost_is_of_whom_it_names() -> None:
@@ -136,14 +136,14 @@ def faces(source: Any) -> dict[str, str]:
     pages.poll()
     poll = SessionPoll(source)
     poll.poll()
-    _, of = poll.made(lambda: take(poll, poll.newest, Choice()))
-    found = {
+    _, newest = poll.made(lambda: take(poll, poll.newest, Choice()))
+    shown = {
         path: to_json_plotly(Refresher(pages).refresh(path, "", {})).replace("\\u002f", "/")
         for path in ("/", "/events", "/rank/5")
     }
-    lines = " ".join(one.plain.strip("│ ") for one in panel(of, Choice(), 200, 60))
-    found["top"] = lines[lines.index("VERDICT") : lines.index("NODE SUMMARY")]
-    return {**found, "metrics": metrics.exposition(pages)[0].decode()}
+    lines = " ".join(one.plain.strip("│ ") for one in panel(newest, Choice(), 200, 60))
+    shown["top"] = lines[lines.index("VERDICT") : lines.index("NODE SUMMARY")]
+    return {**shown, "metrics": metrics.exposition(pages)[0].decode()}
 
 
 def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
@@ -191,8 +191,8 @@ def test_cost_is_the_same_on_all_faces_live_and_stored(late: Played) -> None:
     assert whole["cost_pct"] == pytest.approx(100 * whole["cost_s"] / whole["elapsed_s"], rel=1e-3)
     report = " ".join((late.folder / "report.txt").read_text().split())
     page = re.sub(r"<[^>]*>", "", (late.folder / "report.html").read_text())
-    for said in (report, page):
-        assert {*FIGURE.findall(said)} == {cost}
+    for shown in (report, page):
+        assert {*FIGURE.findall(shown)} == {cost}
     summary = json.loads((late.folder / "summary.json").read_bytes())
     assert summary["conclusion"]["why"] == summary["verdict"]["why"] == whole["why"]
 
@@ -212,8 +212,8 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]
     assert 'traceml_verdict{label="watching"' in shown["metrics"]
     assert "Nothing to do" not in shown["top"] and "No rank delays" not in shown["top"]
-    found = conclude(verdict, None, None)
-    assert (found.tone, found.label, found.rank) == ("notice", "watching", 5)
+    conclusion = conclude(verdict, None, None)
+    assert (conclusion.tone, conclusion.label, conclusion.rank) == ("notice", "watching", 5)
     assert conclude(verdict, of_memory("warning"), None).subject == "memory"
     brief = played.aggregator._judge.brief["job"]
     assert (brief["label"], brief["rank"]) == ("watching", None), "the log of rank 0 names no rank"

@@ -49,12 +49,14 @@ def sent(answer: Any) -> int:
 
 
 def ids(element: Any) -> set[str]:
-    return {found.id for found in element._traverse() if getattr(found, "id", None)}
+    return {
+        element_with_id.id for element_with_id in element._traverse() if getattr(element_with_id, "id", None)
+    }
 
 
 def _graphs(refresher: Refresher, path: str) -> dict[str, Any]:
     page, _ = refresher.refresh(path, "", {})
-    return {found.id: found.figure for found in page._traverse() if hasattr(found, "figure")}
+    return {graph.id: graph.figure for graph in page._traverse() if hasattr(graph, "figure")}
 
 
 def _longer(figure: Any, ends: dict[str, Any]) -> Any:
@@ -234,9 +236,9 @@ class TestRefresh:
 
     def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:
         heading = "rank 5 (host-1), step 60: 1.62×"
-        found = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60, "heading": heading}, "")
-        assert found is not None
-        assert found.startswith(f"{heading}\n1.6") and "busy 31" in found and "data 14" in found
+        words = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60, "heading": heading}, "")
+        assert words is not None
+        assert words.startswith(f"{heading}\n1.6") and "busy 31" in words and "data 14" in words
 
     def test_row_of_others_keeps_its_heading(self, pages: SessionPages) -> None:
         asked = {"ranks": [], "first": 60, "last": 60, "heading": "worst of 984 other ranks"}
@@ -245,11 +247,11 @@ class TestRefresh:
 
     def test_cell_of_a_node_names_its_worst_rank(self, pages: SessionPages) -> None:
         for search in ("", "?stage=data", "?from=0"):
-            found = Refresher(pages).cell({"ranks": [4, 7], "first": 60, "last": 60}, search)
-            assert found is not None
-            assert found.startswith("rank 5: 1.6") and "busy 31" in found, search
-        found = Refresher(pages).cell({"ranks": [0, 77], "first": 60, "last": 60}, "?stage=none")
-        assert found is not None and found.startswith("rank 0: ")
+            words = Refresher(pages).cell({"ranks": [4, 7], "first": 60, "last": 60}, search)
+            assert words is not None
+            assert words.startswith("rank 5: 1.6") and "busy 31" in words, search
+        words = Refresher(pages).cell({"ranks": [0, 77], "first": 60, "last": 60}, "?stage=none")
+        assert words is not None and words.startswith("rank 0: ")
         assert not pages.errors
 
 
@@ -272,9 +274,9 @@ class TestHeatmap:
         shape = [int(n) for n in sent["shape"].split(",")]
         z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
         shown = np.repeat(np.arange(len(drawn)), [row.height for row in drawn])  # lines are equally high
-        for row, values in zip([drawn[at] for at in shown], z, strict=True):
-            found = np.where(heat["z"][[*row.lines]] == MISSING, -1, heat["z"][[*row.lines]].astype(int))
-            assert (found.max(axis=0) % 256 == values).all()
+        for row, values in zip([drawn[row_index] for row_index in shown], z, strict=True):
+            lines = np.where(heat["z"][[*row.lines]] == MISSING, -1, heat["z"][[*row.lines]].astype(int))
+            assert (lines.max(axis=0) % 256 == values).all()
         tops = [float(label.style["top"][:-2]) for label in heatmap.gutter(drawn).children]
         assert 1 <= len(tops) <= 23 and all(b - a >= 12.9 for a, b in pairwise(tops))
 
@@ -431,12 +433,12 @@ def test_chart_is_a_table_where_the_url_asks_for_it(
     pages: SessionPages, path: str, chart: str, head: list[str]
 ) -> None:
     page, _ = Refresher(pages).refresh(path, f"?table={chart}", {})
-    found = {
+    charts = {
         one.id: one.content for one in page._traverse() if str(getattr(one, "id", "")).endswith("-table")
     }
     drawn = next(one.figure for one in page._traverse() if getattr(one, "id", "") == chart)
-    assert all(len(content or "list") == 4 for id, content in found.items() if id != f"{chart}-table")
-    _, _, _, _, (_, _, (_, _, (_, _, names), (_, _, newest, *_))) = found[f"{chart}-table"]
+    assert all(len(content or "list") == 4 for id, content in charts.items() if id != f"{chart}-table")
+    _, _, _, _, (_, _, (_, _, (_, _, names), (_, _, newest, *_))) = charts[f"{chart}-table"]
     assert [cell[2] for cell in names[2:]] == head
     assert [cell[2] for cell in newest[3:]] == [
         text.number(trace["y"][-1]) for trace in drawn["data"] if trace["name"] in head

@@ -100,14 +100,14 @@ def test_device_row_follows_its_host_whatever_the_order_of_marks(marks: list[tup
         one.step()
         one.step()
     loop.device.wait(EPSILON_NS)
-    found = loop.both()
-    assert [(key, flags & ~FLAG_DEVICE_CLOCK & ~FLAG_COUPLED) for key, flags, *_ in found] == [
+    rows = loop.both()
+    assert [(key, flags & ~FLAG_DEVICE_CLOCK & ~FLAG_COUPLED) for key, flags, *_ in rows] == [
         (key, flags) for key, flags, _ in plain.rows()
     ]
-    for _, flags, row, host, _ in found:
+    for _, flags, row, host, _ in rows:
         assert row == host
         assert bool(flags & FLAG_DEVICE_CLOCK) != bool(flags & FLAG_COUPLED)
-    assert found[-1][1] == FLAG_DEVICE_CLOCK
+    assert rows[-1][1] == FLAG_DEVICE_CLOCK
 
 
 @given(MARKS, st.lists(st.integers(0, 3000), min_size=1))
@@ -120,14 +120,14 @@ def test_stages_of_a_device_row_are_all_of_it(marks: list[tuple[str, int]], kern
     loop.step()
     loop.step()
     loop.device.wait(10 * MS)
-    found = loop.both()
+    rows = loop.both()
     assert not loop.use.waiting
-    for _, flags, row, host, leads in found:
+    for _, flags, row, host, leads in rows:
         assert min(row) >= 0 and min(host) >= 0
         assert flags & FLAG_DEVICE_CLOCK or row == host
         assert all(lead < 64 or lead == LEAD_UNKNOWN for lead in leads)
     exits = loop.device.recorded
-    assert sum(found[-1][2]) in {until - since for since in exits for until in exits}
+    assert sum(rows[-1][2]) in {until - since for since in exits for until in exits}
 
 
 TROUBLE = st.tuples(st.sampled_from(CALLS), st.integers(1, 60))
@@ -147,17 +147,17 @@ def test_no_row_is_lost_or_overtaken_whatever_the_device_does(
         loop.device.fails = lambda name, count: (name, count) == trouble
     if captured is not None:
         loop.device.captures = lambda count: count % captured == 0
-    found = []
+    rows = []
     for host, kernel, read in steps:
         loop.device.launch(kernel)
         loop.step(post=host)
         if read:
-            found += loop.both()
+            rows += loop.both()
     waited = loop.use.waiting
     assert loop.ring.accepted + waited <= len(steps)
     loop.recorder.leave_device()
-    found += drained(loop)
-    assert [key >> SEGMENT_BITS for key, *_ in found] == list(range(len(steps)))
+    rows += drained(loop)
+    assert [key >> SEGMENT_BITS for key, *_ in rows] == list(range(len(steps)))
     assert bool(loop.use.stopped) == loop.device.broken
     loop.step()
     assert not loop.device.broken or loop.use.stopped.startswith("DeviceError")
@@ -172,10 +172,10 @@ def test_offset_is_found_though_clocks_drift_and_beats_come_late(drift: int, lat
         cpu = number * 500 * MS
         offset.add(cpu, 77 * MS + round(cpu * drift / 1e6) + 5 * MS * held[number % 20])
         if number >= 20:
-            found = offset.at(cpu - 100 * MS)
-            if found is not None:
-                assert abs(found - 77 * MS - (cpu - 100 * MS) * drift / 1e6) < 100_000
-    assert found is not None or sum(held) >= 10
+            ns = offset.at(cpu - 100 * MS)
+            if ns is not None:
+                assert abs(ns - 77 * MS - (cpu - 100 * MS) * drift / 1e6) < 100_000
+    assert ns is not None or sum(held) >= 10
 
 
 def test_lead_is_not_known_where_all_streams_share_a_queue() -> None:
@@ -184,8 +184,8 @@ def test_lead_is_not_known_where_all_streams_share_a_queue() -> None:
     for _ in range(60):
         loop.step()
         loop.device.wait(500 * MS)
-        found = loop.both()
-    assert found[-1][1] & FLAG_DEVICE_CLOCK and found[-1][4] == (LEAD_UNKNOWN,) * 3
+        rows = loop.both()
+    assert rows[-1][1] & FLAG_DEVICE_CLOCK and rows[-1][4] == (LEAD_UNKNOWN,) * 3
 
 
 def test_stage_is_full_where_recording_its_mark_blocked() -> None:

@@ -137,11 +137,11 @@ def play(*jobs: Job) -> list[Rank]:
     return ranks
 
 
-def slower(job: Job, at: str, part: int, ms: float) -> Job:
+def slower(job: Job, field: str, part: int, ms: float) -> Job:
     """Return `job` with so much more in one part of its host or device."""
-    parts = list(getattr(job, at))
+    parts = list(getattr(job, field))
     parts[part] += ms
-    return replace(job, **{at: tuple(parts)})
+    return replace(job, **{field: tuple(parts)})
 
 
 LOSS, STEP = replace(Job(), waits="loss"), replace(Job(), waits="step")
@@ -180,12 +180,12 @@ def test_rows_are_those_of_the_worked_case(name: str) -> None:
     slow, usual, late_row, other_row = CASES[name]
     ranks = play(slow, usual)
     for rank, expected in zip(ranks, (late_row, other_row), strict=True):
-        found = drained(rank.loop)
-        assert len(found) == STEPS and all(flags & FLAG_DEVICE_CLOCK for _, flags, *_ in found[1:])
-        for number, (_, _, row, _, _) in enumerate(found[1:], 1):
+        rows = drained(rank.loop)
+        assert len(rows) == STEPS and all(flags & FLAG_DEVICE_CLOCK for _, flags, *_ in rows[1:])
+        for number, (_, _, row, _, _) in enumerate(rows[1:], 1):
             truth = [rank.truth[number - 1][-1], *rank.truth[number]]
             assert list(row) == [after - before for before, after in pairwise(truth)]
-        assert [ns / MS for ns in found[-1][2]] == pytest.approx(expected, abs=1.3)
+        assert [ns / MS for ns in rows[-1][2]] == pytest.approx(expected, abs=1.3)
 
 
 def bits(*stages: int) -> int:

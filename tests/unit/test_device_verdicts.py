@@ -364,6 +364,6 @@ def test_simulated_times_partition_rows_and_no_collective_ends_before_its_last_r
         assert (rows.sum(axis=3) == np.diff(exits, axis=1)).all()
     last = marks.device[:, -2].max(axis=2)  # when the last rank has all of its gradients
     assert (marks.device[:, -1] >= last[:, :, None] - 1e-9).all()
-    waits = [at for at, stage in enumerate(marks.stages[:-1]) if stage == SYNC_WAIT]
-    for at in waits[:layers]:  # nor are a layer's parameters there before the last host has asked for them
-        assert (marks.device[:, at] >= marks.host[:, at - 1].max(axis=2)[:, :, None] - 1e-9).all()
+    waits = [index for index, stage in enumerate(marks.stages[:-1]) if stage == SYNC_WAIT]
+    for index in waits[:layers]:  # nor are a layer's parameters there before the last host has asked for them
+        assert (marks.device[:, index] >= marks.host[:, index - 1].max(axis=2)[:, :, None] - 1e-9).all()

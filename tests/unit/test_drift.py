@@ -41,14 +41,14 @@ def noisy(seed, steps, ranks, noise):
     return synced((mean * np.maximum(factor, 0.1)).astype(np.int64), np.full(steps, 1_000_000))
 
 
-def slower(d, stage, at, share):
+def slower(d, stage, begin, share):
     """The same rows with `stage` of all ranks longer by `share` of the step from step `at` on."""
-    more = int(share * d[:at, 0].sum(axis=1).mean())
+    more = int(share * d[:begin, 0].sum(axis=1).mean())
     if stage == SYNC_WAIT:
-        d[at:, :, SYNC_WAIT] += more
+        d[begin:, :, SYNC_WAIT] += more
         return d
     local = d[:, :, :SYNC_WAIT].copy()
-    local[at:, :, stage] += more
+    local[begin:, :, stage] += more
     return synced(local, np.full(len(d), 1_000_000))
 
 
@@ -184,21 +184,21 @@ class TestBaseline:
 
     def test_baseline_does_not_judge_the_windows_it_is_learned_from(self):
         run, _ = live(rows((BALANCED, 400)))
-        own = msgspec.structs.replace(run.baseline, step_ns=1e6, level_ns=(1e5,) * 6)
+        baseline = msgspec.structs.replace(run.baseline, step_ns=1e6, level_ns=(1e5,) * 6)
         whole = window(rows((BALANCED, 400)))
-        at = own.to_step
-        assert judge(whole.take(slice(at - 20, at + 30)), baseline=own).label == "healthy"
-        assert judge(whole.take(slice(at + 1, at + 51)), baseline=own).label == "group_wide"
+        begin = baseline.to_step
+        assert judge(whole.take(slice(begin - 20, begin + 30)), baseline=baseline).label == "healthy"
+        assert judge(whole.take(slice(begin + 1, begin + 51)), baseline=baseline).label == "group_wide"
 
     def test_baseline_does_not_follow_a_slow_drift(self):
         """Half a thousandth of the step more in every step: never more than 0.5 % between two windows."""
         d = np.repeat(rows((BALANCED, 1)), 1500, axis=0)
         d[LEARNED:, :, DATA] += (np.arange(1500 - LEARNED) * 5_500)[:, None]
         run, verdicts = live(d)
-        found = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
+        named_at = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
         # 3 % of the step is passed 60 steps after the drift began, by the mean of a window 25 later.
-        assert LEARNED + 60 <= found <= LEARNED + 100
-        assert labels(verdicts, found) == {"group_wide"}
+        assert LEARNED + 60 <= named_at <= LEARNED + 100
+        assert labels(verdicts, named_at) == {"group_wide"}
         assert run.baseline.step_ns == 11e6
         last = run.periods[-1]
         assert last.excess_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
@@ -221,11 +221,11 @@ class TestBaseline:
 
     def test_learner_holds_no_more_than_it_needs(self):
         learner = Learner(Thresholds(baseline_after_steps=0))
-        found = [
-            learner.add(judge_window(window(rows((BALANCED, 50)), at), Thresholds()).evidence)
-            for at in range(0, 250, 10)
+        learned = [
+            learner.add(judge_window(window(rows((BALANCED, 50)), end), Thresholds()).evidence)
+            for end in range(0, 250, 10)
         ]
-        assert [at for at, baseline in enumerate(found) if baseline] == [20]
+        assert [end for end, baseline in enumerate(learned) if baseline] == [20]
 
 
 class TestHistory:
@@ -305,17 +305,17 @@ def test_stationary_noise_is_no_drift(seed, ranks, noise):
 def test_drift_of_a_tenth_of_the_step_is_found_within_ten_steps(stage):
     latency, onset = [], []
     for seed in range(9):
-        at, noise = 400 + 7 * seed, (0.02, 0.05, 0.10)[seed % 3]
-        d = slower(noisy(seed, at + 60, (2, 4, 8)[seed // 3], noise), stage, at, 0.10)
-        run, before = live(d[:at])
+        begin, noise = 400 + 7 * seed, (0.02, 0.05, 0.10)[seed % 3]
+        d = slower(noisy(seed, begin + 60, (2, 4, 8)[seed // 3], noise), stage, begin, 0.10)
+        run, before = live(d[:begin])
         assert labels(before) == {"healthy"}
-        _, after = live(d, run, every=1, first=at + 1)
-        found = next(end for end, verdict in after.items() if verdict.label == "group_wide")
-        latency.append(found - at)
-        onset.append(abs(after[at + 40].from_step - at))
+        _, after = live(d, run, every=1, first=begin + 1)
+        named_at = next(end for end, verdict in after.items() if verdict.label == "group_wide")
+        latency.append(named_at - begin)
+        onset.append(abs(after[begin + 40].from_step - begin))
         assert {verdict.stage for verdict in after.values()} <= {None, STAGES[stage]}
-        assert after[at + 60].stage == STAGES[stage]
-        assert labels(after, found) == {"group_wide"}
+        assert after[begin + 60].stage == STAGES[stage]
+        assert labels(after, named_at) == {"group_wide"}
     assert np.median(latency) <= 10
     assert max(latency) <= 20
     assert np.median(onset) <= 2
@@ -368,12 +368,12 @@ def test_late_rank_or_ranks_in_turn_are_no_group_wide_drift():
     step = int(quiet[:, 0].sum(axis=1).mean())
     for late in ([3] * 20, [0, 1, 2, 3] * 5):
         local = quiet[:, :, :SYNC_WAIT].copy()
-        for at, rank in enumerate(late, 340):
-            local[at, rank, DATA] += step // 3
+        for end, rank in enumerate(late, 340):
+            local[end, rank, DATA] += step // 3
         d = synced(local, np.full(360, 1_000_000))
         run, _ = live(d[:340])
-        found = live(d, run, every=1, first=341)[1]
-        assert "group_wide" not in {verdict.label for verdict in found.values()}
+        named = live(d, run, every=1, first=341)[1]
+        assert "group_wide" not in {verdict.label for verdict in named.values()}
 
 
 def test_late_rank_leaves_no_drift_in_the_window():
@@ -382,6 +382,6 @@ def test_late_rank_leaves_no_drift_in_the_window():
     step = int(d[:, 0].sum(axis=1).mean())
     local[340:360, 3, DATA] += step // 3
     local[340:, :, DATA] += step // 50  # and a drift that is none yet
-    run, found = live(synced(local, np.full(420, 1_000_000)), every=1)
+    run, verdicts = live(synced(local, np.full(420, 1_000_000)), every=1)
     assert run.baseline is not None
-    assert "group_wide" not in labels(found)
+    assert "group_wide" not in labels(verdicts)

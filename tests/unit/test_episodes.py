@@ -30,12 +30,12 @@ def played(steps, step_ms, *late, ranks=2, noise=0.03, seed=0, swings=0.0, machi
     """
     random = np.random.default_rng(seed)
     local = step_ms * 1e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.ones((steps, ranks, 1))
-    at = 0
-    while swings and at < steps:
+    begin = 0
+    while swings and begin < steps:
         length = int(random.uniform(200, 1000) / step_ms)
         more = 1 + random.exponential(swings)
-        local[at : at + length, random.integers(ranks), random.choice([FORWARD, BACKWARD])] *= more
-        at += length + int(random.exponential(1000) / step_ms)
+        local[begin : begin + length, random.integers(ranks), random.choice([FORWARD, BACKWARD])] *= more
+        begin += length + int(random.exponential(1000) / step_ms)
     for first, end, factor in machine:
         local[first:end] *= np.clip(random.normal(factor, 0.2 * factor, local[first:end].shape), 1, None)
     local *= np.clip(random.normal(1, noise, local.shape), 0.5, 2)
@@ -49,20 +49,20 @@ def live(d, every_s=0.5, run=None):
     run = run or RunJudge()
     whole, ends_s = window(d), np.cumsum(d.sum(axis=2).mean(axis=1)) / 1e9
     verdicts = []
-    for at in np.arange(every_s, ends_s[-1], every_s):
-        end = int(np.searchsorted(ends_s, at))
-        verdicts.append((end, at, run.update(whole.take(slice(max(0, end - 400), end)))))
+    for end_s in np.arange(every_s, ends_s[-1], every_s):
+        end = int(np.searchsorted(ends_s, end_s))
+        verdicts.append((end, end_s, run.update(whole.take(slice(max(0, end - 400), end)))))
     return run, verdicts
 
 
 def changes(verdicts):
     """What stood in turn, without what was only watched in between."""
-    found = []
+    headlines = []
     for _, _, verdict in verdicts:
         what = verdict.label, verdict.stage, verdict.ranks
-        if verdict.label != "watching" and (not found or found[-1] != what):
-            found.append(what)
-    return found
+        if verdict.label != "watching" and (not headlines or headlines[-1] != what):
+            headlines.append(what)
+    return headlines
 
 
 def names(verdict):
@@ -88,8 +88,8 @@ def test_fault_in_long_steps_is_named_as_soon_at_any_judging_offset(first):
     """The first full window that shows it holds few of its steps: it says little of how much is lost."""
     d = played(first + 50, 45, (DATA, 1, first, None, 0.6), ranks=3, noise=0.05, seed=first)
     _, verdicts = live(d)
-    _, at, _ = next(each for each in verdicts if names(each[2]))
-    assert since(d, first, at) <= DEFAULTS.hold_s + 0.7
+    _, t_s, _ = next(judged for judged in verdicts if names(judged[2]))
+    assert since(d, first, t_s) <= DEFAULTS.hold_s + 0.7
 
 
 @pytest.mark.parametrize(("share", "within_s"), [(0.15, 4.0), (0.3, 2.6), (0.6, 2.6)])
@@ -98,9 +98,9 @@ def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step
     first = 30_000 // step_ms
     d = played(first + 10_000 // step_ms, step_ms, (DATA, 1, first, None, share))
     _, verdicts = live(d, every_s=0.25)
-    _, at, verdict = next(each for each in verdicts if names(each[2]))
+    _, t_s, verdict = next(judged for judged in verdicts if names(judged[2]))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
-    assert 2.0 <= since(d, first, at) <= within_s
+    assert 2.0 <= since(d, first, t_s) <= within_s
     assert abs(verdict.from_step - first) <= 2
     assert changes(verdicts)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
 
@@ -108,7 +108,7 @@ def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step
 def test_fault_in_long_steps_is_named_after_ten_of_them():
     d = played(100, 2000, (FORWARD, 0, 70, None, 0.4))
     _, verdicts = live(d, every_s=2)
-    end, _, verdict = next(each for each in verdicts if names(each[2]))
+    end, _, verdict = next(judged for judged in verdicts if names(judged[2]))
     assert (verdict.ranks, verdict.from_step) == ((0,), 70)
     assert 80 <= end <= 84
 
@@ -139,7 +139,7 @@ def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
 def test_name_is_taken_back_two_seconds_after_the_last_late_step():
     d = played(1500, 20, (DATA, 0, 400, 800, 0.3))
     _, verdicts = live(d, every_s=0.25)
-    back = next(at for end, at, verdict in verdicts if end > 800 and verdict.label == "healthy")
+    back = next(t_s for end, t_s, verdict in verdicts if end > 800 and verdict.label == "healthy")
     assert 2.0 < since(d, 800, back) <= 2.5
     assert changes(verdicts)[-3:] == [
         ("healthy", None, ()),
@@ -186,7 +186,7 @@ def test_run_that_is_late_from_its_first_step_is_named():
     run, verdicts = live(d)
     assert changes(verdicts)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
     assert changes(verdicts)[-1] == ("straggler", "data", (1,))
-    assert next(at for _, at, verdict in verdicts if names(verdict)) <= 6
+    assert next(t_s for _, t_s, verdict in verdicts if names(verdict)) <= 6
     (period,) = run.periods
     assert (period.label, period.from_step) == ("straggler", 10)
     assert run.whole().chronic
@@ -196,8 +196,8 @@ def test_run_that_is_late_from_its_first_step_is_named():
 @pytest.mark.parametrize("step_ms", [12, 25, 50])
 def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
     d = played(60_000 // step_ms, step_ms, swings=0.2, seed=seed)
-    found = {rule.label for rule in single_windows(d)}
-    assert found != {"healthy"}  # window by window somebody is late now and then
+    labels_of_windows = {rule.label for rule in single_windows(d)}
+    assert labels_of_windows != {"healthy"}  # window by window somebody is late now and then
     run, verdicts = live(d)
     assert named(verdicts) == set()
     assert len(changes(verdicts)) <= 2
@@ -208,7 +208,8 @@ def single_windows(d):
     """What the rules say of every window by itself."""
     whole = window(d)
     return [
-        judge_window(whole.take(slice(at, at + 50)), DEFAULTS).verdict for at in range(0, len(d) - 50, 10)
+        judge_window(whole.take(slice(begin, begin + 50)), DEFAULTS).verdict
+        for begin in range(0, len(d) - 50, 10)
     ]
 
 
@@ -263,13 +264,13 @@ def test_lasting_slowdown_of_all_ranks_is_found_from_its_first_step(fault, stage
     d = played(2200, 40, *([fault["late"]] if "late" in fault else []), machine=fault.get("machine", ()))
     run, verdicts = live(d)
     assert changes(verdicts)[-2:] == [("healthy", None, ()), ("group_wide", stage, ())]
-    at = next(at for _, at, verdict in verdicts if verdict.label == "group_wide")
-    assert 30 <= since(d, 1200, at) <= 33
+    t_s = next(t_s for _, t_s, verdict in verdicts if verdict.label == "group_wide")
+    assert 30 <= since(d, 1200, t_s) <= 33
     longer_s = (d[1200:].sum(axis=2).mean() - d[400:1200].sum(axis=2).mean()) * 1000 / 1e9
     (after,) = judge_run(processes(d), 2).episodes.episodes
     (episode,) = run.episodes.episodes
-    for found in (episode, after, verdicts[-1][2]):
-        assert abs(found.from_step - 1200) <= 3
+    for verdict_there in (episode, after, verdicts[-1][2]):
+        assert abs(verdict_there.from_step - 1200) <= 3
     assert episode.cost_s == pytest.approx(longer_s, rel=0.05)
     assert after.cost_s == pytest.approx(episode.cost_s, rel=0.02)
     assert episode.cost_pct == pytest.approx(100 * share, abs=6)
@@ -300,8 +301,8 @@ def test_episodes_are_the_same_live_and_afterwards():
         for judged in (run, after)
     )
     assert one == other
-    for each, again in zip(run.episodes.episodes, after.episodes.episodes, strict=True):
-        assert each.cost_s == pytest.approx(again.cost_s, rel=0.02)
+    for episode, again in zip(run.episodes.episodes, after.episodes.episodes, strict=True):
+        assert episode.cost_s == pytest.approx(again.cost_s, rel=0.02)
 
 
 def test_steps_between_judgements_count_like_judged_ones():
@@ -391,7 +392,7 @@ def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms,
     for run in (live(d)[0], live(d, every_s=3)[0], judge_run(processes(d), 4)):
         run.episodes.close()
         assert (len(run.episodes.episodes), run.episodes.brief.count) == (0, brief)
-        assert run.episodes.brief.cost_s == pytest.approx(sum(each[3] for each in stalls), rel=0.06)
+        assert run.episodes.brief.cost_s == pytest.approx(sum(stall[3] for stall in stalls), rel=0.06)
 
 
 def test_episode_that_is_over_is_not_counted_again():
@@ -436,7 +437,7 @@ def test_occasional_stalls_of_one_step_name_no_rank():
 )
 def test_late_steps_are_never_counted_twice(stalls, step_ms, every_s):
     d = stalled(300, step_ms, *stalls)
-    at_most = sum(each[3] for each in stalls) + 0.05 * 300 * step_ms / 1e3
+    at_most = sum(stall[3] for stall in stalls) + 0.05 * 300 * step_ms / 1e3
     for run in (live(d, every_s=every_s)[0], judge_run(processes(d), 4)):
         assert counted_s(run) <= at_most
 
@@ -450,14 +451,14 @@ class TestSideBySide:
 
     def follow(self, d, *shown, episodes=None, first=50):
         """The verdicts in effect, by the step they are at; `shown`: (finding, first step, end) of windows."""
-        episodes, found = episodes or Episodes(DEFAULTS), {}
+        episodes, named = episodes or Episodes(DEFAULTS), {}
         for end in range(first, len(d) + 1, 10):
             part = window(d).take(slice(end - 50, end))
             here = [one for one, begin, until in shown if begin < end and end - 50 < (until or end)]
             quiet = Verdict(label="healthy", window_steps=50, mean_step_ms=1.0, coverage=1.0)
             verdict = quiet if not here else msgspec.structs.replace(here[0], also=tuple(here[1:]))
-            found[end] = episodes.update(part, verdict, gather(part), counts=True)
-        return episodes, found
+            named[end] = episodes.update(part, verdict, gather(part), counts=True)
+        return episodes, named
 
     def saves_and_late(self, steps=1000):
         """Rank 0 takes 600 ms more in every 10th step, rank 1 is late by 10 ms in each forward."""
@@ -468,8 +469,8 @@ class TestSideBySide:
 
     def test_costliest_is_the_headline_and_the_other_is_beside_it(self):
         d, late, saves = self.saves_and_late()
-        _, found = self.follow(d, (late, 0, None), (saves, 0, None))
-        last, step_s = found[1000], d.sum(axis=2).mean() / 1e9
+        _, named = self.follow(d, (late, 0, None), (saves, 0, None))
+        last, step_s = named[1000], d.sum(axis=2).mean() / 1e9
         (other,) = last.also
         assert (last.rank, last.stage, other.rank, other.stage) == (0, "post_sync", 1, "forward")
         assert last.cost_pct == pytest.approx(100 * 0.06 / step_s, abs=1)
@@ -482,20 +483,20 @@ class TestSideBySide:
         d, late, saves = self.saves_and_late()
         d[:500:10, 0, POST_SYNC] -= 600_000_000
         d[:500:10, 1:, SYNC_WAIT] -= 600_000_000
-        _, found = self.follow(d, (late, 0, None), (saves, 500, None))
-        assert (found[490].rank, found[490].also) == (1, ())
-        named_at = next(end for end, verdict in found.items() if verdict.rank == 0)
-        assert 510 <= named_at <= 540 and [one.rank for one in found[1000].also] == [1]
+        _, named = self.follow(d, (late, 0, None), (saves, 500, None))
+        assert (named[490].rank, named[490].also) == (1, ())
+        named_at = next(end for end, verdict in named.items() if verdict.rank == 0)
+        assert 510 <= named_at <= 540 and [one.rank for one in named[1000].also] == [1]
 
     def test_what_goes_on_is_the_headline_once_the_costlier_one_is_over(self):
         d, late, saves = self.saves_and_late(1500)
         d[700::10, 0, POST_SYNC] -= 600_000_000
         d[700::10, 1:, SYNC_WAIT] -= 600_000_000
-        episodes, found = self.follow(d, (late, 0, None), (saves, 0, 700))
-        assert (found[690].rank, found[1500].rank, found[1500].also) == (0, 1, ())
+        episodes, named = self.follow(d, (late, 0, None), (saves, 0, 700))
+        assert (named[690].rank, named[1500].rank, named[1500].also) == (0, 1, ())
         assert {(one.rank, one.goes_on) for one in episodes.episodes} == {(0, False), (1, True)}
-        assert len({verdict.rank for end, verdict in found.items() if end > 200}) == 2
-        changed = [one.rank for one, other in itertools.pairwise(found.values()) if one.rank != other.rank]
+        assert len({verdict.rank for end, verdict in named.items() if end > 200}) == 2
+        changed = [one.rank for one, other in itertools.pairwise(named.values()) if one.rank != other.rank]
         assert len(changed) <= 3, "the headline does not alternate"
 
     def test_resumed_episodes_go_on_with_all_that_is_named(self):
@@ -517,7 +518,7 @@ class TestSideBySide:
         assert (episode.rank, episode.stage, episode.pattern, now) == (0, "post_sync", "transient", (0,))
         assert episode.cost_s == pytest.approx(0.9 * len(range(100, 1000, every)), rel=0.1)
         assert [label for label, *_ in changes(verdicts)][-2:] == ["straggler", "healthy"]
-        last_s = next(at for end, at, one in verdicts if end > 1000 and not names(one))
+        last_s = next(t_s for end, t_s, one in verdicts if end > 1000 and not names(one))
         assert since(d, 1000, last_s) < 2 + 2.5 * every * 0.06
 
     def test_slowdown_of_all_ranks_is_not_named_beside_a_late_rank_that_explains_it(self):
@@ -551,8 +552,8 @@ class TestSideBySide:
             d[rank::12, :, SYNC_WAIT] += 300_000_000 + rank * 60_000_000
             d[rank::12, rank, SYNC_WAIT] -= 300_000_000 + rank * 60_000_000
         findings = [(self.finding(rank, "data", "transient"), 0, None) for rank in range(12)]
-        _, found = self.follow(d, *findings)
-        last = found[1200]
+        _, named = self.follow(d, *findings)
+        last = named[1200]
         assert (last.rank, [one.rank for one in last.also]) == (11, [10, 9, 8, 7, 6, 5, 4, 3])
         assert "3 more are named" in last.note
 
@@ -568,18 +569,18 @@ class TestWatching:
         d = played(4000, 20, *late, ranks=4)
         run, verdicts = live(d)
         assert named(verdicts) == set()
-        after = [(at, verdict) for _, at, verdict in verdicts if since(d, 1000, at) > 4]
+        after = [(t_s, verdict) for _, t_s, verdict in verdicts if since(d, 1000, t_s) > 4]
         assert {(verdict.label, verdict.stage, verdict.ranks) for _, verdict in after} == {
             ("watching", "data", (2,))
         }
         assert self.states(verdicts)[-2:] == ["healthy", "watching"]
-        at, last = after[-1]
+        t_s, last = after[-1]
         assert re.search(
             r"late in `data` for \d+ s, since step 1,0\d\d\..* windows, 67 % are needed", last.why
         )
         cost_s = len(late) * 34 * 0.3 / 0.7 * 0.02
         assert last.cost_s == pytest.approx(cost_s, rel=0.2)
-        assert last.cost_pct == pytest.approx(100 * cost_s / since(d, 1000, at), rel=0.2)
+        assert last.cost_pct == pytest.approx(100 * cost_s / since(d, 1000, t_s), rel=0.2)
         assert (last.next[:14], last.confidence, last.chronic) == ("If it stays: l", "low", None)
         run.episodes.close()
         whole = run.whole()
@@ -608,20 +609,20 @@ class TestWatching:
         d = played(7000, 12, (FORWARD, 1, 5000, None, 0.12), swings=0.4, seed=3)
         _, verdicts = live(d)
         lacks = [verdict.why for verdict in watched(verdicts) if verdict.ranks == (1,)]
-        found = [
+        numbers = [
             re.search(r"excess of ([\d.]+) % is not above .* fluctuation of ([\d.]+) %", why) for why in lacks
         ]
-        assert any(found)
-        assert all(float(each[1]) <= float(each[2]) for each in found if each)
+        assert any(numbers)
+        assert all(float(pair[1]) <= float(pair[2]) for pair in numbers if pair)
 
     def test_it_is_watched_until_two_seconds_after_the_last_late_step(self):
         late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 2000, 100)]
         d = played(3000, 20, *late, ranks=4)
         _, verdicts = live(d, every_s=0.25)
         assert self.states(verdicts) == ["telemetry_limited", "healthy", "watching", "healthy"]
-        end = max(at for _, at, verdict in verdicts if verdict.label == "watching")
+        end = max(t_s for _, t_s, verdict in verdicts if verdict.label == "watching")
         assert 1.5 < since(d, 1934, end) <= 2.3
-        assert "not seen for" in next(verdict.note for _, at, verdict in verdicts if at == end)
+        assert "not seen for" in next(verdict.note for _, t_s, verdict in verdicts if t_s == end)
 
     def test_resumed_judge_goes_on_watching(self):
         late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 4000, 100)]
@@ -644,19 +645,19 @@ def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
 def test_second_stage_that_stays_changes_the_name_after_two_seconds():
     d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (PREPARE, 1, 1200, None, 0.35))
     _, verdicts = live(d, every_s=0.25)
-    at = next(at for _, at, verdict in verdicts if verdict.label == "ambiguous")
-    assert 2 <= since(d, 1200, at) <= 4
+    t_s = next(t_s for _, t_s, verdict in verdicts if verdict.label == "ambiguous")
+    assert 2 <= since(d, 1200, t_s) <= 4
     assert [what[0] for what in changes(verdicts)[-2:]] == ["straggler", "ambiguous"]
 
 
-@pytest.mark.parametrize("at", [500, 1000, 1300])
-def test_judge_goes_on_where_another_left_off(at):
+@pytest.mark.parametrize("handover", [500, 1000, 1300])
+def test_judge_goes_on_where_another_left_off(handover):
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, None, 0.5))
-    first, _ = live(d[:at])
+    first, _ = live(d[:handover])
     second = RunJudge()
     second.resume(PACKER.unpack(PACKER.pack(first.state())))
     whole = window(d)
-    for end in range(at + 200, 2001, 50):  # the windows that nobody judged are, too
+    for end in range(handover + 200, 2001, 50):  # the windows that nobody judged are, too
         last = second.update(whole.take(slice(max(0, end - 400), end)))
     through, verdicts = live(d)
     assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), verdicts[-1][2].from_step)

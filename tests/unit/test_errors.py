@@ -72,8 +72,8 @@ def tells(handler: ast.AST) -> bool:
 
 @pytest.mark.parametrize("package", ["traceml_ray", "launchers", "dash_app"])
 def test_broad_exception_handlers_are_never_silent(package: str) -> None:
-    found = [each for path in (ROOT / package).rglob("*.py") for each in handlers(path)]
-    assert {where for where, handler in found if not tells(handler)} - OTHERWISE.keys() == set()
+    all_handlers = [handler for path in (ROOT / package).rglob("*.py") for handler in handlers(path)]
+    assert {where for where, handler in all_handlers if not tells(handler)} - OTHERWISE.keys() == set()
 
 
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
@@ -99,7 +99,7 @@ FIXED = {
 
 
 def test_error_places_are_fixed_in_the_code() -> None:
-    found = set()
+    places = set()
     for path in [p for name in ("traceml_ray", "launchers", "dash_app") for p in (ROOT / name).rglob("*.py")]:
         where = f"{path.relative_to(ROOT)}".removeprefix("traceml_ray/")
         for function in ast.walk(ast.parse(path.read_text())):
@@ -109,8 +109,8 @@ def test_error_places_are_fixed_in_the_code() -> None:
                 called = call.func.attr
                 counts = called in HANDED_ON or (called in COUNTS and "errors" in ast.unparse(call.func))
                 if counts and not isinstance(call.args[0], ast.Constant):
-                    found.add(f"{where} {function.name}")
-    assert found - FIXED.keys() == set()
+                    places.add(f"{where} {function.name}")
+    assert places - FIXED.keys() == set()
 
 
 def test_error_source_is_in_the_message_and_takes_no_place() -> None:

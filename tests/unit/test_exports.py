@@ -54,10 +54,12 @@ class Apart(Played):
         return rows
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
-        said = wire.Output(2, self.clock(), ["one", "two"], skipped=3)
+        output = wire.Output(2, self.clock(), ["one", "two"], skipped=3)
         layers = [window({"": (1, 2), "mlp": (3, 4)}, number=self.step // 5, waits=True)]
-        sizes = packed([(self.step + at, 4, -1 if at else 64 * rank.identity.global_rank) for at in range(5)])
-        more = {"output": [said], "layers": layers, "sizes": sizes[: len(rows)]}
+        sizes = packed(
+            [(self.step + index, 4, -1 if index else 64 * rank.identity.global_rank) for index in range(5)]
+        )
+        more = {"output": [output], "layers": layers, "sizes": sizes[: len(rows)]}
         return super()._batch(rank, rows, **more, **fields)
 
 
@@ -80,35 +82,37 @@ def export(out: Path, name: str, kind: str, to: Path, *more: str) -> int:
 
 def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
     """The rows of the session file, decoded here once more."""
-    found = []
+    expected = []
     with sqlite3.connect(out / name / "session.sqlite") as file:
         ranks = dict(file.execute("SELECT id, global_rank FROM rank_process"))
         chunks = file.execute(
             "SELECT process, first_row, keys, flags, rows, host_rows, leads FROM chunk ORDER BY id"
         )
         for process, first, keys, flags, rows, host, leads in chunks:
-            for at, key in enumerate(np.frombuffer(keys, "<i8").tolist()):
-                own = np.frombuffer(rows, "<i8").reshape(-1, 6)[at].tolist()
-                hosts = np.frombuffer(host, "<i8").reshape(-1, 6)[at].tolist() if host else [None] * 6
-                three = [*leads[3 * at : 3 * at + 3]] if leads else [None] * 3
+            for index, key in enumerate(np.frombuffer(keys, "<i8").tolist()):
+                row = np.frombuffer(rows, "<i8").reshape(-1, 6)[index].tolist()
+                hosts = np.frombuffer(host, "<i8").reshape(-1, 6)[index].tolist() if host else [None] * 6
+                three = [*leads[3 * index : 3 * index + 3]] if leads else [None] * 3
                 step, segment = key >> SEGMENT_BITS, key & 255
-                head = {"run": "job", "rank": ranks[process], "process": process, "row": first + at}
-                head |= {"step": step, "segment": segment, "flags": flags[at]}
-                stages = {f"{stage}_ns": ns for stage, ns in zip(STAGES, own, strict=True)}
+                head = {"run": "job", "rank": ranks[process], "process": process, "row": first + index}
+                head |= {"step": step, "segment": segment, "flags": flags[index]}
+                stages = {f"{stage}_ns": ns for stage, ns in zip(STAGES, row, strict=True)}
                 beside = {f"host_{stage}_ns": ns for stage, ns in zip(STAGES, hosts, strict=True)}
-                found.append(head | stages | beside | dict(zip(("late", "full", "sure"), three, strict=True)))
-    return found
+                expected.append(
+                    head | stages | beside | dict(zip(("late", "full", "sure"), three, strict=True))
+                )
+    return expected
 
 
 def layers_of(file: sqlite3.Connection) -> list[dict[str, Any]]:
     """The layers of each window that is stored, decoded here once more."""
-    found = []
+    expected = []
     for row in file.execute("SELECT * FROM layer_window ORDER BY process, number"):
         about = {name: row[name] for name in row.keys() if name not in ("id", "layers")}  # noqa: SIM118
-        for own in msgspec.msgpack.decode(zlib.decompress(row["layers"])):
-            found.append(about | dict(zip(wire.LayerSum.__struct_fields__, own, strict=True)))
-    assert len(found) == 3 * 4 * 2
-    return found
+        for layer in msgspec.msgpack.decode(zlib.decompress(row["layers"])):
+            expected.append(about | dict(zip(wire.LayerSum.__struct_fields__, layer, strict=True)))
+    assert len(expected) == 3 * 4 * 2
+    return expected
 
 
 @pytest.mark.parametrize("name", ["host", "device"])
@@ -130,8 +134,10 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
         ranks = {row["id"]: row["global_rank"] for row in file.execute("SELECT * FROM rank_process")}
     sizes = [(row.pop("process"), row) for row in read["batch_sizes"].to_pylist()]
     for process, rank in ranks.items():
-        wanted = [{"step": at, "samples": 4, "tokens": None if at % 5 else 64 * rank} for at in range(20)]
-        assert [row for own, row in sizes if own == process] == wanted
+        wanted = [
+            {"step": step, "samples": 4, "tokens": None if step % 5 else 64 * rank} for step in range(20)
+        ]
+        assert [row for owner, row in sizes if owner == process] == wanted
     assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards"}
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold
         kinds = {"integer": "int64", "real": "double", "text": "string"}
@@ -158,13 +164,13 @@ def test_csv_is_the_session_file(out: Path, tmp_path: Path) -> None:
 
 def test_trace_has_one_track_for_each_rank_and_stage_on_one_clock(out: Path, tmp_path: Path) -> None:
     assert export(out, "host", "perfetto", tmp_path / "trace.json.gz") == 0
-    found = trace_format.check(tmp_path / "trace.json.gz")
-    assert [*trace_format.processes(found).values()] == [
+    document = trace_format.check(tmp_path / "trace.json.gz")
+    assert [*trace_format.processes(document).values()] == [
         "rank 0 (host-0)",
         "rank 1 (host-0)",
         "rank 2 (host-1)",
     ]
-    events = found["traceEvents"]
+    events = document["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert Counter(tracks.values()) == dict.fromkeys(STAGES, 3)
     slices = [event for event in events if event["ph"] == "X"]
@@ -202,8 +208,8 @@ def test_clocks_that_run_apart_are_one_in_the_trace() -> None:
 
 def test_trace_of_some_steps_and_ranks_is_of_these(out: Path, tmp_path: Path) -> None:
     assert export(out, "host", "perfetto", tmp_path / "t.gz", "--ranks", "0,2", "--steps", "4") == 0
-    found = json.loads(gzip.decompress((tmp_path / "t.gz").read_bytes()))["traceEvents"]
-    assert {(e["pid"], e["args"]["step"]) for e in found if e["ph"] == "X"} == {(1, 4), (3, 4)}
+    events = json.loads(gzip.decompress((tmp_path / "t.gz").read_bytes()))["traceEvents"]
+    assert {(e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X"} == {(1, 4), (3, 4)}
 
 
 def test_edges_are_kept_within_a_bound(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +290,7 @@ def test_value_that_does_not_fit_its_column_is_named_and_the_file_is_not_called_
     with sqlite3.connect(tmp_path / "odd" / "session.sqlite") as file:
         file.execute("UPDATE span SET count = 'many'")
     assert export(tmp_path, "odd", "parquet", tmp_path / "tables") == 1
-    said = capsys.readouterr().err
-    assert "table 'spans': column 'count' has a value that is no int64" in said and "damaged" not in said
+    errors = capsys.readouterr().err
+    assert "table 'spans': column 'count' has a value that is no int64" in errors and "damaged" not in errors
     assert not (tmp_path / "tables" / "spans.parquet").exists()
     assert export(tmp_path, "odd", "csv", tmp_path / "csv") == 0

@@ -28,18 +28,18 @@ BY_HAND = 2 * (2 * 2 * 4 * 4)
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     if "torch._dynamo.utils" in sys.modules:  # what other tests of this process have compiled
         monkeypatch.setattr(sys.modules["torch._dynamo.utils"], "counters", defaultdict(Counter))
-    found = Rank()
-    yield found
-    found.captures.abandon()
-    found.patches.remove()
-    assert found.recorder.at_step is None and _get_current_dispatch_mode() is None
+    made = Rank()
+    yield made
+    made.captures.abandon()
+    made.patches.remove()
+    assert made.recorder.at_step is None and _get_current_dispatch_mode() is None
 
 
 @pytest.fixture
 def count(rank: Rank) -> FlopCount:
-    found = FlopCount(rank.recorder, rank.patches.errors)
-    found.arm()
-    return found
+    made = FlopCount(rank.recorder, rank.patches.errors)
+    made.arm()
+    return made
 
 
 def trained(steps: int, counted: bool) -> torch.Tensor:

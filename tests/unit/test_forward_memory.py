@@ -48,8 +48,8 @@ def test_few_forwards_are_read_and_an_error_stays_inside() -> None:
     def stat(_: Any) -> dict[str, int]:
         nonlocal reads
         reads += 1
-        found: dict[str, int] = allocator.stats()["allocated_bytes"]["all"]
-        return found
+        counts: dict[str, int] = allocator.stats()["allocated_bytes"]["all"]
+        return counts
 
     memory, failed = made(allocator)
     memory._stat = stat

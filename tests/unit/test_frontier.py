@@ -48,14 +48,14 @@ def test_exposed_time_is_bounded_by_the_rows(d):
 
 
 @given(ROWS, st.integers(1, 5))
-def test_frontier_of_consecutive_pieces_equals_the_whole(d, at):
-    at = min(at, len(d))
-    first, whole = chain(d[:at]), chain(d)
-    assert (whole.exposed[:at] == first.exposed).all()
-    if at < len(d):
-        second = chain(d[at:], behind=first.slack[-1, :, -1])
-        assert (whole.exposed[at:] == second.exposed).all()
-        assert (whole.slack[at:] == second.slack).all()
+def test_frontier_of_consecutive_pieces_equals_the_whole(d, cut):
+    cut = min(cut, len(d))
+    first, whole = chain(d[:cut]), chain(d)
+    assert (whole.exposed[:cut] == first.exposed).all()
+    if cut < len(d):
+        second = chain(d[cut:], behind=first.slack[-1, :, -1])
+        assert (whole.exposed[cut:] == second.exposed).all()
+        assert (whole.slack[cut:] == second.slack).all()
         assert first.total_ns + second.total_ns == whole.total_ns
 
 

@@ -119,8 +119,8 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
 def test_live_json_with_an_unusable_path_still_gives_the_address(tmp_path: Path, socket: str) -> None:
     text = f'{{"pid": 1, "socket": "{socket}", "address": "127.0.0.1:1"}}'
     (tmp_path / "live.json").write_text(text)
-    found = _attachment(tmp_path)
-    assert found is not None and found.address == "127.0.0.1:1"
+    attachment = _attachment(tmp_path)
+    assert attachment is not None and attachment.address == "127.0.0.1:1"
     with pytest.raises(control.ControlError, match="does not answer"):
         control.stop(tmp_path)
 
@@ -131,8 +131,8 @@ def test_sessions_are_listed_though_one_is_moved_away_and_one_is_very_old(
     os.utime(stored(tmp_path / "s") / "summary.json", (0, 0))
     there = [tmp_path / name / "session.sqlite" for name in ("moved", "s")]
     monkeypatch.setattr(Path, "glob", lambda *_: there)
-    found = entries(str(tmp_path))
-    assert [(entry.name, entry.label) for entry in found] == [("s", "healthy"), ("moved", None)]
+    listed = entries(str(tmp_path))
+    assert [(entry.name, entry.label) for entry in listed] == [("s", "healthy"), ("moved", None)]
 
 
 @pytest.mark.parametrize("summary", ["[]", '{"verdict": 3}', '{"steps": {"median_ms": "x"}}', "[" * 100_000])

@@ -22,8 +22,8 @@ def session(folder: Path, ranks: int = 2) -> Path:
     clock = Clock()
     aggregator, relay = aggregation(folder, clock), Relay()
     every = [Rank(number, ranks) for number in range(ranks)]
-    for at in range(5):
-        sample = wire.MemorySample(clock.now, 2 * at, None, rss_bytes=(100 + at) * MIB)
+    for second in range(5):
+        sample = wire.MemorySample(clock.now, 2 * second, None, rss_bytes=(100 + second) * MIB)
         aggregator.ingest(relay.message(*(rank.batch(2, memory=[sample]) for rank in every)))
         clock.tick()
     aggregator.commit()
@@ -33,16 +33,19 @@ def session(folder: Path, ranks: int = 2) -> Path:
 def test_session_gives_each_rank_its_resident_memory(tmp_path: Path) -> None:
     folder = session(tmp_path / "s")
     for path in (folder, folder / "session.sqlite", tmp_path):
-        found = gather([path])
-        assert (found.refused, found.passed_over) == ({}, [])
-        (source,) = found.files
+        gathered = gather([path])
+        assert (gathered.refused, gathered.passed_over) == ({}, [])
+        (source,) = gathered.files
         assert (source.path, source.contents.format) == (folder / "session.sqlite", "traceml-ray session")
         ranks = source.contents.recordings
-        assert [(each.rank, each.world_size, each.run, each.node) for each in ranks] == [
+        assert [
+            (source_rank.rank, source_rank.world_size, source_rank.run, source_rank.node)
+            for source_rank in ranks
+        ] == [
             (0, 2, "job", "host-0"),
             (1, 2, "job", "host-0"),
         ]
-        assert [*ranks[1].columns["rss_bytes"]] == [(100 + at) * MIB for at in range(5)]
+        assert [*ranks[1].columns["rss_bytes"]] == [(100 + second) * MIB for second in range(5)]
         assert ranks[1].step is not None and [*ranks[1].step] == [0, 2, 4, 6, 8]
         assert ranks[1].t_ns[4] - ranks[1].t_ns[0] == 4 * SECOND
         assert ranks[1].first_step_ns == ranks[1].t_ns[1]
@@ -71,7 +74,7 @@ def test_bundle_says_what_it_was_made_of(tmp_path: Path) -> None:
     (source,) = gather([folder.parent]).files
     assert source.contents.format == "traceml-ray bundle"
     assert source.contents.notes == ["2026-11-23 08:17:01 UTC: rank 1 ran out of memory"]
-    assert [each.rank for each in source.contents.recordings] == [0, 1]
+    assert [recording.rank for recording in source.contents.recordings] == [0, 1]
     (source,) = gather([tmp_path]).files  # the session has all that its bundles have
     assert source.contents.format == "traceml-ray session"
 
@@ -84,10 +87,10 @@ def test_folder_is_read_with_all_below_it_and_a_file_once(tmp_path: Path) -> Non
     (tmp_path / "b/manifest.json").write_text("{}")
     (tmp_path / "b/other.json").write_text('{"a": 1}')
     (tmp_path / "b/catalog.sqlite").write_bytes(b"of another program")
-    found = gather([tmp_path, first, tmp_path / "a"])
-    assert [each.path.name for each in found.files] == ["events.json", "track.csv"]
-    assert [path.name for path in found.passed_over] == ["catalog.sqlite", "other.json"]
-    assert found.refused == {}
+    gathered = gather([tmp_path, first, tmp_path / "a"])
+    assert [file.path.name for file in gathered.files] == ["events.json", "track.csv"]
+    assert [path.name for path in gathered.passed_over] == ["catalog.sqlite", "other.json"]
+    assert gathered.refused == {}
 
 
 def test_file_that_cannot_be_used_stops_no_other(tmp_path: Path) -> None:
@@ -99,9 +102,9 @@ def test_file_that_cannot_be_used_stops_no_other(tmp_path: Path) -> None:
     (tmp_path / "bad/session.sqlite").write_bytes(b"x" * 5000)
     os.mkfifo(tmp_path / "pipe.json")
     names = ("cut.json", "empty.json", "model.pt", "gone.json", "gone", "bad", "pipe.json", "a\0b")
-    found = gather([*(tmp_path / name for name in names), good])
-    assert [each.path for each in found.files] == [good]
-    reasons = {path.relative_to(tmp_path).as_posix(): why for path, why in found.refused.items()}
+    gathered = gather([*(tmp_path / name for name in names), good])
+    assert [file.path for file in gathered.files] == [good]
+    reasons = {path.relative_to(tmp_path).as_posix(): why for path, why in gathered.refused.items()}
     expected = {
         "cut.json": "it is no JSON: Input data was truncated",
         "empty.json": "there are no samples of memory in it",
@@ -131,14 +134,14 @@ def test_file_that_cannot_be_used_stops_no_other(tmp_path: Path) -> None:
 def test_rank_that_a_file_does_not_say_is_in_its_name(tmp_path: Path, name: str, rank: int | None) -> None:
     top = tmp_path / "rank_99"
     path = write(top / "in" / name, events([MIB]))
-    (found,) = gather([top / "in"]).files
-    assert [each.rank for each in found.contents.recordings] == [rank]
+    (file,) = gather([top / "in"]).files
+    assert [recording.rank for recording in file.contents.recordings] == [rank]
     if rank in (3, 12, 2):
-        (found,) = gather([path]).files
-        assert [each.rank for each in found.contents.recordings] == [rank]
+        (file,) = gather([path]).files
+        assert [recording.rank for recording in file.contents.recordings] == [rank]
 
 
 def test_rank_that_a_file_says_is_not_taken_from_its_name(tmp_path: Path) -> None:
     write(tmp_path / "rank_3/events.json", events([MIB], rank=1, world=4))
-    (found,) = gather([tmp_path]).files
-    assert found.contents.recordings[0].rank == 1
+    (file,) = gather([tmp_path]).files
+    assert file.contents.recordings[0].rank == 1

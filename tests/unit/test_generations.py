@@ -66,8 +66,8 @@ def _ended(to: AggregatorCore, clock: Clock, ranks: Sequence[Rank]) -> None:
 
 def _summary(to: AggregatorCore) -> dict[str, Any]:
     assert to.commit()
-    found: dict[str, Any] = ask(to, "summary")
-    return found
+    summary: dict[str, Any] = ask(to, "summary")
+    return summary
 
 
 # -- workers that were stopped by their launcher -------------------------------------------------
@@ -155,11 +155,11 @@ def test_second_round_of_actors_is_judged_by_itself(tmp_path: Path, clock: Clock
         _train(to, clock, ranks, 8)
         _ended(to, clock, ranks)
     for make in (lambda: to, lambda: aggregation(tmp_path, clock)):  # the second is restored from the file
-        each = make()
-        each.judge()
-        assert each.verdict is not None
-        assert (each.verdict.label, each.verdict.coverage, each.verdict.to_step) == ("healthy", 1.0, 399)
-        summary = _summary(each)
+        job = make()
+        job.judge()
+        assert job.verdict is not None
+        assert (job.verdict.label, job.verdict.coverage, job.verdict.to_step) == ("healthy", 1.0, 399)
+        summary = _summary(job)
         assert (summary["session"]["world_size"], list(summary["ranks"])) == (2, ["0", "1"])
 
 
@@ -218,7 +218,7 @@ def _process(number: int, rank: int, first: float, last: float, world: int = 4, 
 
 
 def _ids(processes: Sequence[RankProcess]) -> list[list[int]]:
-    return [[process.id for process in own] for own in generations(processes)]
+    return [[process.id for process in generation] for generation in generations(processes)]
 
 
 def test_ranks_that_register_apart_are_of_one_start() -> None:

@@ -44,9 +44,9 @@ def test_every_section_is_a_function_and_has_a_docstring(gpu: Any, cuda: Any) ->
 
     for section in gpu.SECTIONS:
         parts = gpu_sections, gpu_machine, gpu_memory, cuda
-        found = [vars(part)[section] for part in parts if section in vars(part)]
-        assert found and found[0].__doc__, section
-    alone = sum(each.limit_s for each in gpu.SECTIONS.values() if each.alone)
+        functions = [vars(part)[section] for part in parts if section in vars(part)]
+        assert functions and functions[0].__doc__, section
+    alone = sum(section.limit_s for section in gpu.SECTIONS.values() if section.alone)
     assert set(gpu.SECTIONS) > gpu.MAY_BE_UNSEEN and alone < 600
 
 
@@ -72,8 +72,8 @@ def test_anything_less_leaves_the_clock_unconfirmed(
     gpu: Any, values: dict[str, str], left_out: str, played: bool, says: str, code: int
 ) -> None:
     chosen = [section for section in gpu.SECTIONS if section != left_out]
-    line, found = gpu.verdict(figures(gpu, **values), chosen, played)
-    assert says in line and line.endswith("CONFIRMED stays False.") and found == code
+    line, exit_code = gpu.verdict(figures(gpu, **values), chosen, played)
+    assert says in line and line.endswith("CONFIRMED stays False.") and exit_code == code
 
 
 def test_section_that_hangs_is_ended_with_what_it_started(
@@ -118,10 +118,10 @@ def test_sections_run_in_turn_and_those_without_clocks_together(
 def test_profilers_ranges_are_compared_with_rows(cuda: Any) -> None:
     rows, events = [], []
     for step in range(6):
-        at, row = 100_000.0 * step, [0] * N_STAGES
+        t_us, row = 100_000.0 * step, [0] * N_STAGES
         row[FORWARD], row[BACKWARD], row[SYNC_WAIT] = 10_100_000, 19_000_000, 1_000_000
         rows.append(row)
-        for name, begin, dur in (("the forward", at, 10_000.0), ("the optimizer", at + 30_000, 3_000.0)):
+        for name, begin, dur in (("the forward", t_us, 10_000.0), ("the optimizer", t_us + 30_000, 3_000.0)):
             events.append({"cat": "gpu_user_annotation", "name": name, "ts": begin, "dur": dur})
             events.append({"cat": "user_annotation", "name": name, "ts": begin, "dur": 1.0})
     errors, steps = cuda.stage_errors(rows, [{}, *events])
@@ -191,8 +191,8 @@ def test_graphed_models_are_trained_with_and_without_us(
     for name in ("_LoadNvmlLibrary", "_nvmlGetFunctionPointer"):
         monkeypatch.setattr(pynvml, name, getattr(pynvml, name))
     cuda.graphs(gpu_env.Played())
-    said = capsys.readouterr().out
-    assert said.count("losses as without") == 2 and "FAILED" not in said
+    printed = capsys.readouterr().out
+    assert printed.count("losses as without") == 2 and "FAILED" not in printed
     assert sys.modules["gpu_env"] is gpu_env
 
 

@@ -41,10 +41,12 @@ class Job:
         labels = []
         for second in range(seconds):
             batches = []
-            for rank, at in zip(self.ranks, where, strict=True):
-                if at is not None:
+            for rank, position in zip(self.ranks, where, strict=True):
+                if position is not None:
                     ns = int((since + second + 1) * SECOND)
-                    opened = wire.OpenStage(at.step, at.stage, ns, at.span, ns if at.span else None)
+                    opened = wire.OpenStage(
+                        position.step, position.stage, ns, position.span, ns if position.span else None
+                    )
                     batches.append(rank.batch(0, open=opened))
             labels.append(self._report(batches))
         return labels

@@ -59,14 +59,14 @@ def test_recorded_late_fault_is_named_from_its_onset():
 def test_verdict_changes_are_consecutive_spans():
     d = rows((BALANCED, 100), (LATE_DATA, 300), (LATE_FORWARD, 300), (BALANCED, 300))
     run = judge_run(processes(d), 3)
-    found = periods(run)
-    assert [period[:3] for period in found if period[0] == "straggler"] == [
+    spans = periods(run)
+    assert [period[:3] for period in spans if period[0] == "straggler"] == [
         ("straggler", "data", 2),
         ("straggler", "forward", 0),
     ]
-    assert (found[0][0], found[0][3], found[-1][0], found[-1][4]) == ("healthy", 10, "healthy", 999)
-    assert found[1][3] == 100
-    assert all(a[4] + 1 == b[3] for a, b in pairwise(found))
+    assert (spans[0][0], spans[0][3], spans[-1][0], spans[-1][4]) == ("healthy", 10, "healthy", 999)
+    assert spans[1][3] == 100
+    assert all(a[4] + 1 == b[3] for a, b in pairwise(spans))
 
 
 def test_warm_up_is_left_out():

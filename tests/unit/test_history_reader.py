@@ -25,12 +25,12 @@ STEPS, RANKS = 60, 3
 def stored(path: Path, chunks: list[RankRows], world: int = RANKS) -> SessionFile:
     """A session file with these rows, one batch each, in this order."""
     writer = SessionWriter(path)
-    for own in chunks:
-        process = writer.process(f"{own.rank:016x}", SECOND)
-        process.identity = identity(own.rank, world)
-        keys, flags = own.keys.astype("<i8").tobytes(), own.flags.tobytes()
-        writer.add_rows(process, process.stored, keys, flags, own.rows.astype("<i8").tobytes())
-        process.last_key = int(own.keys[-1])
+    for rank_rows in chunks:
+        process = writer.process(f"{rank_rows.rank:016x}", SECOND)
+        process.identity = identity(rank_rows.rank, world)
+        keys, flags = rank_rows.keys.astype("<i8").tobytes(), rank_rows.flags.tobytes()
+        writer.add_rows(process, process.stored, keys, flags, rank_rows.rows.astype("<i8").tobytes())
+        process.last_key = int(rank_rows.keys[-1])
     writer.commit()
     writer.close()
     return SessionFile(path)
@@ -62,7 +62,7 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
     assert run.rows == 2 * STEPS * RANKS and run.history.left_out == 0
     check_stats(run.history, exact(align(every, RANKS).since(LIMITS.warmup_steps)))
     assert run.history.counts() == dict.fromkeys(range(RANKS), STEPS)
-    judged, other = (each.replay.done() for each in (run, at_once))
+    judged, other = (one.replay.done() for one in (run, at_once))
     assert list(judged.periods) == list(other.periods) and judged.whole() == other.whole()
     assert judged.episodes.clock.now_ns == other.episodes.clock.now_ns > 0
 
@@ -70,7 +70,10 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
 def test_rank_that_ends_first_ends_the_statistics(tmp_path):
     every = processes(rows(STEPS, RANKS))
     chunks = [
-        own.take(slice(at, at + 10)) for at in range(0, STEPS, 10) for own in every if own.rank or at < 40
+        rank_rows.take(slice(begin, begin + 10))
+        for begin in range(0, STEPS, 10)
+        for rank_rows in every
+        if rank_rows.rank or begin < 40
     ]
     with stored(tmp_path / "session.sqlite", chunks) as session:
         run = read(session, 20)

@@ -46,9 +46,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A session of two ranks, one of which has died, with a bundle, layers, output and a profile."""
     folder = tmp_path_factory.mktemp("hostile") / "sessions" / NAME
     played = Played(folder, 2, per_node=1, late=1, onset=20)
-    for at in range(20):
-        lines = [wire.Output(1, played.clock(), [f"line {at}"], "open", 1)]
-        played.play(5, output=lines, layers=[window({"block": (1.0, 2.0)}, number=at)])
+    for second in range(20):
+        lines = [wire.Output(1, played.clock(), [f"line {second}"], "open", 1)]
+        played.play(5, output=lines, layers=[window({"block": (1.0, 2.0)}, number=second)])
     played.dies(1, -9, "RuntimeError: boom")
     played.end(1)
     trace = [operation("aten::mm", 20_000, 10_000), operation("aten::add", 60_000, 9_000)]

@@ -55,9 +55,9 @@ def test_pace_is_that_of_hosts_whose_devices_wait_for_them():
     h[:, 1:, BACKWARD] += 12 * MS  # their launch queues are full in backward, which no mark shows
     assert not hosts_of(h, bits).floor_ns.any()
     bits[:, 0] = (63, 0, 0)
-    found = hosts_of(h, bits)
-    assert (found.ref == h[0, 0]).all()
-    assert (found.floor_ns == 40 * MS).all()
+    pace = hosts_of(h, bits)
+    assert (pace.ref == h[0, 0]).all()
+    assert (pace.floor_ns == 40 * MS).all()
 
 
 def test_hosts_are_held_where_their_steps_are_their_devices():
@@ -112,7 +112,7 @@ def test_idle_share_of_c4_is_its_data_wait():
 def test_merged_stages_are_late_if_one_is_and_sure_if_all_are():
     bits = leads(2, 1, late=1 << DATA, full=1 << PREPARE, sure=1 << POST_SYNC | 1 << DATA)
     merged = merged_leads(bits, [(np.array([True, False]), (POST_SYNC, DATA, PREPARE))])
-    assert [int(each) & 1 for each in merged[0, 0]] == [1, 1, 0]
+    assert [int(bits) & 1 for bits in merged[0, 0]] == [1, 1, 0]
     assert (merged[1] == bits[1]).all()
 
 
@@ -140,8 +140,8 @@ def followed(lead: float, *, host_waits: bool = False, peers_wait: bool = False)
     stage = np.zeros((3, 6), bool)
     stage[0, FORWARD] = True
     unsure = np.full((50, 3), 1 << FORWARD, np.uint8)
-    found = following(host, d, unsure, np.zeros(6, bool), np.zeros((3, 6)), stage)
-    return bool(found[0][0, FORWARD]), bool(found[1][0, FORWARD])
+    result = following(host, d, unsure, np.zeros(6, bool), np.zeros((3, 6)), stage)
+    return bool(result[0][0, FORWARD]), bool(result[1][0, FORWARD])
 
 
 def test_device_that_has_its_hosts_time_in_its_own_waits_for_it_however_large_its_lead():

@@ -42,8 +42,8 @@ def test_find_spec_of_a_module_changes_nothing(module: str, monkeypatch: pytest.
     for _ in range(2):
         assert importlib.util.find_spec(module) is not None
     assert seen == []
-    found = importlib.import_module(module)
-    assert seen == [1] and "exec_module" not in vars(found.__loader__)
+    imported = importlib.import_module(module)
+    assert seen == [1] and "exec_module" not in vars(imported.__loader__)
 
 
 def test_callback_of_an_imported_module_runs_at_once(module: str) -> None:
@@ -55,10 +55,10 @@ def test_callback_of_an_imported_module_runs_at_once(module: str) -> None:
 
 def test_module_is_as_without_the_hook(module: str) -> None:
     when_imported(module, lambda: None)
-    found = importlib.import_module(module)
-    assert "exec_module" not in vars(found.__loader__)
-    assert inspect.getsource(found) == "value = 1\n"
-    assert found.__spec__ is not None and found.__spec__.loader is found.__loader__
+    imported = importlib.import_module(module)
+    assert "exec_module" not in vars(imported.__loader__)
+    assert inspect.getsource(imported) == "value = 1\n"
+    assert imported.__spec__ is not None and imported.__spec__.loader is imported.__loader__
 
 
 def test_forgotten_callback_is_not_called(module: str) -> None:

@@ -111,7 +111,7 @@ def test_accumulated_backwards_are_rows_of_the_same_step() -> None:
     script = Script().run("bgbDG bgbDG")  # each backward is synced
     assert script.keys() == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     script = Script().run("bggDgG bggDgG bggDgG")  # both of several backwards
-    assert script.keys()[10:] == [(2, at) for at in range(5)]
+    assert script.keys()[10:] == [(2, index) for index in range(5)]
     script = Script()
     script.loop.recorder.exchange.peers = lambda: False
     assert script.run("bgbDgG bgbDgG").keys() == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -206,7 +206,7 @@ def test_time_of_an_iteration_is_all_in_its_rows() -> None:
     row = [0] * 6
     for _, _, part in script.loop.rows()[4:]:
         row = [a + b for a, b in zip(row, part, strict=True)]
-    assert [row[at] for at in (POST_SYNC, DATA, FORWARD, BACKWARD, SYNC_WAIT)] == [2, 1, 2, 2, 2]
+    assert [row[index] for index in (POST_SYNC, DATA, FORWARD, BACKWARD, SYNC_WAIT)] == [2, 1, 2, 2, 2]
 
 
 def test_ranks_that_number_their_rows_otherwise_are_not_compared() -> None:

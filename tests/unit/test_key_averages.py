@@ -27,16 +27,16 @@ torch = pytest.importorskip("torch")
 def test_calls_and_times_are_those_of_torch(tmp_path: Path, with_stack: bool) -> None:
     path, run = tmp_path / "rank0.json", training()
     run()
-    found = profiled(path, run, with_stack=with_stack, profile_memory=True, record_shapes=True)
+    profiler = profiled(path, run, with_stack=with_stack, profile_memory=True, record_shapes=True)
     expected = {
-        each.key: (each.count, each.self_cpu_time_total, each.cpu_time_total)
-        for each in found.key_averages()
-        if each.key != "[memory]"
+        operation.key: (operation.count, operation.self_cpu_time_total, operation.cpu_time_total)
+        for operation in profiler.key_averages()
+        if operation.key != "[memory]"
     }
     ours = {
-        each.name: (each.calls, each.self_cpu_ms * 1e3, each.cpu_ms * 1e3)
-        for each in key_averages(of_files([path]))
-        if each.kind != "memory"
+        operation.name: (operation.calls, operation.self_cpu_ms * 1e3, operation.cpu_ms * 1e3)
+        for operation in key_averages(of_files([path]))
+        if operation.kind != "memory"
     }
     assert ours.keys() == expected.keys() and "Optimizer.step#AdamW.step" in ours
     assert {"ProfilerStep*", "forward", "aten::mm"} <= ours.keys()
@@ -47,21 +47,27 @@ def test_calls_and_times_are_those_of_torch(tmp_path: Path, with_stack: bool) ->
 def test_memory_is_that_of_torch_on_one_thread(tmp_path: Path) -> None:
     path, run = tmp_path / "rank0.json", training()
     run()
-    found = profiled(path, run, profile_memory=True)
+    profiler = profiled(path, run, profile_memory=True)
     expected = {
-        each.key: (each.self_cpu_memory_usage, each.cpu_memory_usage) for each in found.key_averages()
+        operation.key: (operation.self_cpu_memory_usage, operation.cpu_memory_usage)
+        for operation in profiler.key_averages()
     }
-    ours = {each.name: (each.self_cpu_bytes, each.cpu_bytes) for each in key_averages([Source(path)])}
+    ours = {
+        operation.name: (operation.self_cpu_bytes, operation.cpu_bytes)
+        for operation in key_averages([Source(path)])
+    }
     assert ours == expected and ours["aten::mm"] != (0, 0)
 
 
 def test_shapes_divide_the_calls(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     profiled(path, lambda: [torch.ones(2, n) @ torch.ones(n, 3) for n in (4, 4, 5)], record_shapes=True)
-    found = {
-        each.input_shapes: each.calls for each in key_averages([Source(path)], True) if "mm" in each.name
+    calls = {
+        operation.input_shapes: operation.calls
+        for operation in key_averages([Source(path)], True)
+        if "mm" in operation.name
     }
-    assert found == {"[[2,4],[4,3]]": 2, "[[2,5],[5,3]]": 1}
+    assert calls == {"[[2,4],[4,3]]": 2, "[[2,5],[5,3]]": 1}
 
 
 KERNELS = [
@@ -79,15 +85,15 @@ KERNELS = [
 
 def test_work_of_a_device_belongs_to_the_operation_that_launched_it(tmp_path: Path) -> None:
     path = written(tmp_path / "t.json.gz", KERNELS)
-    found = {(each.name, each.kind): each for each in key_averages([Source(path)])}
-    linear, addmm = found["aten::linear", "operation"], found["aten::addmm", "operation"]
+    operations = {(operation.name, operation.kind): operation for operation in key_averages([Source(path)])}
+    linear, addmm = operations["aten::linear", "operation"], operations["aten::addmm", "operation"]
     assert linear.calls == 2  # one in another, and nothing else in it, is one
     assert (linear.self_cpu_ms, linear.cpu_ms) == pytest.approx((0.02 + 0.05, 0.15))
     assert (linear.self_device_ms, linear.device_ms) == pytest.approx((0.03, 0.1))
     assert (addmm.self_cpu_ms, addmm.self_device_ms, addmm.device_ms) == pytest.approx((0.075, 0.07, 0.07))
-    gemm = found["gemm", "device"]
+    gemm = operations["gemm", "device"]
     assert (gemm.calls, gemm.cpu_ms, gemm.self_device_ms) == (2, 0.0, pytest.approx(0.1))
-    assert found["cudaLaunchKernel", "runtime"].self_cpu_ms == pytest.approx(0.005)
+    assert operations["cudaLaunchKernel", "runtime"].self_cpu_ms == pytest.approx(0.005)
     assert linear.self_cpu_bytes is None and linear.device_bytes is None
 
 
@@ -110,10 +116,11 @@ def test_begins_and_ends_are_operations_as_well(tmp_path: Path) -> None:
         {"ph": "E", "ts": 100, **lane},
         {"ph": "B", "name": "never ended", "ts": 10, **lane},
     ]
-    found = {
-        each.name: each.self_cpu_ms for each in key_averages([Source(written(tmp_path / "t.json", events))])
+    self_ms = {
+        operation.name: operation.self_cpu_ms
+        for operation in key_averages([Source(written(tmp_path / "t.json", events))])
     }
-    assert found == {"outer": pytest.approx(0.08), "inner": pytest.approx(0.02)}
+    assert self_ms == {"outer": pytest.approx(0.08), "inner": pytest.approx(0.02)}
 
 
 def test_ranks_of_foreign_traces_come_from_the_trace_then_from_its_name(tmp_path: Path) -> None:
@@ -122,8 +129,8 @@ def test_ranks_of_foreign_traces_come_from_the_trace_then_from_its_name(tmp_path
     written(tmp_path / "job.rank-2.json.gz", EVENTS)
     written(tmp_path / "x.json", EVENTS, distributedInfo={"rank": "three"})
     (tmp_path / "readme.txt").write_text("x")
-    found = of_files([tmp_path, tmp_path / "x.json"])
-    assert [(each.rank, each.label) for each in found] == [
+    operation = of_files([tmp_path, tmp_path / "x.json"])
+    assert [(operation.rank, operation.label) for operation in operation] == [
         (2, "rank 2"),
         (4, "gpu-a / rank 4"),
         (None, "x.json"),
@@ -146,15 +153,25 @@ def _table(tmp_path: Path) -> list[Operation]:
 
 
 def test_table_is_sorted_and_filtered(tmp_path: Path) -> None:
-    found = _table(tmp_path)
-    assert [(each.rank, each.name) for each in found[:2]] == [(1, "aten::mm"), (1, "a,b\n")]
-    assert {each.rank for each in select(found, ranks=rank_filter("0"))} == {0}
-    assert [each.name for each in select(found, "aten::*", top=3)] == ["aten::mm", "aten::mm", "aten::add"]
-    assert select(found, "mm") == sort(select(found, "mm"), "calls") and len(select(found, "mm")) == 2
-    assert sort(found, "device_ms") == found  # nothing is known
+    operations = _table(tmp_path)
+    assert [(operation.rank, operation.name) for operation in operations[:2]] == [
+        (1, "aten::mm"),
+        (1, "a,b\n"),
+    ]
+    assert {operation.rank for operation in select(operations, ranks=rank_filter("0"))} == {0}
+    assert [operation.name for operation in select(operations, "aten::*", top=3)] == [
+        "aten::mm",
+        "aten::mm",
+        "aten::add",
+    ]
+    assert (
+        select(operations, "mm") == sort(select(operations, "mm"), "calls")
+        and len(select(operations, "mm")) == 2
+    )
+    assert sort(operations, "device_ms") == operations  # nothing is known
     with pytest.raises(ColumnError, match="no column 'nme'"):
-        sort(found, "nme")
-    text = render_operations("Operations", select(found, top=1))
+        sort(operations, "nme")
+    text = render_operations("Operations", select(operations, top=1))
     assert [line.split() for line in text.splitlines()[1:]] == [
         ["Node", "ID", "Rank", "Name", "Kind", "Self", "CPU", "ms", "CPU", "ms", "Calls"],
         ["node-1", "1", "aten::mm", "operation", "0.060", "0.060", "1"],
@@ -163,16 +180,16 @@ def test_table_is_sorted_and_filtered(tmp_path: Path) -> None:
 
 
 def test_files_hold_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _table(tmp_path)
-    rows: list[dict[str, Any]] = json.loads(tables.to_json(found))
+    operations = _table(tmp_path)
+    rows: list[dict[str, Any]] = json.loads(tables.to_json(operations))
     assert rows[0]["self_cpu_ms"] == 0.06 and rows[0]["device_ms"] is None and rows[0]["node_id"] == "ab12"
-    as_csv = [*csv.DictReader(io.StringIO(tables.to_csv(found).decode(), newline=""))]
-    assert [each["name"] for each in as_csv] == [each.name for each in found]
+    as_csv = [*csv.DictReader(io.StringIO(tables.to_csv(operations).decode(), newline=""))]
+    assert [row["name"] for row in as_csv] == [row.name for row in operations]
     assert as_csv[0]["device_ms"] == "" and float(as_csv[0]["cpu_ms"]) == 0.06
     parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "t.parquet").write_bytes(tables.to_parquet(found))
+    (tmp_path / "t.parquet").write_bytes(tables.to_parquet(operations))
     assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == rows
     assert tables.to_parquet([])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(tables.FormatError, match="pip install pyarrow"):
-        tables.to_parquet(found)
+        tables.to_parquet(operations)

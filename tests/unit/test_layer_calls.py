@@ -109,9 +109,9 @@ class Measured:
     def times(self, sample: Sample) -> dict[str, tuple[int, int]]:
         n = len(self.table.layers)
         return {
-            each.name: (sample.times[at], sample.times[n + at])
-            for at, each in enumerate(self.table.layers)
-            if sample.calls[at] or sample.times[n + at]
+            layer.name: (sample.times[index], sample.times[n + index])
+            for index, layer in enumerate(self.table.layers)
+            if sample.calls[index] or sample.times[n + index]
         }
 
 
@@ -125,8 +125,8 @@ def measured() -> Iterator[Callable[..., Measured]]:
 
     call = nn.Module.__call__
     yield make
-    for each in reversed(made):
-        each.patcher.restore()
+    for one in reversed(made):
+        one.patcher.restore()
     assert nn.Module.__call__ is call
 
 
@@ -149,8 +149,8 @@ def test_time_is_divided_among_layers_without_rest(measured: Callable[..., Measu
     model = Model()
     ours = measured(model)
     for _ in range(2):
-        found = ours.times(ours.step(lambda: trained(model)))
-        assert {name: found[name] for name in EXPECTED} == EXPECTED
+        times = ours.times(ours.step(lambda: trained(model)))
+        assert {name: times[name] for name in EXPECTED} == EXPECTED
 
 
 def test_gradients_are_the_same_with_hooks(measured: Callable[..., Measured]) -> None:
@@ -205,8 +205,8 @@ def test_exception_in_forward_leaves_nothing_behind(measured: Callable[..., Meas
         trained(model)
 
     sample = ours.step(step)
-    found = ours.times(sample)
-    assert found["head"] == (7, 14) and found["blocks.1.first"] == (80, 80) and sample.times[-1] == 5000
+    times = ours.times(sample)
+    assert times["head"] == (7, 14) and times["blocks.1.first"] == (80, 80) and sample.times[-1] == 5000
 
 
 def test_backward_that_fails_ends_where_the_next_call_begins(measured: Callable[..., Measured]) -> None:
@@ -268,11 +268,11 @@ def test_what_checkpointing_computes_again_is_backward(
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )  # type: ignore[arg-type]
-    n, found = len(ours.table.layers), ours.times(sample)
-    at = ours.table.by_id[id(model.blocks[0].first)]
-    assert (sample.calls[at], sample.calls[n + at]) == (1, 1)
-    assert found["blocks.0.first"][0] == 10 and found["head"] == (7, 14)
-    again = sum(backward for _, backward in found.values())
+    n, times = len(ours.table.layers), ours.times(sample)
+    index = ours.table.by_id[id(model.blocks[0].first)]
+    assert (sample.calls[index], sample.calls[n + index]) == (1, 1)
+    assert times["blocks.0.first"][0] == 10 and times["head"] == (7, 14)
+    again = sum(backward for _, backward in times.values())
     assert again == 2 * 447 + 440 - (0 if reentrant else 90)  # it stops where nothing more is needed
 
 
@@ -293,15 +293,15 @@ def test_compiled_and_captured_layers_are_one(measured: Callable[..., Measured])
     captured.forward = replay  # type: ignore[method-assign]
     model = nn.Sequential(OptimizedModule(Block(1, 2, 3)), captured, Leaf(5))
     ours = measured(model)
-    found = ours.times(ours.step(lambda: trained(model)))
-    assert [(each.name, each.kind, each.region) for each in ours.table.layers[1:]] == [
+    times = ours.times(ours.step(lambda: trained(model)))
+    assert [(layer.name, layer.kind, layer.region) for layer in ours.table.layers[1:]] == [
         ("0", "Block", "compiled"), ("1", "Block", "graph"), ("2", "Leaf", ""),
     ]  # fmt: skip
-    assert found == {"": (0, 0), "0": (6, 12), "1": (9, 18), "2": (5, 10)}
+    assert times == {"": (0, 0), "0": (6, 12), "1": (9, 18), "2": (5, 10)}
     root = OptimizedModule(Model())
     ours = measured(root._orig_mod)
-    found = ours.times(ours.step(lambda: trained(root)))
-    assert found == {"": (447, 894)} and ours.table.layers[0].region == "compiled"
+    times = ours.times(ours.step(lambda: trained(root)))
+    assert times == {"": (447, 894)} and ours.table.layers[0].region == "compiled"
 
 
 def test_second_backward_of_a_graph_that_stays_is_not_measured(measured: Callable[..., Measured]) -> None:
@@ -339,12 +339,12 @@ def test_what_is_traced_is_as_without(measured: Callable[..., Measured]) -> None
 
     def traced() -> list[object]:
         graph = torch.jit.trace(model, x).inlined_graph  # it compares two of its own, too
-        return [(node.kind(), [each.debugName() for each in node.outputs()]) for node in graph.nodes()]
+        return [(node.kind(), [output.debugName() for output in node.outputs()]) for node in graph.nodes()]
 
-    found = [traced()]
+    graphs = [traced()]
     ours = measured(model)
-    sample = ours.step(lambda: found.append(traced()))
-    assert found[0] == found[1] and not any(sample.calls)
+    sample = ours.step(lambda: graphs.append(traced()))
+    assert graphs[0] == graphs[1] and not any(sample.calls)
 
 
 def test_scripted_layer_is_measured(measured: Callable[..., Measured]) -> None:
@@ -389,13 +389,13 @@ def test_names_are_without_wrappers_and_of_a_large_model_the_nearest() -> None:
             return self.module(x)
 
     table = LayerTable([DistributedDataParallel(Model())])
-    assert [each.name for each in table.layers[:4]] == ["", "blocks", "blocks.0", "blocks.0.first"]
+    assert [layer.name for layer in table.layers[:4]] == ["", "blocks", "blocks.0", "blocks.0.first"]
     assert table.layers[0].kind == "Model"
     table = LayerTable([Model()], most=5)
-    assert [each.name for each in table.layers] == ["", "blocks", "blocks.0", "blocks.1", "head"]
+    assert [layer.name for layer in table.layers] == ["", "blocks", "blocks.0", "blocks.1", "head"]
     assert table.parameter_bytes == [0, 0, 24, 24, 12]
     two = LayerTable([Leaf(1), Block(1, 2, 3)])
-    assert [each.name for each in two.layers] == ["Leaf", "Block", "Block.first", "Block.second"]
+    assert [layer.name for layer in two.layers] == ["Leaf", "Block", "Block.first", "Block.second"]
 
 
 # -- which steps, and what is sent ------------------------------------------------------------------------
@@ -439,9 +439,9 @@ def job() -> Iterator[Callable[..., Job]]:
 
     call = nn.Module.__call__
     yield make
-    for each in made:
-        each.close()
-        assert each.recorder.at_step is None
+    for one in made:
+        one.close()
+        assert one.recorder.at_step is None
     assert nn.Module.__call__ is call
 
 
@@ -451,7 +451,7 @@ def test_windows_have_the_steps_that_were_measured(job: Callable[..., Job]) -> N
     first, *_ = rank.windows
     assert [window.number for window in rank.windows] == [*range(len(rank.windows))]
     assert first.first_step == 8 and first.clock == "host" and not first.waits and not first.asked
-    one = next(each for each in first.layers if each.name == "1")
+    one = next(layer for layer in first.layers if layer.name == "1")
     assert (one.kind, one.calls, one.forward_ns, one.backward_ns) == (
         "Leaf", first.steps, 1000 * first.steps, 2000 * first.steps,
     )  # fmt: skip
@@ -468,7 +468,7 @@ def test_model_that_follows_another_one_is_measured(job: Callable[..., Job]) -> 
         ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
         ours.windows.clear()
         ours.train(600, ns=60_000_000)
-        assert {each.name for each in ours.windows[-1].layers} == names
+        assert {layer.name for layer in ours.windows[-1].layers} == names
 
 
 def test_more_is_measured_the_less_it_costs(job: Callable[..., Job]) -> None:
@@ -550,7 +550,7 @@ def test_layers_beyond_the_bound_are_one_row(job: Callable[..., Job]) -> None:
     assert len(window.layers) == MAX_LAYERS + 1 and window.others == 31
     last = window.layers[-1]
     assert (last.name, last.kind, last.parameter_bytes) == ("", OTHERS, 30 * 12)
-    total = sum(each.forward_ns for each in window.layers)
+    total = sum(layer.forward_ns for layer in window.layers)
     assert total == window.steps * (MAX_LAYERS + 30) * 1000
 
 
@@ -635,11 +635,11 @@ def test_times_are_those_of_the_device(on_device: DeviceJob) -> None:
     on_device.train(600)
     window = on_device.windows[-1]
     assert window.clock == "device" and window.steps > 3
-    found = {
+    times = {
         one.name: (one.forward_ns / window.steps, one.backward_ns / window.steps) for one in window.layers
     }
-    assert found["0"] == pytest.approx((3e6, 6e6), rel=0.02)
-    assert found["1"] == pytest.approx((7e6, 14e6), rel=0.02)
+    assert times["0"] == pytest.approx((3e6, 6e6), rel=0.02)
+    assert times["1"] == pytest.approx((7e6, 14e6), rel=0.02)
     assert not on_device.patches.errors
 
 

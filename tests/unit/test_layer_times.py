@@ -90,7 +90,7 @@ def test_windows_are_added_up_and_layers_not_listed_are_one() -> None:
     second = window({"": (1, 1), "b": (4, 4), REST: (5, 5)}, steps=30, others=7)
     one = of_windows(0, None, [first, second])
     shown = found([one])
-    by_name = {each.name: each for each in shown.layers}
+    by_name = {layer.name: layer for layer in shown.layers}
     assert by_name["a"].forward_ms == pytest.approx(2) and by_name["b"].forward_ms == pytest.approx(4)
     assert by_name[REST].forward_ms == pytest.approx(4.5) and by_name[REST].parent is None
     assert any("7 layers" in limit for limit in shown.limits) and shown.steps == 40
@@ -100,6 +100,6 @@ def test_ranks_with_other_layers_are_compared_where_both_have_them() -> None:
     one = of_windows(0, None, [window({"": (1, 1), "a": (2, 2)})])
     other = of_windows(1, None, [window({"": (1, 1), "b": (2, 2)})])
     shown = found([one, other])
-    assert [each.name for each in shown.layers] == ["", "a", "b"]
+    assert [layer.name for layer in shown.layers] == ["", "a", "b"]
     assert shown.per_rank_ms[0][2] is None and shown.findings == []
     assert found([]) == Layers()

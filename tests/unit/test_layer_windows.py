@@ -56,7 +56,7 @@ def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.C
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
     view = look(pages, "layers", q="mlp")
-    assert [each.name for each in view["chosen"].items] == ["blocks.0.mlp", LAYER]
+    assert [item.name for item in view["chosen"].items] == ["blocks.0.mlp", LAYER]
     played.end()
     summary = json.loads((played.folder / "summary.json").read_text())
     assert summary["layers"]["findings"][0]["layer"] == LAYER
@@ -108,7 +108,7 @@ def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_pat
     asked, reply = list[list[str]](), played.source.reply
 
     def noted(message: bytes) -> bytes:
-        asked.append([type(each).__name__ for each in query.decode(message)[0]])
+        asked.append([type(request).__name__ for request in query.decode(message)[0]])
         return reply(message)
 
     played.source.reply = noted  # type: ignore[method-assign]
@@ -129,7 +129,7 @@ def test_newest_windows_of_a_rank_are_kept(played: Played) -> None:
     with SessionFile(played.folder / "session.sqlite") as file:
         kept = file.layer_windows([1, 99])
     assert [one.number for one in kept[1]] == [*range(3, WINDOWS + 3)] and 99 not in kept
-    assert [each.name for each in kept[1][0].layers] == [*NAMES]
+    assert [layer.name for layer in kept[1][0].layers] == [*NAMES]
 
 
 def test_file_from_before_there_were_layers_is_read_and_gets_them(played: Played) -> None:
@@ -223,11 +223,11 @@ def test_page_asks_under_the_token(played: Played) -> None:
     assert client.post("/layers", data={"steps": "x"}, headers=TOKEN).status_code == 400
     too_many = {"steps": str(MAX_LAYER_STEPS + 1)}
     assert client.post("/layers", data=too_many, headers=TOKEN).status_code == 400
-    told = client.post("/layers", data={"steps": "7"}, headers=TOKEN)
-    assert told.status_code == 202
+    response = client.post("/layers", data={"steps": "7"}, headers=TOKEN)
+    assert response.status_code == 202
     browser = {**TOKEN, "Accept": "text/html", "Referer": "http://localhost/layers?run=job&asked=old"}
     back = client.post("/layers", data={"steps": "7"}, headers=browser)
     assert back.status_code == 303 and back.headers["Location"].startswith("/layers?run=job&asked=")
     played.play(1)
     assert [command.args["steps"] for command in commands(played)] == [7, 7]
-    assert commands(played)[0].args["id"] == told.json["request"]
+    assert commands(played)[0].args["id"] == response.json["request"]

@@ -21,8 +21,10 @@ def _layers() -> list[list[str]]:
 
 def _modules() -> dict[str, Path]:
     """Return the files by their names below `traceml_ray`, without the hook that starts agents."""
-    own = ROOT / "traceml_ray"
-    files = [(path, path.relative_to(own)) for path in own.rglob("*.py") if path.parent.name != "site"]
+    package = ROOT / "traceml_ray"
+    files = [
+        (path, path.relative_to(package)) for path in package.rglob("*.py") if path.parent.name != "site"
+    ]
     for place in ("launchers", "dash_app"):
         files += [(path, path.relative_to(ROOT)) for path in (ROOT / place).rglob("*.py")]
     names = {".".join(below.with_suffix("").parts).removesuffix(".__init__"): path for path, below in files}
@@ -40,19 +42,19 @@ def _imports(name: str) -> list[tuple[str, str]]:
     package = ("traceml_ray." + name).split(".")[: None if path.name == "__init__.py" else -1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [(alias.name, "") for alias in node.names]
+            imported = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*start, *([node.module] if node.module else [])])
-            found = [(module, alias.name) for alias in node.names]
+            imported = [(module, alias.name) for alias in node.names]
         else:
             continue
-        for module, taken in found:
+        for module, taken in imported:
             if module == "traceml_ray" or module.startswith("traceml_ray."):
                 whole = f"{module}.{taken}".removeprefix("traceml_ray.")
-                own = next((known for known in (whole, whole.rpartition(".")[0]) if known in MODULES), None)
-                if own is not None and own != name:
-                    taken_by.append((own, "" if own == whole else taken))
+                owner = next((known for known in (whole, whole.rpartition(".")[0]) if known in MODULES), None)
+                if owner is not None and owner != name:
+                    taken_by.append((owner, "" if owner == whole else taken))
     return taken_by
 
 
@@ -65,7 +67,7 @@ def test_imports_have_no_circle() -> None:
 
 
 def test_imports_point_downwards() -> None:
-    height = {place: at for at, line in enumerate(_layers()) for place in line}
+    height = {place: number for number, line in enumerate(_layers()) for place in line}
     tops = {name: name.partition(".")[0] for name in MODULES}
     assert set(tops.values()) - set(height) == {"launch"}, "CONTRIBUTING knows every module and package"
     up = [
@@ -85,7 +87,7 @@ def test_views_ask_and_open_no_session_file() -> None:
     opened = {
         f"{name}: {module}.{taken}" for name in views for module, taken in _imports(name) if module in reading
     }
-    assert {each for each in opened if not each.endswith((".moment", ".overhead_of"))} == set()
+    assert {call for call in opened if not call.endswith((".moment", ".overhead_of"))} == set()
 
 
 def test_private_names_stay_in_their_module() -> None:

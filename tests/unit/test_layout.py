@@ -11,7 +11,7 @@ import pytest
 from traceml_ray.reports.layout import WIDTH, facts, page, table
 
 ROWS = [("0", "host-0", "", "a" * 70 + " and what follows"), ("1", "n\x1b[31m", "", "[bold]x[/bold] :smile:")]
-COLUMNS = {name: itemgetter(at) for at, name in enumerate((">rank", "node", "name", "end"))}
+COLUMNS = {name: itemgetter(index) for index, name in enumerate((">rank", "node", "name", "end"))}
 
 
 def _blocks() -> str:
@@ -49,8 +49,8 @@ def test_layout_is_plain_and_within_its_width() -> None:
 
 
 def test_number_and_unit_stay_on_one_line() -> None:
-    for at in range(60, 100):
-        lines = facts(("Why", "x" * at + " 40.2 ms of 3 GB, 12 % more, 5 steps"))
+    for width in range(60, 100):
+        lines = facts(("Why", "x" * width + " 40.2 ms of 3 GB, 12 % more, 5 steps"))
         assert not any(line.endswith(("40.2", "3", "12")) for line in lines), lines
         assert " ".join(line.strip() for line in lines).endswith(" 40.2 ms of 3 GB, 12 % more, 5 steps")
 

@@ -105,8 +105,8 @@ def test_search_box_finds_ranks_nodes_and_steps(pages: SessionPages, text: str, 
 
 
 def test_search_box_leads_to_pages_of_the_same_run(pages: SessionPages) -> None:
-    found = Refresher(pages).places("5", "/events", "?run=job&kind=exit")
-    assert found == {"rank 5 on host-1": "/rank/5?run=job", "step 5": "/step/5?run=job"}
+    places = Refresher(pages).places("5", "/events", "?run=job&kind=exit")
+    assert places == {"rank 5 on host-1": "/rank/5?run=job", "step 5": "/step/5?run=job"}
 
 
 def test_nodes_stay_in_order_with_the_named_one_first(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
 
 
-def _host(at: int, rss: float, **more: Any) -> MemorySample:
+def _host(second: int, rss: float, **more: Any) -> MemorySample:
     limit = {"limit_bytes": 64 * GIB, "limit_used_bytes": round(8 * GIB + rss)}
-    return MemorySample(BEGAN + at * SECOND, 4 * at, None, rss_bytes=round(rss), **limit, **more)
+    return MemorySample(BEGAN + second * SECOND, 4 * second, None, rss_bytes=round(rss), **limit, **more)
 
 
 # -- what is kept
@@ -41,36 +41,36 @@ def _host(at: int, rss: float, **more: Any) -> MemorySample:
 
 def test_few_samples_are_all_kept() -> None:
     kept = KeptSamples()
-    for at in range(SIZE):
-        kept.add(_host(at, at * MIB, uss_bytes=at if at % 30 == 0 else None))
+    for second in range(SIZE):
+        kept.add(_host(second, second * MIB, uss_bytes=second if second % 30 == 0 else None))
     t_ns, step, columns = kept.arrays()
     assert ((t_ns - BEGAN) // SECOND).tolist() == list(range(SIZE))
-    assert step.tolist() == [4 * at for at in range(SIZE)]
+    assert step.tolist() == [4 * second for second in range(SIZE)]
     assert set(columns) == {"rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes"}
     assert np.isnan(columns["uss_bytes"]).sum() == SIZE - 18
 
 
 def test_many_samples_are_kept_evenly_and_the_newest_all() -> None:
     kept, n = KeptSamples(), 30_000
-    for at in range(n):
-        kept.add(_host(at, at * MIB, peak_bytes=9 * GIB if at == 777 else MIB))
+    for second in range(n):
+        kept.add(_host(second, second * MIB, peak_bytes=9 * GIB if second == 777 else MIB))
     t_ns, _, columns = kept.arrays()
-    at = (t_ns - BEGAN) // SECOND
-    assert len(at) <= SIZE
-    assert at[-SIZE // 2 :].tolist() == list(range(n - SIZE // 2, n))
-    between = np.diff(at)
-    assert at[0] == 0 and len(set(between[:32].tolist())) == 1 and between[0] * SIZE > n
-    assert (columns["rss_bytes"] == at * MIB).all()
+    second = (t_ns - BEGAN) // SECOND
+    assert len(second) <= SIZE
+    assert second[-SIZE // 2 :].tolist() == list(range(n - SIZE // 2, n))
+    between = np.diff(second)
+    assert second[0] == 0 and len(set(between[:32].tolist())) == 1 and between[0] * SIZE > n
+    assert (columns["rss_bytes"] == second * MIB).all()
     assert columns["peak_bytes"].max() == 9 * GIB
 
 
 def test_slow_leak_is_found_in_what_is_kept() -> None:
     kept, n, rng = KeptSamples(), 20_000, np.random.default_rng(0)
-    for at in range(n):
-        kept.add(_host(at, 2 * GIB + at * 20 * 1024 + rng.normal(0, MIB)))
-    [found] = judge([Series(0, "a", "p", None, *kept.arrays())]).findings
-    assert found.kind == "creep"
-    assert found.evidence["bytes_per_s"] == pytest.approx(20 * 1024, rel=0.05)
+    for second in range(n):
+        kept.add(_host(second, 2 * GIB + second * 20 * 1024 + rng.normal(0, MIB)))
+    [finding] = judge([Series(0, "a", "p", None, *kept.arrays())]).findings
+    assert finding.kind == "creep"
+    assert finding.evidence["bytes_per_s"] == pytest.approx(20 * 1024, rel=0.05)
 
 
 # -- a few ranks at a time
@@ -89,16 +89,16 @@ class _Time:
 
 
 def _ranks(n: int, world: int | None = None) -> Ranks:
-    own = {at: RankProcess(at, f"p{at}", identity(at, n)) for at in range(n)}
-    return Ranks(own, dict.fromkeys(own, "node-a"), world or n)
+    processes = {rank: RankProcess(rank, f"p{rank}", identity(rank, n)) for rank in range(n)}
+    return Ranks(processes, dict.fromkeys(processes, "node-a"), world or n)
 
 
 def _live(n: int, costs: float = 0.0, seconds: int = 60, leaking: int = 1) -> tuple[LiveMemory, _Time]:
     time = _Time(costs)
     live = LiveMemory(threading.Lock(), lambda: time.now, time.busy)
-    for at in range(seconds):
+    for second in range(seconds):
         for rank in range(n):
-            live.add(rank, _host(at, 2 * GIB + (rank == leaking) * at * 8 * MIB))
+            live.add(rank, _host(second, 2 * GIB + (rank == leaking) * second * 8 * MIB))
     return live, time
 
 
@@ -130,8 +130,8 @@ def test_question_is_answered_by_all_samples_of_few_ranks_and_the_last_round_of_
     live, _ = _live(4)
     assert live.fresh("run", _ranks(4)) == live.of("run") is not None
     live.add(2, _host(60, 2 * GIB))
-    found = live.fresh("run", _ranks(4))
-    assert found is not None and [row.samples for row in found.ranks] == [60, 60, 61, 60]
+    answer = live.fresh("run", _ranks(4))
+    assert answer is not None and [row.samples for row in answer.ranks] == [60, 60, 61, 60]
     many, _ = _live(MAX_FRESH + 1, seconds=8)
     assert many.fresh("run", _ranks(MAX_FRESH + 1)) is None
 
@@ -150,13 +150,13 @@ def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
 # -- events
 
 
-def _found(severity: str, at: float, ranks: int = 1, over: float = 4.0) -> Memory:
+def _found(severity: str, after_s: float, ranks: int = 1, over: float = 4.0) -> Memory:
     """A growth of ten seconds, `at` seconds after that, by so much over a random walk."""
     live, _ = _live(2, leaking=0)
     memory = live.fresh("run", _ranks(2))
     assert memory is not None
     [finding] = memory.findings
-    to_ns = BEGAN + round((10 + at) * SECOND)
+    to_ns = BEGAN + round((10 + after_s) * SECOND)
     copies = [
         replace(
             finding,
@@ -173,8 +173,10 @@ def _found(severity: str, at: float, ranks: int = 1, over: float = 4.0) -> Memor
 
 def test_finding_is_an_event_once_and_again_when_it_gets_worse() -> None:
     events, rounds = MemoryEvents(), ["warning", "warning", "warning", "critical", "critical", "info"]
-    sent = [[e for _, e in events.of(_found(severity, 3 * at), 0)] for at, severity in enumerate(rounds)]
-    assert [len(each) for each in sent] == [0, 1, 0, 1, 0, 0]
+    sent = [
+        [e for _, e in events.of(_found(severity, 3 * number), 0)] for number, severity in enumerate(rounds)
+    ]
+    assert [len(events_of_round) for events_of_round in sent] == [0, 1, 0, 1, 0, 0]
     event = sent[1][0]
     assert (event.kind, event.data["finding"], event.data["rank"]) == ("memory", "creep", 0)
     assert event.data["bytes_per_s"] == pytest.approx(8 * MIB, rel=0.01)
@@ -184,13 +186,16 @@ def test_finding_is_an_event_once_and_again_when_it_gets_worse() -> None:
 def test_finding_of_one_round_only_is_no_event() -> None:
     events = MemoryEvents()
     rounds = (_found("warning", 0), Memory(), _found("warning", 9))
-    assert [len(events.of(each, 0)) for each in rounds] == [0, 0, 0]
+    assert [len(events.of(events_of_round, 0)) for events_of_round in rounds] == [0, 0, 0]
 
 
 def test_growth_is_an_event_once_it_has_been_found_for_some_of_its_time() -> None:
     events = MemoryEvents()
-    early, found = _found("critical", 2.0), [events.of(_found("critical", at), 0) for at in (0, 1, 2)]
-    assert found == [[], [], []] and events.lasting(early).findings == []
+    early, events_sent = (
+        _found("critical", 2.0),
+        [events.of(_found("critical", second), 0) for second in (0, 1, 2)],
+    )
+    assert events_sent == [[], [], []] and events.lasting(early).findings == []
     assert len(events.of(_found("critical", 3), 0)) == 1
     assert events.lasting(early).findings == early.findings
     assert len(MemoryEvents().of(_found("warning", 0, over=6.5), 0)) == 1
@@ -221,10 +226,12 @@ def test_leak_of_a_live_run_is_an_event_and_stands_in_the_verdict(tmp_path: Path
     assert verdict is not None and verdict.label == "healthy"
     assert verdict.why.endswith("Rank 5: 900 steps (3 min) of memory left.")
     with played.aggregator.stored() as file:
-        found = [event for event in file.events()[0] if event["kind"] == "memory"]
-    assert {event["data"]["finding"] for event in found} == {"creep", "first_cause"}
-    assert {(event["rank"], event["data"]["rank"]) for event in found} == {(5, 5)}
-    assert len(found) == len({(event["data"]["finding"], event["data"]["severity"]) for event in found})
+        events_stored = [event for event in file.events()[0] if event["kind"] == "memory"]
+    assert {event["data"]["finding"] for event in events_stored} == {"creep", "first_cause"}
+    assert {(event["rank"], event["data"]["rank"]) for event in events_stored} == {(5, 5)}
+    assert len(events_stored) == len(
+        {(event["data"]["finding"], event["data"]["severity"]) for event in events_stored}
+    )
 
 
 def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
@@ -235,8 +242,8 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
 
     def memory(rank: Any) -> list[wire.MemorySample]:
         return [
-            replace(each, process_bytes=(each.process_bytes or 0) + GIB * (played._seconds > 20))
-            for each in usual(rank)
+            replace(sample, process_bytes=(sample.process_bytes or 0) + GIB * (played._seconds > 20))
+            for sample in usual(rank)
         ]
 
     played._memory = memory  # type: ignore[method-assign]
@@ -247,7 +254,7 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
     live = ask(played.aggregator, "memory")
     assert live == Answers(played.folder, LIMITS).answer(query.Memory())
     assert live.first_cause is not None and live.first_cause.rank == 5
-    assert {(each.op, each.group) for each in live.collectives} == {("all_to_all", "7")}
+    assert {(attribution.op, attribution.group) for attribution in live.collectives} == {("all_to_all", "7")}
     assert len(live.collectives) == 8
     assert len({finding.kind for finding in live.findings}) > 1
 
@@ -265,29 +272,29 @@ def test_restarted_aggregator_goes_on_with_what_is_stored(tmp_path: Path) -> Non
     assert [row.samples for row in after.ranks] == [row.samples + 3 for row in before.ranks]
     assert after.first_cause is not None and after.first_cause.rank == 5
     with played.aggregator.stored() as file:
-        found = [event["data"] for event in file.events()[0] if event["kind"] == "memory"]
-    told = [(data["finding"], data["rank"], data["severity"]) for data in found]
-    assert len(told) == len(set(told)) >= 2
+        events_stored = [event["data"] for event in file.events()[0] if event["kind"] == "memory"]
+    identities = [(data["finding"], data["rank"], data["severity"]) for data in events_stored]
+    assert len(identities) == len(set(identities)) >= 2
 
 
 @pytest.mark.parametrize("n", [0, 5, 300, 384, 385, 600, 5000])
 def test_samples_that_are_read_are_kept_as_those_that_come(n: int) -> None:
     came = KeptSamples()
-    for at in range(n):
-        came.add(_host(at, at * MIB))
+    for second in range(n):
+        came.add(_host(second, second * MIB))
     t_ns = BEGAN + np.arange(n) * SECOND
     read = KeptSamples.of(t_ns, np.arange(n) * 4, {"rss_bytes": np.arange(n) * 1.0 * MIB})
     assert read.taken == n
-    for at in range(n, n + 2000):
-        came.add(_host(at, at * MIB))
-        read.add(_host(at, at * MIB))
+    for second in range(n, n + 2000):
+        came.add(_host(second, second * MIB))
+        read.add(_host(second, second * MIB))
     for kept in (came, read):
         times, _, columns = kept.arrays()
-        at = (times - BEGAN) // SECOND
-        assert len(at) <= SIZE and at[0] == 0
-        assert at[-SIZE // 2 :].tolist() == list(range(n + 2000 - SIZE // 2, n + 2000))
-        assert (np.diff(at) > 0).all() and np.diff(at).max() * SIZE < 8 * (n + 2000)
-        assert (columns["rss_bytes"] == at * MIB).all()
+        second = (times - BEGAN) // SECOND
+        assert len(second) <= SIZE and second[0] == 0
+        assert second[-SIZE // 2 :].tolist() == list(range(n + 2000 - SIZE // 2, n + 2000))
+        assert (np.diff(second) > 0).all() and np.diff(second).max() * SIZE < 8 * (n + 2000)
+        assert (columns["rss_bytes"] == second * MIB).all()
 
 
 def test_clock_of_a_node_moves_the_times_of_its_ranks() -> None:
@@ -295,9 +302,9 @@ def test_clock_of_a_node_moves_the_times_of_its_ranks() -> None:
     ranks = _ranks(2)
     for process in ranks.processes.values():
         process.identity = replace(process.identity, node_id=f"n{process.id}")
-    found = live.fresh("run", dataclasses.replace(ranks, clocks={"n1": (7 * SECOND, 1_000_000)}))
-    assert found is not None
-    [creep] = [each for each in found.findings if each.kind == "creep"]
+    answer = live.fresh("run", dataclasses.replace(ranks, clocks={"n1": (7 * SECOND, 1_000_000)}))
+    assert answer is not None
+    [creep] = [finding for finding in answer.findings if finding.kind == "creep"]
     before = live.fresh("other", ranks)
     assert before is not None
     assert creep.to_ns - before.findings[0].to_ns == 7 * SECOND
@@ -329,8 +336,10 @@ def test_oom_of_a_host_names_the_rank_that_took_its_memory() -> None:
     live, _ = _live(3, leaking=2)
     memory = live.fresh("run", _ranks(3))
     assert memory is not None
-    said = words.cause(memory, [0], "node-a")
-    assert said.startswith("It was on the same node as rank 2, whose host memory had grown by 2.1 MB a step")
+    sentence = words.cause(memory, [0], "node-a")
+    assert sentence.startswith(
+        "It was on the same node as rank 2, whose host memory had grown by 2.1 MB a step"
+    )
     assert words.cause(memory, [0], "node-b").startswith("Its memory had not grown")
 
 

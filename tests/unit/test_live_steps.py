@@ -44,8 +44,8 @@ NEWEST = query.Columns("job", whole=False)
 
 
 def asked(aggregator: AggregatorCore, request: query.Request[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = query.ask_one(aggregator.query, request)
-    return found
+    answer: dict[str, Any] = query.ask_one(aggregator.query, request)
+    return answer
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("traceml_ray.analysis.kept_steps._STEPS", 300)
         for count in counts:
-            history.take([own.take(slice(done, done + count)) for own in every])
+            history.take([rank_rows.take(slice(done, done + count)) for rank_rows in every])
             history.advance({0, 1}, 0, 2)
             done += count
             answer = step_numbers.columns(history, stage, between, 2, held["next"] if held else None)
@@ -190,9 +190,9 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
     source = StoredSource(played.folder)
     for send in (played.aggregator.query, source.reply):
-        found = query.ask_one(send, query.Times("job"))
-        assert (found["steps"], found["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
-        for numbers in (live, found):  # the summary is rounded
+        times = query.ask_one(send, query.Times("job"))
+        assert (times["steps"], times["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
+        for numbers in (live, times):  # the summary is rounded
             for name in ("median_ms", "p95_ms"):
                 assert numbers[name] == pytest.approx(summary["steps"][name], abs=1e-4)
             assert numbers["worst_over"] == pytest.approx(
@@ -218,9 +218,9 @@ def test_productive_time_is_unknown_where_the_first_report_came_too_late(
         assert aggregator.commit()
         aggregator.judge()
         clock.tick(0.1)
-    found = asked(aggregator, query.Times("job", whole=True))
-    assert found["median_ms"] == 100
-    assert (found["productive_pct"], found["wall_s"]) == (None, None)
+    times = asked(aggregator, query.Times("job", whole=True))
+    assert times["median_ms"] == 100
+    assert (times["productive_pct"], times["wall_s"]) == (None, None)
     aggregator.close()
 
 

@@ -129,13 +129,13 @@ def test_sawtooth_without_a_leak_is_nothing() -> None:
     _quiet(judge([on_device(rank, flat(N - 4, rank) + tooth) for rank in range(4)], expected=4))
 
 
-@pytest.mark.parametrize(("seen", "of", "confidence"), [(63, 64, "high"), (1, 4, "low")])
-def test_confidence_goes_by_how_many_ranks_were_seen(seen: int, of: int, confidence: str) -> None:
+@pytest.mark.parametrize(("seen", "world", "confidence"), [(63, 64, "high"), (1, 4, "low")])
+def test_confidence_goes_by_how_many_ranks_were_seen(seen: int, world: int, confidence: str) -> None:
     ranks = [on_device(rank, flat(N, rank)) for rank in range(seen - 1)]
-    memory = judge([*ranks, on_device(seen - 1, leaks(N, 100, 40 * MIB))], expected=of)
+    memory = judge([*ranks, on_device(seen - 1, leaks(N, 100, 40 * MIB))], expected=world)
     assert _named(memory).confidence == confidence
-    assert memory.missing_ranks == list(range(seen, of))
-    assert f"({of - seen} rank{'s' * (of - seen > 1)} not observed then)" in _named(memory).why
+    assert memory.missing_ranks == list(range(seen, world))
+    assert f"({world - seen} rank{'s' * (world - seen > 1)} not observed then)" in _named(memory).why
 
 
 def _on_two_nodes(bound_s: float, second_s: int, shift_s: float) -> list[Series]:
@@ -290,8 +290,8 @@ def test_growth_that_all_hosts_share_is_less_severe_than_that_of_one() -> None:
     ]
     assert [f.severity for f in alike] == ["info"] * 4
     assert alike[0].evidence["alike"] == 4 and alike[0].why.endswith("; all 4 ranks grow alike.")
-    own = judge([*[creeping(rank, 0) for rank in range(3)], creeping(3, 4)], expected=4).findings
-    assert [(f.rank, f.severity) for f in own if f.kind == "creep"] == [(3, "warning")]
+    findings = judge([*[creeping(rank, 0) for rank in range(3)], creeping(3, 4)], expected=4).findings
+    assert [(f.rank, f.severity) for f in findings if f.kind == "creep"] == [(3, "warning")]
 
 
 def test_growth_that_a_single_rank_run_has_is_no_question_of_ranks() -> None:

@@ -19,9 +19,9 @@ KIB = 1 << 10
 
 
 def _one(memory: Memory, kind: str) -> Finding:
-    [found] = [finding for finding in memory.findings if finding.kind == kind]
-    assert 1 <= len(found.next) <= 3
-    return found
+    [finding] = [finding for finding in memory.findings if finding.kind == kind]
+    assert 1 <= len(finding.next) <= 3
+    return finding
 
 
 def _gap(n: int = N, seed: int = 0, noise: float = 2 * MIB) -> Any:
@@ -75,7 +75,7 @@ def test_growth_within_a_step_is_no_creep() -> None:
     """Ten samples to a step, in which activations pile up: it is judged in the middle of one."""
     tooth = 10 * GIB * (np.arange(8) % 10) / 10
     ranks = [on_device(r, flat(8, r) + tooth, first_step_s=-5.0) for r in range(2)]
-    long = [replace(each, step=np.full(8, 3)) for each in ranks]
+    long = [replace(series, step=np.full(8, 3)) for series in ranks]
     assert [f.kind for f in judge(ranks).findings] == ["creep", "creep"]
     assert judge(long).findings == []
 
@@ -83,7 +83,7 @@ def test_growth_within_a_step_is_no_creep() -> None:
 def test_short_growth_is_not_extrapolated_to_a_critical_end() -> None:
     """20 s of growth that would fill the host in 45 min, and 90 s of it."""
     grown = [1 * GIB + 20 * MIB * np.arange(n) for n in (20, 90)]
-    creeps = [_one(judge([on_host(0, each, total=62 * GIB)]), "creep") for each in grown]
+    creeps = [_one(judge([on_host(0, level, total=62 * GIB)]), "creep") for level in grown]
     assert [creep.severity for creep in creeps] == ["warning", "critical"]
 
 
@@ -139,11 +139,15 @@ def _walk(seed: int, mean_s: float | None) -> Any:
 @pytest.mark.parametrize("mean_s", [None, 200.0, 20.0])
 def test_random_walk_is_no_creep(mean_s: float | None) -> None:
     """In 200 runs, each judged at three times, at most one warning."""
-    found = []
+    findings_by_length = []
     for seed in range(200):
         level = _walk(seed, mean_s)
-        found += [judge([on_host(0, level[:n])]).findings for n in (40, 120, N)]
-    warned = [each for each in found if any(f.kind == "creep" and f.severity != "info" for f in each)]
+        findings_by_length += [judge([on_host(0, level[:n])]).findings for n in (40, 120, N)]
+    warned = [
+        findings
+        for findings in findings_by_length
+        if any(f.kind == "creep" and f.severity != "info" for f in findings)
+    ]
     assert len(warned) <= 1, warned
 
 
@@ -313,7 +317,7 @@ def test_step_that_takes_much_of_the_device_is_a_warning() -> None:
 
 def test_gaussian_noise_says_nothing() -> None:
     """Of 200 runs of four ranks at most one has a finding; noise of the gap and of what is allocated."""
-    found = []
+    results = []
     for seed in range(200):
         rng = np.random.default_rng(seed)
         level = 10 ** rng.uniform(0, 3)
@@ -328,9 +332,9 @@ def test_gaussian_noise_says_nothing() -> None:
             for rank in range(4)
         ]
         memory = judge(ranks, expected=4)
-        found += memory.findings
-        found += [each for each in (memory.first_cause, memory.collective_onset) if each]
-    assert len(found) <= 1, found
+        results += memory.findings
+        results += [result for result in (memory.first_cause, memory.collective_onset) if result]
+    assert len(results) <= 1, results
 
 
 def test_spikes_in_a_quarter_of_the_samples_are_found() -> None:
@@ -360,10 +364,10 @@ def test_fragmentation_goes_by_inactive_split_blocks(share: float, severity: str
     memory = judge([on_device(1, allocated, inactive_split_bytes=inactive)])
     assert [f.severity for f in memory.findings if f.kind == "fragmentation"] == [severity] * bool(severity)
     if severity:
-        found = _one(memory, "fragmentation")
-        assert found.evidence["inactive_share"] == pytest.approx(share)
-        assert found.evidence["unallocated_share"] == pytest.approx(1 / 3, abs=0.01)
-        assert f"{100 * share:.0f} % of what torch's allocator holds" in found.why
+        finding = _one(memory, "fragmentation")
+        assert finding.evidence["inactive_share"] == pytest.approx(share)
+        assert finding.evidence["unallocated_share"] == pytest.approx(1 / 3, abs=0.01)
+        assert f"{100 * share:.0f} % of what torch's allocator holds" in finding.why
 
 
 def test_fragmentation_of_a_small_allocator_is_no_matter() -> None:
@@ -410,10 +414,10 @@ def test_near_limit_of_a_host_is_said_once_for_its_ranks() -> None:
 def test_imbalance_is_of_one_rank_over_its_peers() -> None:
     ranks = [on_device(rank, flat(N, rank)) for rank in range(7)]
     memory = judge([*ranks, on_device(7, flat(N, level=14 * GIB))])
-    found = _one(memory, "imbalance")
-    assert (found.rank, found.severity, found.evidence["peers"]) == (7, "info", 7)
-    assert found.evidence["above_bytes"] == pytest.approx(4 * GIB, rel=0.01)
-    assert "4.29 GB above the median of the ranks" in found.why
+    finding = _one(memory, "imbalance")
+    assert (finding.rank, finding.severity, finding.evidence["peers"]) == (7, "info", 7)
+    assert finding.evidence["above_bytes"] == pytest.approx(4 * GIB, rel=0.01)
+    assert "4.29 GB above the median of the ranks" in finding.why
 
 
 def test_ranks_that_do_different_work_are_no_imbalance() -> None:
@@ -441,16 +445,16 @@ def test_persistent_communicator_buffers_are_explained() -> None:
     uses += [_used(rank, "all_to_all", 3, 140.3) for rank in range(4)]
     memory = judge(_communicating(), uses, expected=4)
     assert {f.kind for f in memory.findings} == {"step_change"} and len(memory.findings) == 4
-    assert [each.kind for each in memory.collectives] == ["collective_confident"] * 4
+    assert [attribution.kind for attribution in memory.collectives] == ["collective_confident"] * 4
     first = memory.collectives[0]
     assert (first.rank, first.op, first.group, first.finding) == (0, "all_to_all", "3", "step_change")
     assert first.bytes == pytest.approx(300 * MIB, rel=0.05)
     assert first.evidence["synchrony"] == 1.0
-    found = memory.findings[0]
-    assert found.severity == "info" and "which is normal" in found.next[0]
-    assert "rose by 31" in found.why and "with the first all_to_all in group 3" in found.why
-    assert "3 of 3 other ranks saw the same then" in found.why
-    shown = [found.evidence[name] for name in ("collective", "group", "collective_bytes")]
+    finding = memory.findings[0]
+    assert finding.severity == "info" and "which is normal" in finding.next[0]
+    assert "rose by 31" in finding.why and "with the first all_to_all in group 3" in finding.why
+    assert "3 of 3 other ranks saw the same then" in finding.why
+    shown = [finding.evidence[name] for name in ("collective", "group", "collective_bytes")]
     assert shown == ["all_to_all", "3", 1 << 30]
 
 
@@ -459,7 +463,7 @@ def test_communicator_buffers_of_the_first_step_are_explained_and_libraries_are_
     gap = _gap() + 300 * MIB * (np.arange(N) >= 20) + 200 * MIB * (np.arange(N) >= 8)
     ranks = [on_device(rank, flat(N, rank), gap=gap, first_step_s=22) for rank in range(2)]
     memory = judge(ranks, [_used(rank, "all_reduce", 0, 19.8) for rank in range(2)], expected=2)
-    assert [each.kind for each in memory.collectives] == ["collective_confident"] * 2
+    assert [attribution.kind for attribution in memory.collectives] == ["collective_confident"] * 2
     assert [(f.kind, f.severity) for f in memory.findings] == [("step_change", "info")] * 2
     assert judge(ranks, expected=2).findings == []
 
@@ -470,7 +474,9 @@ def test_sensitivity_says_how_weak_the_evidence_may_be() -> None:
     others = [on_device(rank, flat(N, rank), gap=_gap(seed=rank)) for rank in (1, 2, 3)]
     steady = [_used(rank, "all_reduce", 0, 0.1) for rank in range(4)]
     shown = {
-        (name, sensitivity): [each.kind for each in judge(series, uses, 4, sensitivity).collectives]
+        (name, sensitivity): [
+            attribution.kind for attribution in judge(series, uses, 4, sensitivity).collectives
+        ]
         for name, series, uses in (
             ("alone", [ranks[0], *others], only_one),
             ("active", ranks, steady),
@@ -491,8 +497,8 @@ def test_collectives_that_are_marked_all_the_time_explain_nothing() -> None:
     """With a mark every second one is near every change; one of two marks near the change counts."""
     often, once = ([_used(0, "all_reduce", 0, s, s) for s in times] for times in (range(N), (20, 140.3)))
     one = _communicating()[0]
-    assert [each.kind for each in judge([one], often).collectives] == []
-    assert [each.kind for each in judge([one], once).collectives] == ["collective_likely"]
+    assert [attribution.kind for attribution in judge([one], often).collectives] == []
+    assert [attribution.kind for attribution in judge([one], once).collectives] == ["collective_likely"]
 
 
 def test_spikes_stand_with_marks_where_most_of_them_do() -> None:
@@ -514,9 +520,9 @@ def test_drift_while_process_groups_are_made_stands_with_them() -> None:
     gap = _gap(600) + 4 * MIB * np.arange(600)
     uses = [_used(0, "all_reduce", group, 10 * group, 10 * group + 5.0) for group in range(1, 50)]
     memory = judge([on_device(0, flat(600), gap=gap)], uses)
-    [each] = memory.collectives
-    assert (each.kind, each.finding) == ("collective_likely", "persistent_drift")
-    assert "while 4" in each.why and "process groups were first used" in each.why
+    [attribution] = memory.collectives
+    assert (attribution.kind, attribution.finding) == ("collective_likely", "persistent_drift")
+    assert "while 4" in attribution.why and "process groups were first used" in attribution.why
     assert _one(memory, "persistent_drift").severity != "info"  # it is a leak whatever makes it
 
 

@@ -92,11 +92,11 @@ def _run() -> list[Series]:
 def test_shift_of_all_clocks_changes_times_only(shift: int) -> None:
     uses = [Collective(rank, "all_gather", 1, _EPOCH + 89 * SECOND, _EPOCH + 300 * SECOND) for rank in (0, 2)]
     shifted = [
-        replace(each, t_ns=each.t_ns + shift, first_step_ns=each.first_step_ns + shift)
-        for each in _run()
-        if each.first_step_ns is not None
+        replace(series, t_ns=series.t_ns + shift, first_step_ns=series.first_step_ns + shift)
+        for series in _run()
+        if series.first_step_ns is not None
     ]
-    moved = [replace(each, first_ns=each.first_ns + shift, last_ns=each.last_ns + shift) for each in uses]
+    moved = [replace(use, first_ns=use.first_ns + shift, last_ns=use.last_ns + shift) for use in uses]
     before, after = judge(_run(), uses, 4), judge(shifted, moved, 4)
     assert before.findings and before.first_cause and before.collectives
     assert _without_times(msgspec.to_builtins(after), shift) == _without_times(msgspec.to_builtins(before), 0)
@@ -116,14 +116,14 @@ def _without_times(value: Any, shift: int) -> Any:
 @settings(max_examples=24, deadline=None)
 def test_order_of_ranks_changes_nothing(order: list[int]) -> None:
     ranks = _run()
-    assert judge([ranks[at] for at in order], expected=4) == judge(ranks, expected=4)
+    assert judge([ranks[index] for index in order], expected=4) == judge(ranks, expected=4)
 
 
 def test_judging_leaves_its_arrays_as_they_were() -> None:
     ranks = _run()
-    before = [{name: column.copy() for name, column in each.columns.items()} for each in ranks]
-    steps = [each.step.copy() for each in ranks]
+    before = [{name: column.copy() for name, column in series.columns.items()} for series in ranks]
+    steps = [series.step.copy() for series in ranks]
     judge(ranks, expected=4)
-    for each, columns, step in zip(ranks, before, steps, strict=True):
-        assert all((each.columns[name] == column).all() for name, column in columns.items())
-        assert (each.step == step).all()
+    for series, columns, step in zip(ranks, before, steps, strict=True):
+        assert all((series.columns[name] == column).all() for name, column in columns.items())
+        assert (series.step == step).all()

@@ -38,8 +38,8 @@ def sampler(cuda: FakeCuda, host_pids: bool = True, **more: Any) -> MemorySample
     return MemorySampler(DeviceMemory(DriverMemory(), cuda.devices, lambda: cuda, host_pids), **more)
 
 
-def one(found: list[wire.MemorySample]) -> wire.MemorySample:
-    (sample,) = found
+def one(samples: list[wire.MemorySample]) -> wire.MemorySample:
+    (sample,) = samples
     return sample
 
 
@@ -114,9 +114,9 @@ def test_each_device_with_a_context_is_sampled_and_no_other_is_touched(
     cuda = FakeCuda(3)
     cuda.active = [True, False, True]
     cuda.allocators[2].allocate(GIB)
-    found = sampler(cuda).sample(1, 1)
+    samples = sampler(cuda).sample(1, 1)
     # Also the one of which torch has nothing: a context in the wrong place shows as that.
-    assert [(each.device, each.reserved_bytes, each.process_bytes) for each in found] == [
+    assert [(sample.device, sample.reserved_bytes, sample.process_bytes) for sample in samples] == [
         (0, 0, GIB),
         (2, GIB, 3 * GIB),
     ]
@@ -154,10 +154,10 @@ def test_what_nvml_lacks_is_null_and_the_rest_is_there(monkeypatch: pytest.Monke
     ]
     play(monkeypatch, *cards)
     memory = sampler(FakeCuda(4))
-    found = memory.sample(1, 1)
-    assert [each.device_used_bytes for each in found] == [None, 10, 10, None]
-    assert [each.process_bytes for each in found] == [GIB, GIB, None, None]
-    assert all(each.allocated_bytes == 0 for each in found)
+    samples = memory.sample(1, 1)
+    assert [sample.device_used_bytes for sample in samples] == [None, 10, 10, None]
+    assert [sample.process_bytes for sample in samples] == [GIB, GIB, None, None]
+    assert all(sample.allocated_bytes == 0 for sample in samples)
     assert set(memory.missing) == {
         "memory: device_used_bytes",
         "memory: process_bytes",
@@ -289,11 +289,11 @@ def test_uss_is_counted_every_half_minute_and_less_often_where_that_takes_long(t
     memory = MemorySampler(DeviceMemory(torch=lambda: None), machine.root, lambda: now[0])
 
     def counted(seconds: int) -> int:
-        found = 0
+        counted_samples = 0
         for _ in range(seconds):
-            found += one(memory.sample(1, 1)).uss_bytes is not None
+            counted_samples += one(memory.sample(1, 1)).uss_bytes is not None
             now[0] += 1
-        return found
+        return counted_samples
 
     assert counted(round(3 * USS_S)) == 3
     slow = memory._host.uss
@@ -326,8 +326,8 @@ def test_of_too_many_samples_those_of_the_same_moments_are_read(tmp_path: Path) 
     ticks = [wire.MemorySample(n * 500_000_000, n, gpu, n) for n in range(60) for gpu in (0, 1)]
     with stored(tmp_path, ticks) as file:
         for most, moments in ((121, range(60)), (61, range(0, 60, 2)), (41, range(0, 60, 3))):
-            found, _ = file.memory_samples([1], most=most)
-            assert [each.step.tolist() for each in found] == [[*moments]] * 2
+            series, _ = file.memory_samples([1], most=most)
+            assert [samples.step.tolist() for samples in series] == [[*moments]] * 2
 
 
 def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path) -> None:
@@ -335,7 +335,11 @@ def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path
     two = [wire.MemorySample(20, None, 0, 7, uss_bytes=9), wire.MemorySample(40, 4, 1, 11)]
     with stored(tmp_path, one, two) as file:
         (first, second, other), cursor = file.memory_samples()
-        assert [(each.process, each.device) for each in (first, second, other)] == [(1, 0), (1, 1), (2, None)]
+        assert [(samples.process, samples.device) for samples in (first, second, other)] == [
+            (1, 0),
+            (1, 1),
+            (2, None),
+        ]
         assert (first.t_ns.tolist(), first.step.tolist()) == ([20, 30], [-1, 3])
         assert (second.t_ns.tolist(), second.step.tolist()) == ([30, 40], [3, 4])
         assert set(first.columns) == {"allocated_bytes", "reserved_bytes", "ooms", "uss_bytes"}
@@ -346,9 +350,13 @@ def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path
         )  # 0 is known, and none is not
         assert set(other.columns) == {"rss_bytes"} and other.t_ns.tolist() == [5, 5]
         assert file.memory_samples(since=cursor) == ([], cursor)
-        assert [each.process for each in file.memory_samples([2])[0]] == [2]
-        assert [each.t_ns.tolist() for each in file.memory_samples(since=cursor - 3)[0]] == [[20], [40], [5]]
-        (few,) = [each for each in file.memory_samples([1], fields=["ooms"])[0] if each.device == 0]
+        assert [samples.process for samples in file.memory_samples([2])[0]] == [2]
+        assert [samples.t_ns.tolist() for samples in file.memory_samples(since=cursor - 3)[0]] == [
+            [20],
+            [40],
+            [5],
+        ]
+        (few,) = [samples for samples in file.memory_samples([1], fields=["ooms"])[0] if samples.device == 0]
         assert set(few.columns) == {"ooms"}
         assert [process.memory_from for process in file.processes()] == [{"rss_bytes": "kernel"}, {}]
 
@@ -357,10 +365,10 @@ def test_samples_for_a_page_are_the_newest_or_evenly_of_a_time_and_of_every_devi
     sent = [[wire.MemorySample(t, t, device, t) for device in (0, 1)] for t in range(20)]
     with stored(tmp_path, *sent) as file:
         newest = file.memory_rows([1], 4)
-        assert [(process, each.t_ns, each.device) for process, each in newest] == [
+        assert [(process, samples.t_ns, samples.device) for process, samples in newest] == [
             (1, 18, 0), (1, 18, 1), (1, 19, 0), (1, 19, 1),
         ]  # fmt: skip
-        evenly = [(each.t_ns, each.device) for _, each in file.memory_rows([1], 6, (5, 15))]
+        evenly = [(samples.t_ns, samples.device) for _, samples in file.memory_rows([1], 6, (5, 15))]
         assert evenly == [(t, device) for t in (7, 11, 15) for device in (0, 1)]
         assert file.memory_rows([9], 4) == []
 
@@ -373,7 +381,7 @@ def test_batch_that_comes_twice_leaves_one_sample(tmp_path: Path) -> None:
     aggregator.commit()
     aggregator.close()
     with SessionFile(tmp_path / "session.sqlite") as file:
-        assert [len(each.t_ns) for each in file.memory_samples()[0]] == [1]
+        assert [len(samples.t_ns) for samples in file.memory_samples()[0]] == [1]
 
 
 @pytest.mark.parametrize("value", [1.5, "12", b"12", -2, "x" * 100, float("inf")])

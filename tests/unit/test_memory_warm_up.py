@@ -58,6 +58,6 @@ def test_memory_that_a_process_lets_go_of_at_its_end_was_a_leak_all_the_same(end
     quiet = flat(len(leaked), 0, 0.3 * GIB)
     ranks = [on_host(rank, x, every_s=0.5, step_s=0.06) for rank, x in enumerate((quiet, leaked))]
     last = int(ranks[0].step[len(LEAKED) - 1]) + 5  # the script's last step, which does not end
-    memory = judge([replace(each, step=np.minimum(each.step, last)) for each in ranks], expected=2)
+    memory = judge([replace(series, step=np.minimum(series.step, last)) for series in ranks], expected=2)
     assert memory.first_cause is not None and memory.first_cause.rank == 1
     assert "creep" in {finding.kind for finding in memory.findings if finding.rank == 1}

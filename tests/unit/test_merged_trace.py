@@ -26,7 +26,9 @@ def _steps(*ends_ms: float) -> tuple[ProfileStep, ...]:
     """Return steps of 10 ms each, whose rows end 2 ms before they do."""
     row = [1 * MS, 1 * MS, 0, 3 * MS, 4 * MS, 1 * MS]
     ends = [WALL_NS + round(end * MS) for end in ends_ms]
-    return tuple(ProfileStep(at, end - 10 * MS, end, end - 2 * MS, row) for at, end in enumerate(ends))
+    return tuple(
+        ProfileStep(number, end - 10 * MS, end, end - 2 * MS, row) for number, end in enumerate(ends)
+    )
 
 
 def _gloo(name: str, begin_ms: float, length_ms: float, dims: int = 4) -> dict[str, Any]:
@@ -36,18 +38,18 @@ def _gloo(name: str, begin_ms: float, length_ms: float, dims: int = 4) -> dict[s
 
 def _job(tmp_path: Path, *ranks: list[dict[str, Any]], **more: Any) -> list[Source]:
     return [
-        Source(written(tmp_path / f"rank-{at}.json.gz", events), at, "ab", "node-0", 0, 1000, **more)
-        for at, events in enumerate(ranks)
+        Source(written(tmp_path / f"rank-{rank}.json.gz", events), rank, "ab", "node-0", 0, 1000, **more)
+        for rank, events in enumerate(ranks)
     ]
 
 
-def _arrows(found: dict[str, Any]) -> list[tuple[str, float, str, float]]:
-    names = processes(found)
+def _arrows(document: dict[str, Any]) -> list[tuple[str, float, str, float]]:
+    names = processes(document)
     ends: dict[int, list[Any]] = {}
-    for event in found["traceEvents"]:
+    for event in document["traceEvents"]:
         if event.get("cat") == "collective":
             ends.setdefault(event["id"], []).extend((names[event["pid"]], event["ts"] / 1000))
-    return sorted(tuple(each) for each in ends.values())  # type: ignore[misc]
+    return sorted(tuple(ends_of_arrow) for ends_of_arrow in ends.values())  # type: ignore[misc]
 
 
 def test_real_traces_become_one_that_is_valid(tmp_path: Path) -> None:
@@ -57,10 +59,10 @@ def test_real_traces_become_one_that_is_valid(tmp_path: Path) -> None:
         profiled(tmp_path / f"rank{rank}.json", run, profile_memory=True, record_shapes=True)
     done: list[float] = []
     merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz", progress=done.append)
-    found = check(tmp_path / "m.json.gz")
-    assert sorted(processes(found).values()) == [each.label for each in merged.ranks]
-    assert sum(event["name"] == "aten::mm" for event in found["traceEvents"]) == 2 * 2 * 3
-    assert {event["cat"] for event in found["traceEvents"] if event["ph"] == "s"} == {"fwdbwd"}
+    document = check(tmp_path / "m.json.gz")
+    assert sorted(processes(document).values()) == [rank.label for rank in merged.ranks]
+    assert sum(event["name"] == "aten::mm" for event in document["traceEvents"]) == 2 * 2 * 3
+    assert {event["cat"] for event in document["traceEvents"] if event["ph"] == "s"} == {"fwdbwd"}
     assert done == [0.25, 0.5, 0.75, 1.0] and merged.notes[0].startswith(
         "Times are as the clock of each node"
     )
@@ -73,24 +75,24 @@ def test_ranks_are_on_one_clock_and_say_how_far_off(tmp_path: Path) -> None:
     ranks = _job(tmp_path, events, late)
     ranks[1] = Source(ranks[1].path, 1, "cd", "node-1", -3_000_000_000, 250_000)
     merge(ranks, tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
-    assert [event["ts"] for event in found["traceEvents"] if event["ph"] == "X"] == [0.0, 0.0]
-    assert found["baseTimeNanoseconds"] == WALL_NS + MS
-    stated = [(each["clock_offset_ns"], each["clock_bound_ns"]) for each in found["traceml_ray"]["ranks"]]
-    assert stated == [(0, 1000), (-3_000_000_000, 250_000)] and found["traceml_ray"]["notes"] == []
-    labels = [event["args"] for event in found["traceEvents"] if event["name"] == "process_labels"]
+    document = check(tmp_path / "m.json.gz")
+    assert [event["ts"] for event in document["traceEvents"] if event["ph"] == "X"] == [0.0, 0.0]
+    assert document["baseTimeNanoseconds"] == WALL_NS + MS
+    stated = [(rank["clock_offset_ns"], rank["clock_bound_ns"]) for rank in document["traceml_ray"]["ranks"]]
+    assert stated == [(0, 1000), (-3_000_000_000, 250_000)] and document["traceml_ray"]["notes"] == []
+    labels = [event["args"] for event in document["traceEvents"] if event["name"] == "process_labels"]
     assert labels == [{"labels": "clock ± 0 ms"}, {"labels": "clock ± 0.25 ms"}]
 
 
 def test_steps_and_rows_are_a_process_of_their_own(tmp_path: Path) -> None:
     steps = _steps(20, 30)
     merge(_job(tmp_path, [operation("aten::mm", 12_000, 5)], steps=steps), tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
-    names = processes(found)
+    document = check(tmp_path / "m.json.gz")
+    names = processes(document)
     assert sorted(names.values()) == ["node-0 / rank 0", "node-0 / rank 0 / steps"]
-    own = [event for event in found["traceEvents"] if event.get("cat") == "step"]
-    begin = (found["baseTimeNanoseconds"] - WALL_NS) / MS
-    laid = [(event["name"], event["ts"] / 1000 + begin, event["dur"] / 1000) for event in own]
+    steps_shown = [event for event in document["traceEvents"] if event.get("cat") == "step"]
+    begin = (document["baseTimeNanoseconds"] - WALL_NS) / MS
+    laid = [(event["name"], event["ts"] / 1000 + begin, event["dur"] / 1000) for event in steps_shown]
     assert laid[:2] == [("step 0", 10, 10), ("step 1", 20, 10)]
     assert laid[2:8] == [
         ("row 0", 8, 10),
@@ -104,10 +106,10 @@ def test_steps_and_rows_are_a_process_of_their_own(tmp_path: Path) -> None:
 
 def test_stages_of_a_row_are_laid_out_backwards_from_its_end_and_rows_do_not_overlap() -> None:
     steps = [*_steps(20, 29.5)]
-    found = intervals([*steps, ProfileStep(9, WALL_NS + 40 * MS, WALL_NS + 50 * MS, None)])
-    rows = [each for each in found if not each.stage]
-    assert [(each.end_ns - each.begin_ns) / MS for each in rows] == [10, 9.5]
-    assert rows[0].end_ns == rows[1].begin_ns and {each.stage for each in found} - {""} < {*STAGES}
+    pieces = intervals([*steps, ProfileStep(9, WALL_NS + 40 * MS, WALL_NS + 50 * MS, None)])
+    rows = [piece for piece in pieces if not piece.stage]
+    assert [(piece.end_ns - piece.begin_ns) / MS for piece in rows] == [10, 9.5]
+    assert rows[0].end_ns == rows[1].begin_ns and {piece.stage for piece in pieces} - {""} < {*STAGES}
     stages = np.array([[1, 2, 3, 4, 5, 6], [1, 1, 1, 1, 1, 1]])
     assert begins(stages).tolist() == [[0, 1, 3, 6, 10, 15], [0, 1, 2, 3, 4, 5]]
     assert begins(stages, np.array([False, True]))[1].tolist() == [21, 22, 23, 24, 25, 26]
@@ -117,9 +119,9 @@ def test_arrows_go_from_the_rank_that_came_last_to_those_that_waited(tmp_path: P
     ranks = [[_gloo("all_reduce", begin, 20 - begin), _gloo("all_reduce", 22, 1)] for begin in (11, 15, 13)]
     merged = merge(_job(tmp_path, *ranks, steps=_steps(20, 30)), tmp_path / "m.json.gz")
     assert (merged.collectives, merged.unmatched, merged.apart) == (2, 0, 0)
-    found = check(tmp_path / "m.json.gz")
-    base = (found["baseTimeNanoseconds"] - WALL_NS) / MS
-    first = [arrow for arrow in _arrows(found) if arrow[1] + base < 20]
+    document = check(tmp_path / "m.json.gz")
+    base = (document["baseTimeNanoseconds"] - WALL_NS) / MS
+    first = [arrow for arrow in _arrows(document) if arrow[1] + base < 20]
     assert [(arrow[0][-1], arrow[2][-1]) for arrow in first] == [("1", "0"), ("1", "2")]
     assert all(arrow[1] + base == 15 and arrow[3] + base == pytest.approx(20) for arrow in first)
 
@@ -154,8 +156,8 @@ def test_numbers_of_torch_tell_collectives_of_groups_apart(tmp_path: Path) -> No
         written(tmp_path / f"{rank}.json", [operation("aten::mm", 0, 1), *events], distributedInfo=info)
     merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz")
     assert (merged.collectives, merged.unmatched) == (2, 1)
-    found = check(tmp_path / "m.json.gz")
-    assert [(arrow[0], arrow[2]) for arrow in _arrows(found)] == [
+    document = check(tmp_path / "m.json.gz")
+    assert [(arrow[0], arrow[2]) for arrow in _arrows(document)] == [
         ("rank 1 / GPU 0", "rank 0 / GPU 0"),
         ("rank 2 / GPU 0", "rank 0 / GPU 0"),
         ("rank 2 / GPU 0", "rank 1 / GPU 0"),
@@ -171,24 +173,24 @@ def test_parts_that_clocks_cannot_have_so_far_apart_have_no_arrow(tmp_path: Path
 
 def test_ids_and_threads_of_ranks_stay_apart(tmp_path: Path) -> None:
     flow = [
-        {"ph": kind, "id": given, "pid": 7, "tid": 7, "ts": at, "cat": "fwdbwd", "name": "fwdbwd"} | more
+        {"ph": kind, "id": given, "pid": 7, "tid": 7, "ts": ts, "cat": "fwdbwd", "name": "fwdbwd"} | more
         for given in (1, "0x1")
-        for kind, at, more in (("s", 1, {}), ("f", 5, {"bp": "e"}))
+        for kind, ts, more in (("s", 1, {}), ("f", 5, {"bp": "e"}))
     ]
     other = operation("x", 0, 3, pid="helper", tid="worker")
     ends = [{"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 3, "s": "g"}]
     merge(_job(tmp_path, *[[operation("a", 0, 9), other, *flow, *ends]] * 2), tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
-    assert len({event["id"] for event in found["traceEvents"] if event["ph"] == "s"}) == 4
-    assert len(processes(found)) == 4 and "node-0 / rank 1 / helper" in processes(found).values()
+    document = check(tmp_path / "m.json.gz")
+    assert len({event["id"] for event in document["traceEvents"] if event["ph"] == "s"}) == 4
+    assert len(processes(document)) == 4 and "node-0 / rank 1 / helper" in processes(document).values()
 
 
 def test_traces_without_a_wall_clock_begin_together_and_it_is_said(tmp_path: Path) -> None:
     for rank, begin in enumerate((5000, 900)):
         written(tmp_path / f"rank{rank}.json", [operation("a", begin, 2)], baseTimeNanoseconds=0)
     merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
-    assert [event["ts"] for event in found["traceEvents"] if event["ph"] == "X"] == [0, 0]
+    document = check(tmp_path / "m.json.gz")
+    assert [event["ts"] for event in document["traceEvents"] if event["ph"] == "X"] == [0, 0]
     assert [note for note in merged.notes if "rank 1: its times are not of the wall clock" in note]
 
 
@@ -220,7 +222,7 @@ def test_profile_says_who_and_why(tmp_path: Path) -> None:
     merged: Merged = merge(
         sources.of_profile(StoredProfile(tmp_path, profile)), tmp_path / "m.json.gz", profile
     )
-    assert merged.profile == "p1" and [each.label for each in merged.ranks] == ["node-1 / rank 5"]
+    assert merged.profile == "p1" and [rank.label for rank in merged.ranks] == ["node-1 / rank 5"]
     assert check(tmp_path / "m.json.gz")["traceml_ray"]["why"] == "it was asked for."
 
 
@@ -235,6 +237,6 @@ def test_arrows_go_from_calls_to_what_they_run(tmp_path: Path) -> None:
         ran(called("third"), 20),
     ]
     merged = merge(_job(tmp_path, *ranks), tmp_path / "m.json.gz")
-    found = check(tmp_path / "m.json.gz")
-    ends = [event["ts"] for event in found["traceEvents"] if event.get("cat") == "rpc"]
-    assert merged.calls == 3 and [each + 5 for each in ends] == [10, 15, 20, 35, 30, 45]
+    document = check(tmp_path / "m.json.gz")
+    ends = [event["ts"] for event in document["traceEvents"] if event.get("cat") == "rpc"]
+    assert merged.calls == 3 and [ts + 5 for ts in ends] == [10, 15, 20, 35, 30, 45]

@@ -29,26 +29,26 @@ def pages(tmp_path: Path) -> SessionPages:
 
 def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
     """Return the samples by name and values of the labels."""
-    found: dict[str, dict[frozenset[str], float]] = {}
+    series: dict[str, dict[frozenset[str], float]] = {}
     for family in parse(body.decode()):
         assert family.samples and family.documentation, family
         for sample in family.samples:
             assert sample.value == sample.value, sample
             labels = frozenset(sample.labels.values())
-            assert labels not in found.setdefault(sample.name, {}), sample
-            found[sample.name][labels] = sample.value
-    return found
+            assert labels not in series.setdefault(sample.name, {}), sample
+            series[sample.name][labels] = sample.value
+    return series
 
 
 def test_metrics_hold_verdict_ledger_and_ranks(pages: SessionPages) -> None:
     body, content_type = metrics.exposition(pages)
-    found = values(body, text_string_to_metric_families)
+    metrics_read = values(body, text_string_to_metric_families)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert b"# TYPE traceml_rank_busy_seconds gauge\n" in body and b"# EOF" not in body
-    assert found["traceml_verdict"] == {frozenset({"job", "straggler", "data", "5", "host-1"}): 1}
-    assert found["traceml_rows_total"][frozenset({"stored"})] == 8 * 150
-    assert found["traceml_ranks"][frozenset({"job", "reporting"})] == 8
-    assert len(found["traceml_rank_busy_seconds"]) == 8
+    assert metrics_read["traceml_verdict"] == {frozenset({"job", "straggler", "data", "5", "host-1"}): 1}
+    assert metrics_read["traceml_rows_total"][frozenset({"stored"})] == 8 * 150
+    assert metrics_read["traceml_ranks"][frozenset({"job", "reporting"})] == 8
+    assert len(metrics_read["traceml_rank_busy_seconds"]) == 8
 
 
 def test_metrics_have_how_long_gpus_wait_for_their_hosts(tmp_path: Path) -> None:
@@ -64,13 +64,13 @@ def test_metrics_have_how_long_gpus_wait_for_their_hosts(tmp_path: Path) -> None
 
 
 def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) -> None:
-    found = values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    metrics_read = values(metrics.exposition(pages)[0], text_string_to_metric_families)
     node, device = frozenset({"job", "host-1"}), frozenset({"job", "host-1", "1"})
-    assert found["traceml_node_cpu_ratio"][node] == 0.5
-    assert found["traceml_node_net_rx_bytes_total"][node] > 1 << 27
-    assert found["traceml_gpu_mem_total_bytes"][device] == 140 * (1 << 30)
-    assert found["traceml_gpu_sm_hertz"][device] > 1e9
-    assert found["traceml_node_psi_io_ratio"][node] == 0.02
+    assert metrics_read["traceml_node_cpu_ratio"][node] == 0.5
+    assert metrics_read["traceml_node_net_rx_bytes_total"][node] > 1 << 27
+    assert metrics_read["traceml_gpu_mem_total_bytes"][device] == 140 * (1 << 30)
+    assert metrics_read["traceml_gpu_sm_hertz"][device] > 1e9
+    assert metrics_read["traceml_node_psi_io_ratio"][node] == 0.02
 
 
 def test_metrics_are_openmetrics_on_request(pages: SessionPages) -> None:
@@ -79,8 +79,8 @@ def test_metrics_are_openmetrics_on_request(pages: SessionPages) -> None:
     )
     assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert body.endswith(b"# EOF\n") and b"# UNIT traceml_step_seconds seconds\n" in body
-    found = values(body, openmetrics.text_string_to_metric_families)
-    assert found == values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    metrics_read = values(body, openmetrics.text_string_to_metric_families)
+    assert metrics_read == values(metrics.exposition(pages)[0], text_string_to_metric_families)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_metrics_of_a_session_without_ranks_have_only_its_state(tmp_path: Path) 
     played = Played(tmp_path / "demo")
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     assert metrics.health(pages) == {"status": "ok", "state": "empty"}
-    found = values(metrics.exposition(pages)[0], text_string_to_metric_families)
-    assert found["traceml_state"][frozenset({"empty"})] == 1
-    assert sum(found["traceml_state"].values()) == 1
-    assert not {"traceml_step_seconds", "traceml_node_cpu_ratio", "traceml_verdict"} & found.keys()
+    metrics_read = values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    assert metrics_read["traceml_state"][frozenset({"empty"})] == 1
+    assert sum(metrics_read["traceml_state"].values()) == 1
+    assert not {"traceml_step_seconds", "traceml_node_cpu_ratio", "traceml_verdict"} & metrics_read.keys()

@@ -17,6 +17,7 @@ CLEANED = (
     "benchmarks",
     "examples",
     "docs",
+    "tests",
 )
 """Packages without such variables; new ones are added, none is removed."""
 

@@ -51,8 +51,8 @@ def live(tmp_path: Path):
 
 
 def known(aggregator, node: int = 0) -> tuple[int, int]:
-    found = next(each for each in ask(aggregator, "nodes") if each["node_id"] == f"node-{node}")
-    return found["clock_offset_ns"], found["clock_bound_ns"]
+    node_entry = next(entry for entry in ask(aggregator, "nodes") if entry["node_id"] == f"node-{node}")
+    return node_entry["clock_offset_ns"], node_entry["clock_bound_ns"]
 
 
 @pytest.mark.parametrize("ahead", [5.0, -5.0, 0.0])
@@ -150,18 +150,21 @@ def test_two_nodes_ten_seconds_apart_stand_on_one_axis(live, tmp_path) -> None:
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as file:
         events, _ = file.events()
-        own = {
+        times = {
             kind: [e["t_ns"] for e in events if e["kind"] == kind]
             for kind in ("exception", "process_ended", "xid")
         }
-        assert own["exception"] == own["process_ended"]
-        assert all(abs(t - at) <= MS for t, at in zip(own["exception"], truth, strict=True))
+        assert times["exception"] == times["process_ended"]
+        assert all(abs(t - true_ns) <= MS for t, true_ns in zip(times["exception"], truth, strict=True))
         # What is compared with samples of its node by the time they have in common keeps that.
-        assert [round((t - at) / SECOND) for t, at in zip(own["xid"], truth, strict=True)] == [5, -5]
+        assert [round((t - true_ns) / SECOND) for t, true_ns in zip(times["xid"], truth, strict=True)] == [
+            5,
+            -5,
+        ]
         clocks = file.clocks()
         series = [
-            clocks[f"node-{node}"].to_aggregator(each.t_ns)[0]
-            for node, each in enumerate(file.memory_samples()[0])
+            clocks[f"node-{node}"].to_aggregator(samples.t_ns)[0]
+            for node, samples in enumerate(file.memory_samples()[0])
         ]
         apart = (series[1] - series[0]) / SECOND
         assert np.allclose(apart, 0.5, atol=0.01)
@@ -198,15 +201,15 @@ def test_session_of_relays_that_do_not_measure_has_no_clocks(live, tmp_path) -> 
 
 
 def test_first_measurement_is_as_exact_as_those_after_it_allow() -> None:
-    of = (
+    bounds = (
         np.array([0, 1, 61]) * SECOND,
         np.array([90 * MS, 5 * MS, 4 * MS]),
         np.array([100 * MS, 2 * MS, 3 * MS]),
     )
-    clock = NodeClock.of(*of)
+    clock = NodeClock.of(*bounds)
     assert clock.bound_ns[0] <= 2 * MS + DRIFT * SECOND + 1 and clock.bound_ns[1] <= 2 * MS
     assert (np.abs(clock.offset_ns - np.array([5, 5, 4]) * MS) <= clock.bound_ns).all()
-    was_set = NodeClock.of(of[0], np.array([90 * MS, 5 * SECOND, 5 * SECOND]), of[2])
+    was_set = NodeClock.of(bounds[0], np.array([90 * MS, 5 * SECOND, 5 * SECOND]), bounds[2])
     assert was_set.bound_ns[0] == 100 * MS and was_set.offset_ns[0] == 90 * MS
 
 
@@ -224,17 +227,17 @@ def test_memory_of_two_nodes_is_analysed_on_one_clock(live, tmp_path) -> None:
         clock.tick()
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as file:
-        found = recordings_of(file)
-    for each, at in zip(found, true, strict=True):
-        assert each.bound_ns is not None and each.bound_ns <= 4 * MS
-        assert (np.abs(each.t_ns - np.array(at)) <= each.bound_ns).all()
+        recordings = recordings_of(file)
+    for recording, true_times in zip(recordings, true, strict=True):
+        assert recording.bound_ns is not None and recording.bound_ns <= 4 * MS
+        assert (np.abs(recording.t_ns - np.array(true_times)) <= recording.bound_ns).all()
     between = true[0][5] - 100 * MS, true[0][8] + 500 * MS
     shown = ask(
         aggregator, "memory_samples", processes=(1, 2), last=10, first_ns=between[0], last_ns=between[1]
     )
-    for process, at in enumerate(true, 1):
+    for process, true_times in enumerate(true, 1):
         times = [sample.t_ns for owner, sample in shown if owner == process]
-        assert np.allclose(times, at[5:9], atol=4 * MS)
+        assert np.allclose(times, true_times[5:9], atol=4 * MS)
 
 
 def test_times_far_from_any_measurement_have_a_wide_bound() -> None:

@@ -103,10 +103,10 @@ class Nvml:
         assert timeout_ms == 0 and any(events is known for known in self.sets)
         if not self.critical[events[0]]:
             raise NVMLError_Timeout
-        found = self.critical[events[0]].pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return SimpleNamespace(eventData=found)
+        event = self.critical[events[0]].pop(0)
+        if isinstance(event, Exception):
+            raise event
+        return SimpleNamespace(eventData=event)
 
     def nvmlEventSetFree(self, events: list[int]) -> None:
         self.sets = [known for known in self.sets if known is not events]
@@ -244,11 +244,11 @@ def test_critical_errors_wait_until_they_are_taken() -> None:
     while len(nvml.sets) < 2:
         pass
     nvml.critical[1] += [48]
-    found: list[int] = []
-    while len(found) < 2:
+    xids: list[int] = []
+    while len(xids) < 2:
         sample = thread.latest()
-        found += [xid for gpu in (sample and sample.gpus) or () for xid in gpu.xid or ()]
-    assert found == [79, 48]
+        xids += [xid for gpu in (sample and sample.gpus) or () for xid in gpu.xid or ()]
+    assert xids == [79, 48]
     thread.close()
     while nvml.sets:
         pass
@@ -261,8 +261,8 @@ def _write(root: Path, name: str, text: str) -> None:
 
 
 def _pressure(root: Path, us: int) -> None:
-    for at, resource in enumerate(("cpu", "memory", "io")):
-        some = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={1000 + us * (at + 1)}"
+    for index, resource in enumerate(("cpu", "memory", "io")):
+        some = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={1000 + us * (index + 1)}"
         _write(root, f"proc/pressure/{resource}", f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n")
 
 
@@ -371,7 +371,8 @@ def test_network_is_hardware_and_never_loopback(
 ) -> None:
     names = ("lo", "eth0", "ib0", "docker0", "veth1", "bond0", "tun0") if hardware is not None else ("lo",)
     counters = {
-        name: SimpleNamespace(bytes_recv=10**at, bytes_sent=2 * 10**at) for at, name in enumerate(names)
+        name: SimpleNamespace(bytes_recv=10**power, bytes_sent=2 * 10**power)
+        for power, name in enumerate(names)
     }
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: dict(counters))
     for name in names:

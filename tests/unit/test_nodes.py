@@ -34,8 +34,8 @@ def _feed(
 ) -> None:
     """Ranks 0, 1, … are on the nodes of `relays` in turn."""
     for _ in range(seconds):
-        for at, relay in enumerate(relays):
-            aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks[at :: len(relays)])))
+        for index, relay in enumerate(relays):
+            aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks[index :: len(relays)])))
         clock.tick()
         assert aggregator.commit()
         aggregator.judge()
@@ -187,19 +187,19 @@ def _nodes(
         batch = Rank(rank, len(ranks), hostname=f"host-{node}", **who).batch(20)
         aggregator.ingest(Relay(node, f"{rank}").message(batch))
     aggregator.commit()
-    found = ask(aggregator, "summary")["session"]["nodes"]
-    return [(node["node_rank"], node["node_id"], node["ranks"]) for node in found]
+    nodes = ask(aggregator, "summary")["session"]["nodes"]
+    return [(node["node_rank"], node["node_id"], node["ranks"]) for node in nodes]
 
 
 def test_ranks_that_guess_their_node_are_grouped_by_where_they_are(tmp_path: Path, clock: Clock) -> None:
     guess = {"node_rank": 0, "source": "torch.distributed"}
-    found = _nodes(tmp_path, clock, (1, guess), (0, guess), (1, guess), (0, guess))
-    assert found == [(0, "node-1", [0, 2]), (1, "node-0", [1, 3])]
+    numbered = _nodes(tmp_path, clock, (1, guess), (0, guess), (1, guess), (0, guess))
+    assert numbered == [(0, "node-1", [0, 2]), (1, "node-0", [1, 3])]
 
 
 def test_node_ranks_that_fit_together_are_trusted(tmp_path: Path, clock: Clock) -> None:
-    found = _nodes(tmp_path, clock, (1, {"node_rank": 1}), (0, {"node_rank": 0}), (1, {"node_rank": 1}))
-    assert found == [(0, "node-0", [1]), (1, "node-1", [0, 2])]
+    numbered = _nodes(tmp_path, clock, (1, {"node_rank": 1}), (0, {"node_rank": 0}), (1, {"node_rank": 1}))
+    assert numbered == [(0, "node-0", [1]), (1, "node-1", [0, 2])]
 
 
 @given(

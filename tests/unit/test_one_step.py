@@ -28,8 +28,8 @@ def test_step_has_the_rows_that_ranks_sent(
 
     def noted(n: int) -> np.ndarray[Any, Any]:
         made = rows(n)
-        for at in range(n):
-            sent[run, played.step + at] = made[:, at]
+        for index in range(n):
+            sent[run, played.step + index] = made[:, index]
         return made
 
     played.rows = noted  # type: ignore[method-assign]
@@ -40,16 +40,16 @@ def test_step_has_the_rows_that_ranks_sent(
             played.play(data.draw(st.integers(1, 9)), late=data.draw(some))
         played.play(1)
     (run, number), expected = data.draw(st.sampled_from([*sent.items()]))
-    found = ask(played.aggregator, "step", run=run, step=number)
-    assert found["ranks"] == found["of"] == [*range(6)]
-    np.testing.assert_allclose(found["stages"], expected / MS)
+    step = ask(played.aggregator, "step", run=run, step=number)
+    assert step["ranks"] == step["of"] == [*range(6)]
+    np.testing.assert_allclose(step["stages"], expected / MS)
     last = max(step for name, step in sent if name == run)
-    assert (found["first"], found["last"]) == (0, last)
+    assert (step["first"], step["last"]) == (0, last)
     arrived = expected[:, :-1].sum(axis=1) / MS
-    np.testing.assert_allclose(found["late"], arrived - np.median(arrived), atol=1e-9)
-    assert found["took_ms"] == pytest.approx(expected.sum(axis=1).max() / MS)
-    assert {span["rank"] for span in found["spans"]} == {*range(6)}
-    assert all(span["from_step"] <= number <= span["to_step"] for span in found["spans"])
+    np.testing.assert_allclose(step["late"], arrived - np.median(arrived), atol=1e-9)
+    assert step["took_ms"] == pytest.approx(expected.sum(axis=1).max() / MS)
+    assert {span["rank"] for span in step["spans"]} == {*range(6)}
+    assert all(span["from_step"] <= number <= span["to_step"] for span in step["spans"])
     played.aggregator.close()
 
 
@@ -62,10 +62,10 @@ def test_step_of_several_exchanges_has_a_row_for_each(tmp_path: Path) -> None:
         batch = rank.batch(6, keys=keys.tobytes(), rows=rows.astype("<i8").tobytes(), flags=flags.tobytes())
         aggregator.ingest(relay.message(batch))
     aggregator.commit()
-    found = ask(aggregator, "step", run=None, step=1)
-    assert found["of"] == [0, 0, 1, 1]
-    np.testing.assert_allclose(found["stages"][:2], np.arange(12, 24).reshape(2, 6))
-    assert found["arrived"][0] == sum(range(12, 23)) and np.isnan(found["arrived"][1])
+    step = ask(aggregator, "step", run=None, step=1)
+    assert step["of"] == [0, 0, 1, 1]
+    np.testing.assert_allclose(step["stages"][:2], np.arange(12, 24).reshape(2, 6))
+    assert step["arrived"][0] == sum(range(12, 23)) and np.isnan(step["arrived"][1])
     assert ask(aggregator, "step", run=None, step=3) | {"late": None, "arrived": None, "stages": None} == {
         "step": 3, "first": 0, "last": 2, "ranks": [], "of": [], "stages": None, "took_ms": None,
         "arrived": None, "late": None, "device": [], "spans": [],

@@ -13,7 +13,7 @@ def late(pattern):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "at"),
+    ("pattern", "expected"),
     [
         ("......xxxx", 6),
         ("......xxx", 6),
@@ -29,8 +29,8 @@ def late(pattern):
         ("x", None),
     ],
 )
-def test_onset_is_the_first_late_step(pattern, at):
-    assert onset(late(pattern)) == at
+def test_onset_is_the_first_late_step(pattern, expected):
+    assert onset(late(pattern)) == expected
 
 
 @given(st.integers(10, 60), st.integers(10, 60), st.integers(0, 2**32 - 1))

@@ -245,7 +245,7 @@ class Streams:
             stream.close()
 
     def taken(self) -> list[tuple[int, list[str], str]]:
-        return [(each.stream, each.lines, each.unfinished) for each in self.tap.take(1)]
+        return [(output.stream, output.lines, output.unfinished) for output in self.tap.take(1)]
 
 
 def facts(stream: Any) -> list[Any]:
@@ -294,20 +294,20 @@ def test_a_write_that_fails_fails_as_ever_and_is_not_noted(tmp_path: Path) -> No
 
 def test_a_stream_of_the_scripts_own_is_called_as_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own:
-        said = ""
+        written = ""
 
         def write(self, message: str, *, twice: bool = False) -> int:
-            self.said += message * (1 + twice)
+            self.written += message * (1 + twice)
             return 3
 
-    own, errors = Own(), Errors()
-    monkeypatch.setattr(sys, "stdout", own)
+    stream, errors = Own(), Errors()
+    monkeypatch.setattr(sys, "stdout", stream)
     tap = OutputTap(40, errors, {})
     tap.install()
-    assert [own.write(message="a\n"), own.write("b\n", twice=True)] == [3, 3]
+    assert [stream.write(message="a\n"), stream.write("b\n", twice=True)] == [3, 3]
     (output, *_) = tap.take(1)
     tap.remove()
-    assert (own.said, output.lines, errors) == ("a\nb\nb\n", ["a", "b"], {})
+    assert (stream.written, output.lines, errors) == ("a\nb\nb\n", ["a", "b"], {})
 
 
 def test_a_flood_is_bounded(tmp_path: Path) -> None:
@@ -316,9 +316,9 @@ def test_a_flood_is_bounded(tmp_path: Path) -> None:
         for n in range(_PIECES):
             print(f"line {n}")
         print("x\n" * _PIECE_CHARS + "end")
-        [found] = streams.tap.take(1)
-        assert found.lines[-1] == "end" and len(found.lines) == 40
-        assert found.skipped + len(found.lines) == _PIECES + _PIECE_CHARS + 1
+        [output] = streams.tap.take(1)
+        assert output.lines[-1] == "end" and len(output.lines) == 40
+        assert output.skipped + len(output.lines) == _PIECES + _PIECE_CHARS + 1
         assert sum(len(tapped._pieces) for tapped in streams.tap._tapped) == 0
 
 
@@ -382,7 +382,9 @@ class Writer:
 
 def taken(files: OutputFiles) -> dict[str, list[str]]:
     files.turn()
-    return {name: [line for each in found for line in each.lines] for name, found in files.take().items()}
+    return {
+        name: [line for entry in entries for line in entry.lines] for name, entries in files.take().items()
+    }
 
 
 def test_a_file_of_a_ranks_own_is_read_to_its_end(tmp_path: Path) -> None:
@@ -405,8 +407,8 @@ def test_a_file_of_a_ranks_own_is_read_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_file_that_several_write_into_is_nobodys(tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    ranks, files = [Writer(shared), Writer(shared), Writer(own)], OutputFiles(40)
+    shared, private = tmp_path / "shared", tmp_path / "own"
+    ranks, files = [Writer(shared), Writer(shared), Writer(private)], OutputFiles(40)
     for number, rank in enumerate(ranks):
         files.follow(str(number), rank.process.pid)
         rank.write(b"x\n")
@@ -443,8 +445,8 @@ def test_lines_of_both_ways_are_joined(in_file: list[Line], seen: list[Line], bo
 
 
 def answered(aggregator: Any, rank: int, **asked: Any) -> list[tuple[str, str, bool, int]]:
-    found = ask(aggregator, "output", rank=rank, **asked)
-    return [(line["stream"], line["text"], line["unfinished"], line["skipped"]) for line in found["lines"]]
+    answer = ask(aggregator, "output", rank=rank, **asked)
+    return [(line["stream"], line["text"], line["unfinished"], line["skipped"]) for line in answer["lines"]]
 
 
 def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
@@ -481,9 +483,9 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
         writer.commit()
         writer.fold()
     with writer.reader() as file:
-        found = file.output([quiet.id, loud.id], 3)
-        assert [line.text for line in found[quiet.id]] == ["said once", "99%"]
-        assert [line.text for line in found[loud.id]] == ["line 97", "line 98", "line 99"]
+        lines = file.output([quiet.id, loud.id], 3)
+        assert [line.text for line in lines[quiet.id]] == ["said once", "99%"]
+        assert [line.text for line in lines[loud.id]] == ["line 97", "line 98", "line 99"]
         ((entries,),) = file._all("SELECT count(*) FROM output")
     assert entries < 60
     writer.close()

@@ -45,8 +45,8 @@ def seen(poll: SessionPoll, choice: Choice | None = None) -> Snapshot:
     return poll.made(lambda: take(poll, poll.newest, chosen))[1]
 
 
-def text(of: Snapshot, width: int, height: int, choice: Choice | None = None) -> str:
-    lines = panel(of, choice or Choice(), width, height)
+def text(newest: Snapshot, width: int, height: int, choice: Choice | None = None) -> str:
+    lines = panel(newest, choice or Choice(), width, height)
     assert len(lines) == height and {line.cell_len for line in lines} == {width}
     return "\n".join(line.plain for line in lines)
 
@@ -80,16 +80,16 @@ def in_state(played: Played, state: str) -> SessionPoll:
 
 @pytest.mark.parametrize("state", ["live", "stale", "hang", "finished"])
 def test_panel_at_the_sizes_of_windows(played: Played, kept: Any, state: str) -> None:
-    of = seen(in_state(played, state))
-    assert of.state == ("live" if state == "hang" else state)
-    assert (of.verdict or {})["label"] == ("hang" if state == "hang" else "straggler")
-    kept(of)
+    newest = seen(in_state(played, state))
+    assert newest.state == ("live" if state == "hang" else state)
+    assert (newest.verdict or {})["label"] == ("hang" if state == "hang" else "straggler")
+    kept(newest)
 
 
 @pytest.fixture
 def kept(snapshot: Kept) -> Any:
     """Compares the panel at all sizes with what is kept."""
-    return lambda of: [snapshot("top", text(of, width, height)) for width, height in SIZES]
+    return lambda newest: [snapshot("top", text(newest, width, height)) for width, height in SIZES]
 
 
 def test_panel_of_one_rank(tmp_path: Path, kept: Any) -> None:
@@ -106,10 +106,10 @@ def test_single_process_is_no_kind_of_parallel_job(tmp_path: Path) -> None:
 
 def test_panel_of_1024_ranks_has_the_slowest_ones(tmp_path: Path, kept: Any) -> None:
     played = Played(tmp_path / "demo", 1024, per_node=8, gpus=8, onset=10)
-    of = seen(followed(played, 8))
-    small = text(of, 80, 24)
+    newest = seen(followed(played, 8))
+    small = text(newest, 80, 24)
     assert "slowest of 1,024" in small and "rank5       3" in small and "… 125 more nodes (key 2)" in small
-    kept(of)
+    kept(newest)
 
 
 def test_panel_has_all_that_the_design_has(job: SessionPoll) -> None:
@@ -184,8 +184,8 @@ def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) 
     played.play(output=lines)
     played.dies(5, -9)
     poll.poll()
-    of = seen(poll)
-    shown = text(of, 80, 24)
+    newest = seen(poll)
+    shown = text(newest, 80, 24)
     assert "◆ rank lost: rank 5 (host-1)" in shown and "LAST OUTPUT OF RANK 5" in shown
     assert "! CUDA error" in shown and "漢" in shown and "\x1b" not in shown
     assert "rank5  " in shown and "◆" in shown.partition("RANK GRID")[2]
@@ -220,11 +220,11 @@ def test_stored_session_shows_the_steps_in_which_a_rank_was_late(played: Played)
     played.end()
     poll = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     poll.poll()
-    of = seen(poll)
-    shown = text(of, 120, 40)
-    first, last = of.steps or (0, 0)
+    newest = seen(poll)
+    shown = text(newest, 120, 40)
+    first, last = newest.steps or (0, 0)
     assert 30 <= first <= 40 and 85 <= last <= 95
-    assert of.verdict and of.verdict["label"] == "straggler"
+    assert newest.verdict and newest.verdict["label"] == "straggler"
     assert "GLOBAL SKEW 62 %" in shown and f"NODE SUMMARY, steps {first}–{last}" in shown
     assert "rank5     31" in shown and f"Since step {first}" in shown and "so far" not in shown
     report = " ".join((played.folder / "report.txt").read_text().split())

@@ -72,11 +72,11 @@ def aimed(played: Played, name: str = "20260101T000000", **about: Any) -> Profil
         5: lambda path: written(path, events(8)),
     }
     about = {"run": run["id"], "by_itself": True, "others": lacking} | usual | about
-    found = stored(played.folder, name, write, **about)
-    told = wire.Event("profile", played.clock(), 80, message="a profile", data={"profile": name})
-    played.aggregator.ingest(played.relays[0].message(events=[told]))
+    profile = stored(played.folder, name, write, **about)
+    event = wire.Event("profile", played.clock(), 80, message="a profile", data={"profile": name})
+    played.aggregator.ingest(played.relays[0].message(events=[event]))
     played.play(5)
-    return found
+    return profile
 
 
 def shown(pages: SessionPages, path: str, search: str = "") -> str:
@@ -91,21 +91,21 @@ def shown(pages: SessionPages, path: str, search: str = "") -> str:
 def wait_for(pages: SessionPages, info: ProfileInfo, until: threading.Event) -> Breakdown:
     assert pages.breakdowns.of(info) is None or until.wait(0)
     assert until.wait(60)
-    found = pages.breakdowns.of(info)
-    assert isinstance(found, Breakdown), found
-    return found
+    breakdown = pages.breakdowns.of(info)
+    assert isinstance(breakdown, Breakdown), breakdown
+    return breakdown
 
 
 def test_breakdown_is_what_table_and_difference_say(played: Played) -> None:
     aimed(played)
     (one,) = profiles.profiles_of(played.folder)
     sources = of_profile(one)
-    found = made_of.decode(made_of.encode(made_of.breakdown(sources)))
-    assert found.operations == key_averages(sources) and found.n_operations == 7
+    breakdown = made_of.decode(made_of.encode(made_of.breakdown(sources)))
+    assert breakdown.operations == key_averages(sources) and breakdown.n_operations == 7
     for beside, stage in (("median", None), (1, None), (1, "forward")):
-        assert found.difference(5, beside, stage) == difference(sources, 5, beside, stage)
-    assert found.stages() and found.difference(5, 4) is None and found.difference(4) is None
-    other = msgspec.structs.replace(found, version="0.0")
+        assert breakdown.difference(5, beside, stage) == difference(sources, 5, beside, stage)
+    assert breakdown.stages() and breakdown.difference(5, 4) is None and breakdown.difference(4) is None
+    other = msgspec.structs.replace(breakdown, version="0.0")
     with pytest.raises(ValueError, match=r"version 0\.0"):
         made_of.decode(made_of.encode(other))
 
@@ -114,9 +114,9 @@ def test_trace_that_cannot_be_read_is_a_problem_and_no_other_is_lost(played: Pla
     profile = aimed(played)
     (one,) = profiles.profiles_of(played.folder)
     one.trace(profile.captured[0]).write_bytes(b"no gzip")
-    found = made_of.breakdown(of_profile(one))
-    assert [rank.rank for rank in found.ranks] == [2, 5] and len(found.problems) == 1
-    assert found.problems[0].startswith("node-0 / rank 1: ")
+    breakdown = made_of.breakdown(of_profile(one))
+    assert [rank.rank for rank in breakdown.ranks] == [2, 5] and len(breakdown.problems) == 1
+    assert breakdown.problems[0].startswith("node-0 / rank 1: ")
 
 
 def test_page_of_a_profile_is_made_meanwhile_and_kept_beside_it(played: Played) -> None:
@@ -158,11 +158,11 @@ def test_traces_on_another_node_are_fetched_in_pieces(
             assert (folder / rank.file).read_bytes() == (Path(here.path) / rank.file).read_bytes()
     assert not folder.exists()
     profiles.remove_profile(played.folder, profile.id)
-    done, found = threading.Event(), list[Any]()
+    done, results = threading.Event(), list[Any]()
     errors = Errors()
     made = Breakdowns(played.source, errors, done.set)
-    found.append(made.of(away))
-    assert found == [None] and done.wait(60)
+    results.append(made.of(away))
+    assert results == [None] and done.wait(60)
     assert made.of(away) == f"profile {profile.id} has been removed" and errors.total() == 1
 
 
@@ -264,8 +264,8 @@ def test_files_of_a_profile_are_downloaded_and_removed(played: Played) -> None:
     assert [rank["rank"] for rank in trace["traceml_ray"]["ranks"]] == [1, 2, 5]
     table = client.get(f"{path}/operations.csv", headers=TOKEN)
     assert table.text.startswith("node_id,node,rank,name,") and table.text.count("\n") == 8
-    own = client.get(f"{path}/rank-5.json.gz", headers=TOKEN).data
-    assert own == (played.folder / "profiles" / profile.id / "rank-5.json.gz").read_bytes()
+    data = client.get(f"{path}/rank-5.json.gz", headers=TOKEN).data
+    assert data == (played.folder / "profiles" / profile.id / "rank-5.json.gz").read_bytes()
     for wrong in ("rank-0.json.gz", "profile.json", FILE, "rank-5.json.gz%00"):
         assert client.get(f"{path}/{wrong}", headers=TOKEN).status_code == 404
     assert client.get(f"{path}/remove", headers=TOKEN).status_code == 404

@@ -31,7 +31,7 @@ def out(tmp_path: Path) -> Path:
     (folder / DATABASE).touch()
     here, ranks = profiles.unfinished(folder, "p"), [RankProfile(2, "refused", "a profiler is on already")]
     for rank in (0, 1):
-        extra = [operation("aten::copy_", 30_000 + 1000 * at, 900) for at in range(10 * rank)]
+        extra = [operation("aten::copy_", 30_000 + 1000 * number, 900) for number in range(10 * rank)]
         late = [operation("aten::mul", 60_000, 9000 * rank + 1)]
         written(here / f"rank-{rank}.json.gz", [operation("aten::mm", 1000, 5000), *extra, *late])
         ranks.append(
@@ -57,8 +57,8 @@ def out(tmp_path: Path) -> Path:
 
 def run(out: Path, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = main(["profile", *shlex.split(line.format(out=out)), "--out", str(out)])
-    found = capsys.readouterr()
-    return code, found.out, found.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def test_table_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_table_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> No
     code, text, _ = run(out, "s --sort calls --top 1", capsys)  # shows, and records nothing
     assert code == 0 and "aten::copy_" in text
     code, text, _ = run(out, "s --json --sort calls --top 1", capsys)
-    assert [each["name"] for each in json.loads(text)] == ["aten::copy_"]
+    assert [row["name"] for row in json.loads(text)] == ["aten::copy_"]
     assert run(out, "s --csv {out}/t.csv --parquet {out}/t.parquet", capsys)[0] == 0
     assert len([*csv.reader((out / "t.csv").open())]) == 6 and (out / "t.parquet").stat().st_size
 
@@ -94,7 +94,7 @@ def test_options_that_record_have_one_made_and_show_that(
     code, text, _ = run(out, "s --trace {out}/t.gz", capsys)
     assert code == 0 and not asked and "2 ranks" in text
     code, text, messages = run(out, "s --ranks 1,2 --steps 2 --shapes --json --top 1", capsys)
-    assert code == 0 and [each["name"] for each in json.loads(text)] == ["aten::mul"]
+    assert code == 0 and [row["name"] for row in json.loads(text)] == ["aten::mul"]
     assert asked == [wire.ProfileRequest("1,2", 2, shapes=True)]
     assert messages.startswith("Profile q: 1 step from step 7 on") and "This is" not in messages
     assert run(out, "s --steps 2", capsys)[0] == 0 and len(asked) == 2
@@ -124,18 +124,22 @@ def test_difference_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) 
     _, text, _ = run(out, "s --diff 1,median", capsys)
     assert text.startswith("Rank 1 spends 9 ms a step more in `aten::copy_` (10 calls more) than rank 0.\n")
     _, text, _ = run(out, "s --diff 1,0 --stage backward --json", capsys)
-    found = json.loads(text)
-    assert (found["stage"], found["operations"][0]["name"], found["others"]) == ("backward", "aten::mul", [0])
+    document = json.loads(text)
+    assert (document["stage"], document["operations"][0]["name"], document["others"]) == (
+        "backward",
+        "aten::mul",
+        [0],
+    )
 
 
 def test_json_is_one_document_whatever_else_is_asked_for(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, text, _ = run(out, "s --table --json --top 1", capsys)
-    assert [each["name"] for each in json.loads(text)] == ["aten::mul"]
+    assert [row["name"] for row in json.loads(text)] == ["aten::mul"]
     _, text, messages = run(out, "s --diff 1,0 --table --json --csv {out}/t.csv --trace {out}/t.gz", capsys)
-    found = json.loads(text)
-    assert (found["difference"]["others"], len(found["operations"])) == ([0], 5)
+    document = json.loads(text)
+    assert (document["difference"]["others"], len(document["operations"])) == ([0], 5)
     assert "t.csv: 5 rows" in messages and "t.gz: 2 ranks" in messages
 
 

@@ -44,8 +44,8 @@ def _stored(folder: Path, name: str, size: int = 1000) -> Path:
 def test_profile_appears_whole_and_without_traces_that_are_not(tmp_path: Path) -> None:
     assert not profiles.names_of(tmp_path)
     path = _stored(tmp_path, "a")
-    (found,) = profiles.profiles_of(tmp_path)
-    assert found.path == path and [rank.rank for rank in found.profile.captured] == [0]
+    (listed,) = profiles.profiles_of(tmp_path)
+    assert listed.path == path and [rank.rank for rank in listed.profile.captured] == [0]
     assert {file.name for file in path.iterdir()} == {"profile.json", "rank-0.json.gz"}
     assert profiles.read_part(tmp_path, "a", "rank-0.json.gz", 990, 100) == bytes(10)
 
@@ -61,8 +61,8 @@ def test_profile_without_room_for_its_traces_says_so(tmp_path: Path, monkeypatch
     played = Played(tmp_path / "s", 1)
     (profiles.unfinished(played.folder, "a") / "rank-0.json.gz").write_bytes(b"trace")
     played.aggregator._profiling._finish(_profile("a", RankProfile(0, "captured", file="rank-0.json.gz")))
-    ((found,), _) = msgspec.structs.astuple(profiles.listed(played.folder))
-    assert found.profile.ranks[0].reason == "its trace could not be kept: No space left on device"
+    ((listed,), _) = msgspec.structs.astuple(profiles.listed(played.folder))
+    assert listed.profile.ranks[0].reason == "its trace could not be kept: No space left on device"
     played.aggregator.close()
 
 

@@ -47,10 +47,10 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    found = Terminal()
+    made = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    yield found
-    found.file.close()
+    yield made
+    made.file.close()
 
 
 def test_long_work_has_a_bar_that_is_gone_at_its_end(terminal: Terminal) -> None:

@@ -73,8 +73,8 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
         if not np.isclose(one, other, rtol=1e-5, equal_nan=True):
             yield f"{where}: {one} and {other}"
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        for at, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            yield from differences(mine, theirs, f"{where}[{at}]")
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            yield from differences(mine, theirs, f"{where}[{index}]")
     elif one != other:
         yield f"{where}: {one} and {other}"
 
@@ -82,14 +82,14 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 def answered(send: Callable[[bytes], bytes], requests: list[query.Request[Any]]) -> list[Any]:
     """The answers; nothing of what was sent is lost where they are decoded."""
     replies: list[bytes] = []
-    found = query.ask(lambda message: replies.append(send(message)) or replies[0], requests)
+    answers = query.ask(lambda message: replies.append(send(message)) or replies[0], requests)
     sent, again = (
         msgspec.msgpack.decode(reply, ext_hook=query._decode)["answers"]
-        for reply in (replies[0], query.encode(found))
+        for reply in (replies[0], query.encode(answers))
     )
     for request, before, after in zip(requests, sent, again, strict=True):
         assert [*differences(before, after, type(request).__name__)] == []
-    return found
+    return answers
 
 
 def compare(played: Played, requests: list[query.Request[Any]], unlike: Callable[[str], bool]) -> None:
@@ -98,8 +98,8 @@ def compare(played: Played, requests: list[query.Request[Any]], unlike: Callable
     live, kept = (answered(send, requests) for send in (played.aggregator.query, answers.reply))
     answers.close()
     for request, one, other in zip(requests, live, kept, strict=True):
-        found = differences(one, other, type(request).__name__)
-        assert [text for text in found if not unlike(text)] == [], request
+        unequal = differences(one, other, type(request).__name__)
+        assert [text for text in unequal if not unlike(text)] == [], request
 
 
 def test_every_question_is_asked_here() -> None:
@@ -187,8 +187,8 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
         played.begin(job_id=run)
         played.play(5)
     for send in (played.aggregator.query, stored(played.folder)):
-        found = [query.ask_one(send, query.Summary(run))["run"] for run in ("job", "a", "fit", None)]
-        assert found == ["job", "a", "b", "b"]
+        run_names = [query.ask_one(send, query.Summary(run))["run"] for run in ("job", "a", "fit", None)]
+        assert run_names == ["job", "a", "b", "b"]
         for asked in questions("x"):
             if isinstance(asked, query.OfRun):
                 with pytest.raises(query.QueryError, match=r"no run 'x' in .*demo; .*, fit \(a\), fit \(b\)"):
@@ -240,8 +240,8 @@ def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -
 
 def test_array_comes_as_it_was_sent() -> None:
     sent = {"ranks": [0], "busy_ms": np.arange(6.0).reshape(2, 3)}
-    found = query.ask_one(lambda _: query.encode([sent]), query.Busy())
-    assert found["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    answer = query.ask_one(lambda _: query.encode([sent]), query.Busy())
+    assert answer["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_answer_with_an_invalid_array_is_refused() -> None:

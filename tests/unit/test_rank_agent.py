@@ -371,8 +371,8 @@ def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.Monk
 
 def test_position_request_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = {"dump": "h1?0", "by": "a recorder", "pending": "all_reduce", "pending_ns": 7}
-    found = wire.Event("flight_recorder", 1, message="{}", data=pending)
-    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: found)
+    recorded = wire.Event("flight_recorder", 1, message="{}", data=pending)
+    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: recorded)
     pipe = Pipe()
     agent = make(pipe)
     pipe.answers.append(dump(agent, "h1?0", what="where"))

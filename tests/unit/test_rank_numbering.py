@@ -29,9 +29,9 @@ def _come(aggregator: AggregatorCore, process: Rank, node: int = 0, **fields: An
 def _triples(aggregator: AggregatorCore, job: str = "actors") -> dict[str, tuple[int, ...]]:
     """By actor name: rank, local rank, node rank, world size, local world size, nodes."""
     assert aggregator.commit()
-    found = [process.identity for process in ask(aggregator, "ranks", run=job).values()]
+    identities = [process.identity for process in ask(aggregator, "ranks", run=job).values()]
     names = ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
-    return {one.name: tuple(getattr(one, name) for name in names) for one in found}
+    return {one.name: tuple(getattr(one, name) for name in names) for one in identities}
 
 
 def test_processes_are_numbered_in_order_of_arrival_in_each_run(tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_processes_are_numbered_in_order_of_arrival_in_each_run(tmp_path: Path) 
     aggregator.close()
     restarted = aggregation(tmp_path)
     _come(restarted, _process("e"), 2)
-    found = _triples(restarted)
-    assert found["e"] == (3, 0, 2, 4, 1, 3)
-    assert [found[name][:3] for name in "abc"] == [expected[name][:3] for name in "abc"]
-    assert {sizes[3] for sizes in found.values()} == {4}
+    triples = _triples(restarted)
+    assert triples["e"] == (3, 0, 2, 4, 1, 3)
+    assert [triples[name][:3] for name in "abc"] == [expected[name][:3] for name in "abc"]
+    assert {sizes[3] for sizes in triples.values()} == {4}
 
 
 def test_restarted_actor_keeps_its_rank(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_process_that_registers_again_keeps_its_rank(tmp_path: Path) -> None:
 
 def test_process_that_joins_a_torch_group_takes_its_rank_there(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
-    processes = [_process(str(at)) for at in range(2)]
+    processes = [_process(str(number)) for number in range(2)]
     for process in processes:
         _come(aggregator, process)
     for process, rank in zip(processes, (1, 0), strict=True):
@@ -113,8 +113,8 @@ def test_ranks_are_consecutive_numbers_from_0(
 ) -> None:
     folder = tmp_path_factory.mktemp("session")
     aggregator = aggregation(folder)
-    for at, (node, name, ends) in enumerate(comers):
-        _come(aggregator, _process(name, life=str(at)), node, final=ends)
+    for number, (node, name, ends) in enumerate(comers):
+        _come(aggregator, _process(name, life=str(number)), node, final=ends)
         if restarted:
             assert aggregator.commit()
             aggregator.close()

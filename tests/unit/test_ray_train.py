@@ -128,7 +128,7 @@ def test_callback_path_is_valid_even_where_ray_train_does_not_fit(
     from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
 
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", str(ray_train.train_callback_path()))
-    assert [type(found) for found in _initialize_env_callbacks()] == [TraceMLTrainCallback]
+    assert [type(callback) for callback in _initialize_env_callbacks()] == [TraceMLTrainCallback]
     monkeypatch.setitem(sys.modules, "traceml_ray.launchers.train_callback", None)
     (inert,) = _initialize_env_callbacks()
     assert not isinstance(inert, (WorkerCallback, WorkerGroupCallback, ControllerCallback))
@@ -460,8 +460,8 @@ class Watched:
     def rows(self) -> list[list[int]]:
         self.recorder.settle()
         _, _, _, rows = self.ring.drain(64)
-        found = memoryview(rows).cast("q").tolist()
-        return [found[at : at + N_STAGES] for at in range(0, len(found), N_STAGES)]
+        values = memoryview(rows).cast("q").tolist()
+        return [values[begin : begin + N_STAGES] for begin in range(0, len(values), N_STAGES)]
 
 
 @pytest.fixture
@@ -536,8 +536,8 @@ def test_model_in_training_can_be_sent_to_a_process_without_the_package(
     gc.collect()  # else the class is found again that is still here
     for name in [name for name in sys.modules if name.partition(".")[0] == "traceml_ray"]:
         monkeypatch.setitem(sys.modules, name, None)
-    found = pickle.loads(stored)
-    assert "__call__" in vars(type(found)) and found(torch.ones(2)).tolist() == [1, 1]
+    model = pickle.loads(stored)
+    assert "__call__" in vars(type(model)) and model(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_ray_data_is_unpatched_on_removal() -> None:

@@ -55,12 +55,16 @@ class Uneven(Played):
     def of_rank(self, rank: int) -> dict[str, Any]:
         if rank in self._unknown:
             return {}
-        return {"sizes": packed([(self.step + at, 4, n) for at, n in enumerate(self._tokens[rank].tolist())])}
+        return {
+            "sizes": packed(
+                [(self.step + number, 4, n) for number, n in enumerate(self._tokens[rank].tolist())]
+            )
+        }
 
     def live(self) -> dict[str, Any]:
-        found = query.ask_one(self.aggregator.query, query.Verdict())
-        assert found is not None
-        return dict(found)
+        verdict = query.ask_one(self.aggregator.query, query.Verdict())
+        assert verdict is not None
+        return dict(verdict)
 
     def stored(self) -> dict[str, Any]:
         """The verdict in the summary of the session, which ends."""
@@ -151,10 +155,10 @@ def test_sizes_are_found_by_their_steps(tmp_path: Path) -> None:
     played.aggregator.close()
     with SessionFile(played.folder / "session.sqlite") as file:
         ranks = {process.id: rank for rank, process in file.ranks().items()}
-        found = file.step_sizes([process for process, rank in ranks.items() if rank == 2], np.array([15, 40]))
+        sizes = file.step_sizes([process for process, rank in ranks.items() if rank == 2], np.array([15, 40]))
         assert [
-            (piece.first_step, piece.last_step) for (pieces,) in [found.values()] for piece in pieces
-        ] == [(at, at + 9) for at in (10, 20, 30, 40)]
+            (piece.first_step, piece.last_step) for (pieces,) in [sizes.values()] for piece in pieces
+        ] == [(begin, begin + 9) for begin in (10, 20, 30, 40)]
         assert file.step_sizes(ranks, np.empty(0, np.int64)) == {}
     with sqlite3.connect(played.folder / "session.sqlite") as connection:
         plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM step_sizes WHERE last_step > 5")
@@ -213,9 +217,13 @@ def test_reason_found_before_stays_while_newer_sizes_are_not_known() -> None:
     few = {"tokens": np.where(np.arange(60)[:, None] // 30 == np.arange(RANKS) % 2, 9.0, 1.0)}
     rows = rows_of(FORWARD)
     rows.d[:, :, FORWARD] = 10 * MS * few["tokens"]
-    told = with_reason(LATE_IN_TURN, rows, lambda *_: few)
-    assert told.reason is not None and told.reason.what == "unknown" and told.next == "Wait for more steps."
-    assert "may explain them: too few were seen to tell (60 steps)" in told.why
+    verdict = with_reason(LATE_IN_TURN, rows, lambda *_: few)
+    assert (
+        verdict.reason is not None
+        and verdict.reason.what == "unknown"
+        and verdict.next == "Wait for more steps."
+    )
+    assert "may explain them: too few were seen to tell (60 steps)" in verdict.why
     assert with_reason(LATE_IN_TURN, rows, lambda *_: few, before=before).reason == before
     kept = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: {}, before=before)
     assert kept.reason == before and "explains 90 % of the differences (300 steps)" in kept.why

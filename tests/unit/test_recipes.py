@@ -199,8 +199,8 @@ def test_runtime_environment_is_valid(job):
 
 
 def calls(module: ast.Module, name: str) -> list[ast.Call]:
-    found = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    return [call for call in found if ast.unparse(call.func) == name]
+    all_calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    return [call for call in all_calls if ast.unparse(call.func) == name]
 
 
 def keyword(call: ast.Call, name: str) -> Any:
@@ -326,8 +326,8 @@ class Slurm:
         return [line for line in lines if line["name"] == name and ("signal" in line) == signalled]
 
     def launches(self) -> list[dict[str, Any]]:
-        found = [note for note in self.notes("python") if note["argv"][0] == "-m"]
-        return sorted(found, key=lambda note: note["host"])
+        launches = [note for note in self.notes("python") if note["argv"][0] == "-m"]
+        return sorted(launches, key=lambda note: note["host"])
 
     def check_the_secret(self) -> None:
         """Everything that was started has the same token, and nobody finds it in an argument."""

@@ -88,9 +88,9 @@ class Loop:
         self.recorder.forward_begin(mark)
         self.clock.wait(ns)
 
-    def backward(self, own: int, wait: int, *, split: bool = True) -> None:
+    def backward(self, own_ns: int, wait: int, *, split: bool = True) -> None:
         self.recorder.backward_begin()
-        self.clock.wait(own)
+        self.clock.wait(own_ns)
         if split:
             self.recorder.gradients_done()
         self.clock.wait(wait)
@@ -155,13 +155,13 @@ class WrittenLoop(Loop):
             self.recorder.forward_begin(mark)
         self.clock.wait(ns)
 
-    def backward(self, own: int, wait: int, *, split: bool = True) -> None:
+    def backward(self, own_ns: int, wait: int, *, split: bool = True) -> None:
         recorder = self.recorder
         if not self.write(BACKWARD_BEGIN):
-            super().backward(own, wait, split=split)
+            super().backward(own_ns, wait, split=split)
             return
         thread, recorder.ready = recorder.ready, 0
-        self.clock.wait(own)
+        self.clock.wait(own_ns)
         if split:
             recorder.log.append(GRADIENTS_DONE)
             recorder.log.append(recorder.stamp())
@@ -370,9 +370,9 @@ def test_closure_time_is_not_time_of_the_optimizer() -> None:
     loop.recorder.finish()
     details = loop.recorder.sums
     details.collect()
-    found = [(part.name, part.stage, part.total_ns) for part in details.collect() if part.total_ns]
-    assert {part[:2] for part in found} == {("optimizer", POST_SYNC)}
-    assert sum(ns for _, _, ns in found) == 7 * 4 + 8
+    spans = [(part.name, part.stage, part.total_ns) for part in details.collect() if part.total_ns]
+    assert {part[:2] for part in spans} == {("optimizer", POST_SYNC)}
+    assert sum(ns for _, _, ns in spans) == 7 * 4 + 8
 
 
 def test_epoch_end_is_no_data_wait() -> None:
@@ -617,10 +617,10 @@ def test_spans_before_an_inferred_exchange_belong_to_its_row() -> None:
         loop.optimizer(1)
     loop.recorder.finish()
     details = loop.recorder.sums
-    found = [*details.collect(), *details.collect()]
+    span = [*details.collect(), *details.collect()]
     sums = {
         (counted.stage, counted.total_ns, counted.first_step, counted.last_step)
-        for counted in found
+        for counted in span
         if counted.name == "all_reduce"
     }
     assert {(BACKWARD, 6, 1, 2), (SYNC_WAIT, 40, 1, 2)} <= sums
@@ -848,10 +848,10 @@ def test_span_never_takes_longer_than_the_stages_it_is_in(marks: list[tuple[str,
     for part in loop.recorder.sums.collect():
         assert part.total_ns >= 0 and part.count > 0
         spent.setdefault(part.name, [0] * N_STAGES)[part.stage] += part.total_ns
-    for found in (*spent.values(), stages):
-        found[FORWARD] += found.pop(PREPARE)  # of a row without forward, what was prepared is its forward
-    for name, found in spent.items():
-        assert all(part <= stage for part, stage in zip(found, stages, strict=True)), name
+    for parts in (*spent.values(), stages):
+        parts[FORWARD] += parts.pop(PREPARE)  # of a row without forward, what was prepared is its forward
+    for name, parts in spent.items():
+        assert all(part <= stage for part, stage in zip(parts, stages, strict=True)), name
 
 
 def whole(loop: Loop) -> list[list[int]]:
@@ -872,7 +872,7 @@ def test_spans_of_process_groups_are_apart_while_there_is_room() -> None:
         assert number is not None
         sums.add(sums.names[number], DATA, 1, 10, 4, False, sums.groups[number])
     sums.collect()
-    assert [(each.name, each.process_group) for each in sums.collect()] == [
+    assert [(span.name, span.process_group) for span in sums.collect()] == [
         ("all_reduce", "0"),
         ("all_reduce", "1"),
         ("all_reduce", None),
@@ -899,8 +899,8 @@ def test_spans_are_reported_by_the_row_they_are_in() -> None:
     tokenize(7)  # in the tail, which no row has
     recorder.finish()
     details.collect()
-    found = [(p.name, p.stage, p.count, p.total_ns, p.first_step, p.last_step) for p in details.collect()]
-    assert found == [
+    spans = [(p.name, p.stage, p.count, p.total_ns, p.first_step, p.last_step) for p in details.collect()]
+    assert spans == [
         ("tokenize", PREPARE, 1, 1, 0, 0),
         ("optimizer", POST_SYNC, 2, 10, 1, 2),
         ("tokenize", PREPARE, 2, 5, 1, 2),
@@ -930,10 +930,10 @@ def test_nested_spans_of_one_name_count_once_and_evaluation_ends_with_training()
     loop.forward(1)
     loop.backward(1, 1)
     recorder.sums.collect()
-    found = {(p.name, p.stage): p.total_ns for p in recorder.sums.collect() if p.last_step == 3}
-    assert found["checkpoint", POST_SYNC] == 8
-    assert found["evaluation", POST_SYNC] == 330
-    assert found.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}
+    total_ns = {(p.name, p.stage): p.total_ns for p in recorder.sums.collect() if p.last_step == 3}
+    assert total_ns["checkpoint", POST_SYNC] == 8
+    assert total_ns["evaluation", POST_SYNC] == 330
+    assert total_ns.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}
 
 
 def test_mark_cut_in_two_by_a_signal_is_ignored() -> None:
@@ -979,10 +979,10 @@ def span_ns(marks: list[tuple[str, int]], most: int) -> dict[str, int]:
         for _ in range(2):
             loop.step()
     loop.recorder.steps._own.hand_out()
-    found: dict[str, int] = {}
+    ns: dict[str, int] = {}
     for part in loop.recorder.sums.collect() + loop.recorder.sums.collect():
-        found[part.name] = found.get(part.name, 0) + part.total_ns
-    return found
+        ns[part.name] = ns.get(part.name, 0) + part.total_ns
+    return ns
 
 
 @settings(max_examples=40)

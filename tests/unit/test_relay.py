@@ -501,9 +501,12 @@ def test_events_spans_and_samples_dropped_by_an_overflow_are_counted(bench: Benc
     small = Bench(bench.path.parent, limit=20_000)
     small.aggregator.up = False
     events, spans = [wire.Event("note", 1, message="x" * 4000)], [wire.SpanSum("a", 1, 1, 5, 5, 0, 0)]
-    own = {"process": wire.ProcessSample(1, 1.0, 1, 1, 0, 0), "memory": [wire.MemorySample(1, 1, None)]}
+    sample_fields = {
+        "process": wire.ProcessSample(1, 1.0, 1, 1, 0, 0),
+        "memory": [wire.MemorySample(1, 1, None)],
+    }
     for seq in range(12):
-        small.relay.take(rank_batch("a", seq, events=events, spans=spans, **own))
+        small.relay.take(rank_batch("a", seq, events=events, spans=spans, **sample_fields))
         small.sampler.sample = wire.NodeSample(seq, *[None] * 9)
         small.tick()
     small.aggregator.up = True
@@ -552,8 +555,8 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
     pid = os.getpid()
     expected = {f"packet: {reason}": 1 for reason in ("garbage", "wrong_kind", "too_large")}
     assert bench.aggregator.errors().items() >= expected.items()
-    found = bench.aggregator.messages("swallowed")
-    assert len(found) == 3 and all(f"packet (pid {pid})" in message for message in found)
+    messages = bench.aggregator.messages("swallowed")
+    assert len(messages) == 3 and all(f"packet (pid {pid})" in message for message in messages)
 
 
 def test_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
@@ -759,9 +762,9 @@ def test_critical_errors_become_events_and_the_rest_of_a_flood_is_counted(bench:
         bench.tick()
     bench.aggregator.up = True
     bench.tick(400)
-    found = events(bench, "xid")
+    xid_events = events(bench, "xid")
     counted = bench.aggregator.stored[-1].errors["event: no room"]
-    assert (len(found) + counted, found[0].data["gpu"]) == (800, 0)
+    assert (len(xid_events) + counted, xid_events[0].data["gpu"]) == (800, 0)
     assert max(len(message.events) for message in bench.aggregator.stored) <= 512
 
 
@@ -834,10 +837,10 @@ def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Fini
 
 def signs(sock: socket.socket) -> list[wire.Finished]:
     """The replies that the launcher gets, up to the last."""
-    found = [wire.decode(sock.recv(1 << 16), wire.Finished)]
-    while found[-1].pending:
-        found.append(wire.decode(sock.recv(1 << 16), wire.Finished))
-    return found
+    answers = [wire.decode(sock.recv(1 << 16), wire.Finished)]
+    while answers[-1].pending:
+        answers.append(wire.decode(sock.recv(1 << 16), wire.Finished))
+    return answers
 
 
 def finished(sock: socket.socket) -> wire.Finished:
@@ -957,8 +960,8 @@ def test_slow_report_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
     end.reporting = False
     bench.tick(int(WORD_S / wire.TICK_S) + 2)
     assert bench.relay.stopped
-    found = signs(sock)
-    assert [answer.state for answer in found if answer.state != "waiting"][-2:] == ["writing", "failed"]
+    answers = signs(sock)
+    assert [answer.state for answer in answers if answer.state != "waiting"][-2:] == ["writing", "failed"]
     sock.close()
 
 
@@ -1110,8 +1113,8 @@ def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
     bench: Bench, dies: bool
 ) -> None:
     """The agent ends in the second between its relay's reply and the aggregator's commit."""
-    at = Settings(session="s", socket=str(bench.path), spool=str(bench.spool), interval=60.0)
-    agent = RankAgent(at, SocketChannel(str(bench.path)))
+    settings = Settings(session="s", socket=str(bench.path), spool=str(bench.spool), interval=60.0)
+    agent = RankAgent(settings, SocketChannel(str(bench.path)))
     for rows in (5, 20):
         for _ in range(rows):
             agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [10] * N_STAGES)

@@ -66,8 +66,12 @@ class Parsed(HTMLParser):
         return Counter(name for name, _ in self.elements)
 
     def alts(self) -> list[str | None]:
-        images = [own for name, own in self.elements if own.get("role") == "img" or name == "img"]
-        return [own.get("alt") or own.get("aria-label") for own in images]
+        images = [
+            attributes
+            for name, attributes in self.elements
+            if attributes.get("role") == "img" or name == "img"
+        ]
+        return [attributes.get("alt") or attributes.get("aria-label") for attributes in images]
 
 
 def read(folder: Path) -> Parsed:
@@ -91,30 +95,32 @@ def of(folder: Path) -> Charted:
 
 
 def test_end_of_a_run_writes_a_page_with_verdict_charts_and_tables(late: Path) -> None:
-    found = read(late)
-    for said in (
+    parsed = read(late)
+    for words in (
         *("Straggler: rank 5 (host-1) in data", "Look at the DataLoader workers", "confidence high"),
         *("8 of 8 ranks", "Step time", "Worst ÷ median rank", "Busy time by rank", "onset, step 150"),
         *("Where a step's time goes", "A step before the onset, and since", "Suspects", "Episodes"),
         *("How it was run", "Settings that are not as by default", "2,400 stored"),
         f"traceml-ray dashboard {late}",
     ):
-        assert said in found.text, said
-    assert all(found.alts()), "each image says what it shows"
-    assert found.count()["table"] >= 8
-    assert found.count()["caption"] == found.count()["table"], "each table has a name"
+        assert words in parsed.text, words
+    assert all(parsed.alts()), "each image says what it shows"
+    assert parsed.count()["table"] >= 8
+    assert parsed.count()["caption"] == parsed.count()["table"], "each table has a name"
 
 
 def test_page_has_no_script_no_style_of_elements_and_nothing_from_elsewhere(late: Path) -> None:
     data = (late / "report.html").read_text()
-    found = Parsed(data.encode())
-    assert not {"script", "link", "iframe", "object", "form", "base", "a"} & found.count().keys()
-    for name, own in found.elements:
-        assert not [key for key in own if key.startswith("on") or key in ("style", "href", "srcset")], name
-        assert own.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")  # type: ignore[union-attr]
+    parsed = Parsed(data.encode())
+    assert not {"script", "link", "iframe", "object", "form", "base", "a"} & parsed.count().keys()
+    for name, attributes in parsed.elements:
+        assert not [
+            key for key in attributes if key.startswith("on") or key in ("style", "href", "srcset")
+        ], name
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")  # type: ignore[union-attr]
     assert "url(" not in data and "@import" not in data
     assert not re.search(r"https?://", data)
-    policy = next(own["content"] for _, own in found.elements if "http-equiv" in own)
+    policy = next(attributes["content"] for _, attributes in parsed.elements if "http-equiv" in attributes)
     style = re.search(r"<style>(.*?)</style>", data, re.DOTALL)
     assert style and policy
     assert f"'sha256-{base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()}'" in policy
@@ -129,18 +135,18 @@ def test_what_a_session_holds_never_becomes_markup(tmp_path: Path) -> None:
     played.aggregator.ingest(played.relays[0].message(events=[event]))
     played.dies(1, 1, f"RuntimeError: {SENT}")
     played.end(1)
-    found = read(tmp_path / "s")
-    assert found.count()["script"] == 0
-    assert found.count()["img"] == 1, "the heatmap"
-    assert not any(key.startswith("on") for _, own in found.elements for key in own)
-    assert found.text.count("<script>alert(1)</script>") >= 3
-    assert "\x1b" not in found.text
+    parsed = read(tmp_path / "s")
+    assert parsed.count()["script"] == 0
+    assert parsed.count()["img"] == 1, "the heatmap"
+    assert not any(key.startswith("on") for _, attributes in parsed.elements for key in attributes)
+    assert parsed.text.count("<script>alert(1)</script>") >= 3
+    assert "\x1b" not in parsed.text
     shown = of(tmp_path / "s")
     nasty = shown._replace(summary=_everywhere(shown.summary), settings={HOSTILE: HOSTILE})
     again = Parsed(page.render(nasty, Path(f"/tmp/{HOSTILE}")))
     assert again.count()["script"] == 0
     assert again.count()["img"] == 1
-    assert not any(key.startswith("on") for _, own in again.elements for key in own)
+    assert not any(key.startswith("on") for _, attributes in again.elements for key in attributes)
 
 
 def test_page_names_the_bundles_as_the_text_does(tmp_path: Path) -> None:
@@ -149,23 +155,23 @@ def test_page_names_the_bundles_as_the_text_does(tmp_path: Path) -> None:
     for minute in range(5):
         (tmp_path / "s" / "bundles" / f"20231114T22130{minute}Z-killed").mkdir(parents=True)
     played.end()
-    report, found = (tmp_path / "s" / "report.txt").read_text(), read(tmp_path / "s").text
-    assert "5 bundles of incidents" in report and "5 bundles of incidents" in found
+    report, page_text = (tmp_path / "s" / "report.txt").read_text(), read(tmp_path / "s").text
+    assert "5 bundles of incidents" in report and "5 bundles of incidents" in page_text
     for minute in (2, 3, 4):
         name = f"bundles/20231114T22130{minute}Z-killed"
-        assert name in report and name in found
+        assert name in report and name in page_text
 
 
 def _everywhere(value: Any, key: str = "") -> Any:
     """Return a summary with a hostile text in place of each that is not one of our own words."""
     if isinstance(value, dict):
-        return {name: _everywhere(each, name) for name, each in value.items()}
+        return {name: _everywhere(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_everywhere(each, key) for each in value]
-    own = {"label", "severity", "kind", "pattern", "name", "status", "id", "run", "stages", "stage"}
-    own |= {"tone", "subject"}
+        return [_everywhere(item, key) for item in value]
+    kept_keys = {"label", "severity", "kind", "pattern", "name", "status", "id", "run", "stages", "stage"}
+    kept_keys |= {"tone", "subject"}
     times = {"time", "started_at", "ended_at", "last_seen"}
-    return HOSTILE if isinstance(value, str) and key not in own | times else value
+    return HOSTILE if isinstance(value, str) and key not in kept_keys | times else value
 
 
 def test_dead_ranks_have_their_last_words_on_the_page(tmp_path: Path) -> None:
@@ -182,9 +188,9 @@ def test_dead_ranks_have_their_last_words_on_the_page(tmp_path: Path) -> None:
 def test_session_without_any_step_has_a_page(tmp_path: Path) -> None:
     played = Played(tmp_path / "s", 2, late=None)
     played.end()
-    found = read(tmp_path / "s")
-    assert "Telemetry limited" in found.text
-    assert found.count()["img"] == 0
+    parsed = read(tmp_path / "s")
+    assert "Telemetry limited" in parsed.text
+    assert parsed.count()["img"] == 0
 
 
 def test_page_of_1024_ranks_is_bounded_and_a_part_too_large_says_so(late: Path) -> None:
@@ -248,12 +254,14 @@ def test_image_of_the_heatmap_has_a_pixel_for_each_cell() -> None:
     levels = np.array([[0, 127, 254], [255, 127, 200]], np.uint8)
     data = png(levels, drawing.heat_palette())
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    chunks, at = {}, 8
-    while at < len(data):
-        (size,) = struct.unpack(">I", data[at : at + 4])
-        name, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
-        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size])[0] == zlib.crc32(name + body)
-        chunks[name], at = body, at + 12 + size
+    chunks, position = {}, 8
+    while position < len(data):
+        (size,) = struct.unpack(">I", data[position : position + 4])
+        name, body = data[position + 4 : position + 8], data[position + 8 : position + 8 + size]
+        assert struct.unpack(">I", data[position + 8 + size : position + 12 + size])[0] == zlib.crc32(
+            name + body
+        )
+        chunks[name], position = body, position + 12 + size
     assert struct.unpack(">II", chunks[b"IHDR"][:8]) == (3, 2)
     rows = zlib.decompress(chunks[b"IDAT"])
     assert [*rows[1:4], *rows[5:8]] == levels.flatten().tolist()

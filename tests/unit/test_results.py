@@ -57,8 +57,8 @@ def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
     answers = Answers(run.folder, Thresholds()), run.aggregator._answers
     run.aggregator.judge()
     run.aggregator.commit()
-    for each in answers:
-        reply = query.encode([each.answer(request) for request in asked])
+    for asked_of in answers:
+        reply = query.encode([asked_of.answer(request) for request in asked])
         status, verdict, summary = msgspec.msgpack.decode(reply)["answers"]
         assert list(faults(status, results.Status)) == []
         assert list(faults(verdict, results.LiveVerdict)) == []

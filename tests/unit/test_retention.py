@@ -105,7 +105,7 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
 
 def test_sizes_of_batches_go_with_the_rows_of_their_steps(job: Job) -> None:
     for second in range(300):
-        job.run(1, sizes=packed([(20 * second + at, 4, 1000 * second + at) for at in range(20)]))
+        job.run(1, sizes=packed([(20 * second + index, 4, 1000 * second + index) for index in range(20)]))
     assert job.size < 2 * LIMIT
     with SessionFile(job.aggregator.folder.sqlite) as session:
         (sizes,) = session._all("SELECT min(first_step), max(last_step), count(*) FROM step_sizes")
@@ -120,14 +120,14 @@ def test_samples_of_memory_that_are_old_are_thinned_and_the_most_is_kept(job: Jo
     job.run(400)
     with SessionFile(job.aggregator.folder.sqlite) as session:
         thinned = session.meta()["folded"]["memory_sample"]
-        found, _ = session.memory_samples()
-        assert [(each.process, each.device) for each in found] == [
+        all_samples, _ = session.memory_samples()
+        assert [(samples.process, samples.device) for samples in all_samples] == [
             (p, d) for p in range(1, 5) for d in (0, 1)
         ]
-        for each in found:
+        for samples in all_samples:
             query = "SELECT t_ns, peak_bytes, uss_bytes FROM memory_sample WHERE id <= ?"
             query += " AND process = ? AND device = ?"
-            old = session._all(query, thinned, each.process, each.device)
+            old = session._all(query, thinned, samples.process, samples.device)
             seconds = (old[-1][0] - old[0][0]) / SECOND
             assert seconds > 100 and seconds / 10 <= len(old) < seconds / 5
             assert {t // (10 * SECOND) for t, _, _ in old} == {
@@ -135,7 +135,7 @@ def test_samples_of_memory_that_are_old_are_thinned_and_the_most_is_kept(job: Jo
             }
             assert max(peak for _, peak, _ in old) == PEAK
             assert sum(uss is not None for _, _, uss in old) >= seconds // 30
-            assert (np.diff(each.t_ns[len(old) :]) == SECOND).all()  # the newest are all there
+            assert (np.diff(samples.t_ns[len(old) :]) == SECOND).all()  # the newest are all there
 
 
 def test_folded_rows_add_up(job: Job) -> None:
@@ -145,11 +145,11 @@ def test_folded_rows_add_up(job: Job) -> None:
         for process, rank in zip(session.processes(), job.ranks, strict=True):
             folded = session._all("SELECT first_row, n, sums FROM rollup WHERE process = ?", process.id)
             whole = session._all("SELECT first_row, n FROM chunk WHERE process = ?", process.id)
-            spans = sorted([each[:2] for each in folded] + whole)
+            spans = sorted([row[:2] for row in folded] + whole)
             assert all(first + n == other for (first, n), (other, _) in pairwise(spans))
             assert sum(n for _, n in spans) == rank.produced == process.stored
-            sums = np.sum([np.frombuffer(each[2], "<i8") for each in folded], axis=0)
-            assert (sums == np.array(ROW) * MS * sum(each[1] for each in folded)).all()
+            sums = np.sum([np.frombuffer(row[2], "<i8") for row in folded], axis=0)
+            assert (sums == np.array(ROW) * MS * sum(row[1] for row in folded)).all()
         peaks = {peak for peak, _ in session.memory().values()}
         assert peaks == {PEAK}
 
@@ -221,13 +221,13 @@ def report_of(job: Job) -> dict[str, Any]:
 
 def without_moments(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """They are as exact as the sums of the rows that they are taken from."""
-    return [{**each, "started_at": None, "ended_at": None} for each in episodes]
+    return [{**episode, "started_at": None, "ended_at": None} for episode in episodes]
 
 
 def without_machine(block: Any) -> Any:
     """Where rows are folded, samples are thinned: of a time in between there may be too few to know."""
     if isinstance(block, list):
-        return [{**each, "machine": None} if "machine" in each else each for each in block]
+        return [{**episode, "machine": None} if "machine" in episode else episode for episode in block]
     return block
 
 
@@ -242,10 +242,10 @@ def test_report_of_folded_rows_equals_that_of_all_rows(
     for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "spans"):
         assert without_machine(folded[block]) == without_machine(whole[block])
     assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
-    assert [(each["rank"], each["to_step"]) for each in folded["episodes"]] == [(1, 1999), (2, 4799)]
+    assert [(episode["rank"], episode["to_step"]) for episode in folded["episodes"]] == [(1, 1999), (2, 4799)]
     for one, other in zip(folded["episodes"], whole["episodes"], strict=True):
         for name in ("started_at", "ended_at"):
-            moments = [datetime.fromisoformat(each[name]).timestamp() for each in (one, other)]
+            moments = [datetime.fromisoformat(episode[name]).timestamp() for episode in (one, other)]
             assert abs(moments[0] - moments[1]) < 300 / 40
 
 
@@ -269,9 +269,9 @@ def test_report_is_of_one_moment_while_rows_are_folded(job: Job, monkeypatch: py
 
     def while_it_is_read(self: SessionFile) -> dict[int, Folded]:
         monkeypatch.setattr(SessionFile, "folded", folded)
-        found = folded(self)
+        result = folded(self)
         job.run(100)
-        return found
+        return result
 
     monkeypatch.setattr(SessionFile, "folded", while_it_is_read)
     assert report_of(job)["steps"] == before["steps"]
@@ -407,9 +407,9 @@ def test_node_half_a_minute_late_leaves_no_gap() -> None:
     early, late = range(world - 8), range(world - 8, world)
     run = begun(rows_of(range(world), 0, 1, world), LIMITS, None)
     for first in range(0, 400, 50):
-        found = rows_of(early, first, first + 50, world) if first < 250 else []
-        found += rows_of(late, first - 150, first - 100, world) if first >= 150 else []
-        run.add(found, range(world), 0 if first >= 150 else len(late), world)
+        chunk = rows_of(early, first, first + 50, world) if first < 250 else []
+        chunk += rows_of(late, first - 150, first - 100, world) if first >= 150 else []
+        run.add(chunk, range(world), 0 if first >= 150 else len(late), world)
     stats = run.history.stats()
     assert stats is not None and stats.steps == 250 - LIMITS.warmup_steps
     assert run.history.left_out == 0
@@ -456,7 +456,7 @@ def test_rows_read_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     keep, sizes = Retention._keep, []
 
     def note(self: Retention, by_process: dict[int, list[Any]]) -> None:
-        sizes.append(sum(len(chunk.rows) for own in by_process.values() for chunk in own))
+        sizes.append(sum(len(chunk.rows) for chunks in by_process.values() for chunk in chunks))
         keep(self, by_process)
 
     monkeypatch.setattr(Retention, "_keep", note)
@@ -483,8 +483,8 @@ def test_sums_of_a_long_run_are_added_up(job: Job, monkeypatch: pytest.MonkeyPat
     job.run(600)
     with SessionFile(job.aggregator.folder.sqlite) as session:
         sums = session.folded().values()
-    assert sum(len(each.counts) for each in sums) <= 60 + 4 * 3
-    assert all(len(each.counts) >= 4 for each in sums)
+    assert sum(len(part.counts) for part in sums) <= 60 + 4 * 3
+    assert all(len(part.counts) >= 4 for part in sums)
     summary = report_of(job)
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (600 * 20, sum(ROW))
 
@@ -519,7 +519,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
     assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, ERROR_PCT, 100.0, 100.0]
     assert (steps["count"], steps["judged"]) == (1000, 989)
     assert piecewise["verdict"]["rank"] == 1 and piecewise["verdict"]["elapsed_s"] > 15
-    assert [each["to_step"] for each in piecewise["episodes"]] == [599]
+    assert [episode["to_step"] for episode in piecewise["episodes"]] == [599]
     for name in ("median_ms", "p95_ms", "busy_median_ms", "busy_p95_ms"):
         assert steps[name] == pytest.approx(at_once["steps"][name], rel=0.01)
         steps[name] = at_once["steps"][name]
@@ -533,7 +533,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         assert piecewise[block] == at_once[block]
     (one,), (other,) = piecewise["episodes"], at_once["episodes"]
     for name in ("started_at", "ended_at"):  # of ten rows at a time
-        moments = [datetime.fromisoformat(each.pop(name)).timestamp() for each in (one, other)]
+        moments = [datetime.fromisoformat(episode.pop(name)).timestamp() for episode in (one, other)]
         assert abs(moments[0] - moments[1]) <= 0.2
     for block in ("episodes", "verdicts", "verdict"):
         assert piecewise[block] == at_once[block]
@@ -547,7 +547,7 @@ def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
     monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 400)
     live = ask(job.aggregator, "summary")["steps"]["covers"]
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        newest, whole = [each["steps"]["covers"] for each in summaries(session, Settings().thresholds)]
+        newest, whole = [summary["steps"]["covers"] for summary in summaries(session, Settings().thresholds)]
         assert (
             write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
         )

@@ -226,7 +226,7 @@ def test_roles_and_bubbles_are_in_verdict_summary_and_report_live_and_stored(tmp
     ranks = [Rank(number, 4, node_id="node-0") for number in range(4)]
     for first in range(0, 60, 10):
         rows = window.d[2 * first : 2 * first + 20].transpose(1, 0, 2)
-        batches = [pipeline_batch(rank, rows[at], first) for at, rank in enumerate(ranks)]
+        batches = [pipeline_batch(rank, rows[index], first) for index, rank in enumerate(ranks)]
         aggregator.ingest(relay.message(*batches))
         assert aggregator.commit()
         aggregator.judge()
@@ -337,8 +337,8 @@ def test_worker_that_only_serves_over_rpc_is_listed_and_not_missing(tmp_path: Pa
             name = ("trainer0", "stage1", "stage2")[rank.identity.global_rank]
             fields = {"placement": wire.Placement(worker=name), "strategy": "rpc"}
             steps = 0 if rank.identity.global_rank else 5
-            own = {"rows": rows[0].tobytes()} if steps else {"rows": b""}
-            batches.append(rank.batch(steps, **own, **fields))
+            sent = {"rows": rows[0].tobytes()} if steps else {"rows": b""}
+            batches.append(rank.batch(steps, **sent, **fields))
         played.aggregator.ingest(played.relays[0].message(*batches))
         assert played.aggregator.commit()
         played.aggregator.judge()

@@ -81,9 +81,9 @@ def test_own_call_of_a_class_is_called(roots: RootModules, kind: type[nn.Module]
 def test_call_that_another_library_puts_in_later_is_called(
     roots: RootModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nest, own = Nest(None), nn.Module.__call__
+    nest, original = Nest(None), nn.Module.__call__
     roots.add(nest)
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: ("theirs", own(self, *args)))
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: ("theirs", original(self, *args)))
     assert nest(torch.ones(1))[0] == "theirs"
 
 

@@ -37,11 +37,11 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
     aggregator.ingest(relay.message(*(rank.batch(5, [1, 2, 3, 4, 5, 6 + rank.seq]) for rank in ranks)))
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as session:
-        found, cursor = session.rows()
-        assert [(rows.rank, rows.node) for rows in found] == [(0, "host-0"), (1, "host-0")]
-        assert (found[0].keys >> SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
-        assert found[0].flags.tolist() == [FLAG_FIRST, 0, 0, 0, 0]
-        assert (found[1].rows == np.array([1, 2, 3, 4, 5, 5]) * MS).all()
+        chunk, cursor = session.rows()
+        assert [(rows.rank, rows.node) for rows in chunk] == [(0, "host-0"), (1, "host-0")]
+        assert (chunk[0].keys >> SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
+        assert chunk[0].flags.tolist() == [FLAG_FIRST, 0, 0, 0, 0]
+        assert (chunk[1].rows == np.array([1, 2, 3, 4, 5, 5]) * MS).all()
         assert session.rows(since=cursor) == ([], cursor)
 
         aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
@@ -165,10 +165,10 @@ def test_network_filesystems_are_recognised_by_their_mount(
 ) -> None:
     folder, mounts = tmp_path / "a b", tmp_path / "self" / "mounts"
     mounts.parent.mkdir()
-    at = str(folder).replace(" ", "\\040")
+    mount = str(folder).replace(" ", "\\040")
     mounts.write_text(
-        f"/dev/sda / ext4 rw 0 0\n/dev/sdb {at} ext3 rw 0 0\nserver:/x {at} {kind} rw 0 0\n"
-        f"server:/y {at}c nfs rw 0 0\n"
+        f"/dev/sda / ext4 rw 0 0\n/dev/sdb {mount} ext3 rw 0 0\nserver:/x {mount} {kind} rw 0 0\n"
+        f"server:/y {mount}c nfs rw 0 0\n"
     )
     monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
     assert on_network_filesystem(folder / "session.sqlite") is network
@@ -267,7 +267,7 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
     blocker.close()
     assert aggregator.commit() and aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as stored:
-        samples = {f"{of}_sample": f"{of} sample" for of in ("process", "memory", "node")}
+        samples = {f"{kind}_sample": f"{kind} sample" for kind in ("process", "memory", "node")}
         for table, name in {"event": "event", "span": "span", **samples}.items():
             kept = stored._all(f"SELECT count(*) FROM {table}")[0][0]
             lost = stored.meta()["errors"][f"{name}: not stored, no room"]
@@ -328,12 +328,12 @@ def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
         batches = [rank.batch(2, process=process, events=events) for rank in ranks]
         messages.append(relay.message(*batches, sample=sample))
     with _stored(tmp_path, *messages) as session:
-        found, cursor, read = [], 0, -1
+        lengths, cursor, read = [], 0, -1
         while cursor != read:
             read = cursor
             rows, cursor = session.rows(since=read, most=4)
-            found.append([len(part.keys) for part in rows])
-        assert found == [[4, 4]] * 3 + [[]]
+            lengths.append([len(part.keys) for part in rows])
+        assert lengths == [[4, 4]] * 3 + [[]]
         newest, _ = session.rows(since=-2)
         assert [(part.keys >> SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
         assert len({part.process_id for part in newest}) == 2

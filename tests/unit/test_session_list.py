@@ -47,23 +47,23 @@ def out(tmp_path: Path) -> Path:
 NOW = Clock().now + 100 * DAY * SECOND
 
 
-def names(found: Any) -> list[str]:
-    return [each.name for each in found]
+def names(sessions: Any) -> list[str]:
+    return [session.name for session in sessions]
 
 
 def test_sessions_are_listed_with_age_size_ranks_and_verdict(out: Path) -> None:
     begins = prepare(out, "begins")  # it has no file yet
-    found = listed(str(out), NOW)
-    assert (found[0].name, found[0].status) == ("begins", "running")
-    assert "begins" in listing.names(str(out)) and not {"begins"} & {*names(to_go(found, None, 0))}
+    sessions = listed(str(out), NOW)
+    assert (sessions[0].name, sessions[0].status) == ("begins", "running")
+    assert "begins" in listing.names(str(out)) and not {"begins"} & {*names(to_go(sessions, None, 0))}
     begins.release()
-    found = listed(str(out), NOW)
-    assert names(found) == ["runs", "fresh", "day-1", "day-10", "day-40", "day-50", "lost-60"]
-    ages = {each.name: (each.age_s or 0) / DAY for each in found}
+    sessions = listed(str(out), NOW)
+    assert names(sessions) == ["runs", "fresh", "day-1", "day-10", "day-40", "day-50", "lost-60"]
+    ages = {session.name: (session.age_s or 0) / DAY for session in sessions}
     assert ages == pytest.approx(
         {"runs": 0, "fresh": 0, "day-1": 1, "day-10": 10, "day-40": 40, "day-50": 50, "lost-60": 60}, abs=0.1
     )
-    one = next(each for each in found if each.name == "day-40")
+    one = next(session for session in sessions if session.name == "day-40")
     assert (one.status, one.world_size, one.steps) == ("finished", 2, 5)
     assert one.bytes >= (out / "day-40" / "session.sqlite").stat().st_size > 1000
 
@@ -82,20 +82,20 @@ def test_sessions_are_listed_with_age_size_ranks_and_verdict(out: Path) -> None:
 def test_old_sessions_go_but_those_that_are_to_be_kept(
     out: Path, older: int | None, keep: int | None, gone: set[str]
 ) -> None:
-    found = listed(str(out), NOW)
-    assert {*names(to_go(found, older and older * DAY, keep))} == gone
+    sessions = listed(str(out), NOW)
+    assert {*names(to_go(sessions, older and older * DAY, keep))} == gone
 
 
 def test_nothing_is_removed_until_that_is_asked_for(out: Path, capsys: Any) -> None:
     arguments = ["sessions", "--out", str(out), "--prune", "--keep", "3"]
     before = {path.name for path in out.iterdir()}
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "Nothing was removed" in said and "day-40" in said and "day-1 " not in said
+    printed = capsys.readouterr().out
+    assert "Nothing was removed" in printed and "day-40" in printed and "day-1 " not in printed
     assert {path.name for path in out.iterdir()} == before
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    removed = {each["name"] for each in found if each["remove"]}
+    answer = json.loads(capsys.readouterr().out)
+    removed = {entry["name"] for entry in answer if entry["remove"]}
     assert main([*arguments, "--yes"]) == 0
     assert {path.name for path in out.iterdir()} == before - removed
     assert removed == {"day-10", "day-40", "day-50", "lost-60"}

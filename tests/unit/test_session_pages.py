@@ -84,7 +84,9 @@ def tile(view: dict[str, Any], key: str) -> float:
 def waited_pct(played: Played) -> float:
     """Of all ranks' time beyond the warm-up, how much they waited."""
     with SessionFile(played.folder / "session.sqlite") as session:
-        rows = np.array([own.rows[LIMITS.warmup_steps + 1 :, :N_STAGES] for own in session.rows()[0]])
+        rows = np.array(
+            [rank_rows.rows[LIMITS.warmup_steps + 1 :, :N_STAGES] for rank_rows in session.rows()[0]]
+        )
     return float(100 * rows[..., SYNC_WAIT].sum() / rows.sum())
 
 
@@ -110,9 +112,9 @@ def test_board_numbers_are_those_of_the_summary(
         assert next(tile["text"] for tile in view["tiles"]) == f"median; p95 {text.ms(steps['p95_ms'])}"
         assert tile(view, "worst") == pytest.approx(1 + steps["global_skew_pct"] / 100, abs=1e-4)
         assert tile(view, "wait") == pytest.approx(waited_pct(played), abs=0.01)
-        found = {card["label"]: card for card in view["nodes"]}
+        cards = {card["label"]: card for card in view["nodes"]}
         for node, ms in steps["per_node_median_ms"].items():
-            assert found[node]["median_ms"] == pytest.approx(ms, rel=1e-6)
+            assert cards[node]["median_ms"] == pytest.approx(ms, rel=1e-6)
             rows = look(pages, "node", node=node)["ranks"]
             medians = {str(row["rank"]): row["median_ms"] for row in rows}
             assert medians == pytest.approx({r: steps["per_rank_median_ms"][r] for r in medians}, rel=1e-6)
@@ -145,8 +147,8 @@ def test_stored_board_equals_the_live_one(played: Played) -> None:
         ("cell", CELL),
     ):
         one, other = (look(pages, page, **selection) for pages in (live, stored))
-        own = one.keys() - look(live, "header").keys() - OF_JUDGEMENT
-        assert own and all(same(one[name], other[name]) for name in own)
+        common = one.keys() - look(live, "header").keys() - OF_JUDGEMENT
+        assert common and all(same(one[name], other[name]) for name in common)
     assert (look(live, "header")["state"], look(stored, "header")["state"]) == ("finished", "stored")
 
 
@@ -266,9 +268,9 @@ def test_stored_session_that_cannot_be_read_says_why(played: Played) -> None:
         connection.execute('UPDATE verdict SET body = \'{"label": "healthy"}\'')
     pages = SessionPages(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     pages.poll()
-    said = look(pages, "header")["state_text"]
-    assert said.startswith("This session has ended: finished. Not all of it can be read: the answer to")
-    assert "the session file is damaged" in said
+    state_text = look(pages, "header")["state_text"]
+    assert state_text.startswith("This session has ended: finished. Not all of it can be read: the answer to")
+    assert "the session file is damaged" in state_text
 
 
 def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, snapshot: Snapshot) -> None:
@@ -348,15 +350,15 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     note = [wire.Event("restart", played.clock(), message="its loader")]
     saved = [wire.SpanSum("checkpoint", POST_SYNC, 1, 40_000_000, 40_000_000, 101, 101)]
     played.play(5, events=note, spans=saved)
-    found = []
+    incidents = []
     for _ in range(3):
         for _ in range(12):
             played.play(5)
             pages.poll()
-        found.append(look(pages, "overview")["incident"])
-    assert {(one["from_step"], one["started_at"][:19]) for one in found} == {(100, "2023-11-14T22:13:41")}
-    assert found[0]["cost_s"] < found[-1]["cost_s"] and found[-1]["goes_on"]
-    assert found[-1]["changes"] == ["a checkpoint was written", "restart of ranks 0-7: its loader"]
+        incidents.append(look(pages, "overview")["incident"])
+    assert {(one["from_step"], one["started_at"][:19]) for one in incidents} == {(100, "2023-11-14T22:13:41")}
+    assert incidents[0]["cost_s"] < incidents[-1]["cost_s"] and incidents[-1]["goes_on"]
+    assert incidents[-1]["changes"] == ["a checkpoint was written", "restart of ranks 0-7: its loader"]
     evidence = {"kind": "thermal", "node": "host-1", "device": 1, "text": "GPU 1 throttles: too hot"}
     assert pages.newest is not None and pages.newest.verdict is not None
     pages.newest.verdict["machine"] = [evidence]
@@ -415,7 +417,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
         played.dies(other, -15)
     pages.poll()
     assert look(pages, "header")["state_text"] == "All ranks have ended."
-    assert [each["rank"] for each in look(pages, "rank", rank=5)["deaths"] if each["first"]] == [5]
+    assert [death["rank"] for death in look(pages, "rank", rank=5)["deaths"] if death["first"]] == [5]
     played.end(1)
     pages.poll()
     assert look(pages, "header")["state"] == "finished"
@@ -453,7 +455,7 @@ def slow(played: Played) -> SessionPages:
 def test_header_is_made_once_until_something_is_new(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     pages, made = followed(played, 20), []
     data = shell.data
-    monkeypatch.setattr(shell, "data", lambda *of: made.append(of) or data(*of))
+    monkeypatch.setattr(shell, "data", lambda *arguments: made.append(arguments) or data(*arguments))
     look(pages, "overview")
     made.clear()  # an answer to what the page has asked may be of the header
     for _ in range(3):
@@ -547,8 +549,8 @@ def test_events_of_a_flood_are_the_newest(played: Played) -> None:
     assert run is not None
     [asked] = [request for request in run.questions(0.0) if isinstance(request, query.Events)]
     page = query.ask_one(played.source.reply, asked)
-    found, cursor = page.items, page.cursor
-    assert len(found) == 2000 and [event["t_ns"] for event in found] == list(range(1000, 3000))
+    events_read, cursor = page.items, page.cursor
+    assert len(events_read) == 2000 and [event["t_ns"] for event in events_read] == list(range(1000, 3000))
     assert pages.poll() and len(run.events) == 2000
     assert cursor >= 3000
 
@@ -592,7 +594,7 @@ def test_rank_page_has_the_rows_of_gpu_and_host_under_each_other(tmp_path: Path)
         assert view["host"]["data"][late] == pytest.approx(view["stages"]["data"][late])
         assert view["host"]["forward"][1:] == pytest.approx(HOST[FORWARD])
         (panel,) = rank._both_rows(view, Route("rank", "5"))
-        (figure,) = [each.figure for each in panel._traverse() if hasattr(each, "figure")]
+        (figure,) = [element.figure for element in panel._traverse() if hasattr(element, "figure")]
         bars = {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in figure["data"]}
         host, gpu = bars["forward"].values()  # the last is on top
         assert host == 2 and 6 < gpu < 7
@@ -658,17 +660,21 @@ def test_sessions_are_compared_side_by_side(tmp_path: Path) -> None:
     with SessionFile(tmp_path / "slow" / "session.sqlite") as session:
         write_reports(SessionFolder(tmp_path / "slow"), session, LIMITS)
     view = look(SessionPages(StoredSource(tmp_path / "good")), "sessions", a="good", b="slow")
-    found = {session.name: session for session in view["chosen"].items}
-    assert (found["good"].label, found["slow"].label, found["slow"].rank) == ("healthy", "straggler", 1)
+    compared = {session.name: session for session in view["chosen"].items}
+    assert (compared["good"].label, compared["slow"].label, compared["slow"].rank) == (
+        "healthy",
+        "straggler",
+        1,
+    )
     good, slow = view["sides"]
     assert (good["verdict"]["label"], slow["verdict"]["label"]) == ("healthy", "straggler")
     assert len(good["columns"]["step_ms"]) == len(slow["columns"]["step_ms"]) > 50
     pages = SessionPages(StoredSource(tmp_path / "good"))
     page, answer = Refresher(pages).refresh("/sessions", "?a=good&b=slow", {})
     shown = json.dumps(json.loads(to_json_plotly([page, answer])), ensure_ascii=False).replace("\xa0", " ")
-    found = compare("good", "slow", out=tmp_path)  # the command line says the same
-    assert found.change_pct == pytest.approx(57, abs=3) and found.stage == "data"
-    before, _, after = found.headline.split("`")  # what is in backticks is code
+    compared = compare("good", "slow", out=tmp_path)  # the command line says the same
+    assert compared.change_pct == pytest.approx(57, abs=3) and compared.stage == "data"
+    before, _, after = compared.headline.split("`")  # what is in backticks is code
     assert before in shown and after in shown and after.endswith("more on rank 1 (host-0)")
     assert "python train.py --lr 2" in shown and "+57" in shown and not pages.errors
     for names in (("good", "gone"), ("gone", "slow")):
@@ -696,16 +702,16 @@ def test_sessions_are_listed_with_the_running_ones_first(tmp_path: Path) -> None
         running.play(5)
     pages = SessionPages(running.source, clock=clock, timer=clock.timer)
     pages.poll()
-    found = {entry.name: entry for entry in look(pages, "sessions")["chosen"].items}
-    assert next(iter(found)) == "goes-on"
-    states = {name: (entry.status, entry.label, entry.rank) for name, entry in found.items()}
+    entries = {entry.name: entry for entry in look(pages, "sessions")["chosen"].items}
+    assert next(iter(entries)) == "goes-on"
+    states = {name: (entry.status, entry.label, entry.rank) for name, entry in entries.items()}
     assert states == {
         "goes-on": ("running", "straggler", 1),
         "ended": ("finished", "straggler", 1),
         "bare": ("finished", "straggler", 1),
         "lost": ("never finished", "straggler", 1),
     }
-    assert found["goes-on"].cost_pct and found["goes-on"].steps == 60
+    assert entries["goes-on"].cost_pct and entries["goes-on"].steps == 60
     assert [e.name for e in look(pages, "sessions", state="never finished")["chosen"].items] == ["lost"]
     assert [e.name for e in look(pages, "sessions", q="rank 1 ended")["chosen"].items] == ["ended"]
     running.aggregator.close()
@@ -718,8 +724,8 @@ def test_heatmap_above_a_thousand_ranks_has_a_row_per_node(tmp_path: Path) -> No
     assert (heat["by"], heat["z"].shape, heat["nodes"][-1]) == ("node", (129, 19), "host-128")
     assert (heat["z"][-1, 10:] > 165).all() and (heat["z"][:-1] < 135).all()
     (last,) = heat["ranks"][-1:]
-    found = look(pages, "cell", ranks=[last, last], first=15, last=15)
-    assert found["text"].startswith("rank 1029: 1.6")
+    cell = look(pages, "cell", ranks=[last, last], first=15, last=15)
+    assert cell["text"].startswith("rank 1029: 1.6")
 
 
 def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
@@ -832,17 +838,17 @@ def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
 @given(st.lists(st.floats(0.1, 100) | st.just(float("nan")), min_size=1, max_size=20), st.floats(0, 1))
 def test_quantiles_are_those_of_numpy(values: list[float], share: float) -> None:
     known = [value for value in values if value == value]
-    found = quantiles(np.array(values), (share,))[0]
-    assert found == pytest.approx(np.quantile(known, share)) if known else np.isnan(found)
+    quantile = quantiles(np.array(values), (share,))[0]
+    assert quantile == pytest.approx(np.quantile(known, share)) if known else np.isnan(quantile)
 
 
 def test_deviations_tell_twice_from_four_times_in_one_byte() -> None:
     values = np.array([[0.25, 0.5, 1.0, 1.05, 2.0, 4.0, 20.0, 0.0, np.nan]])
     middle = np.ones(9)
-    found = deviations(values, middle, middle)
-    assert found.tolist() == [[0, 64, 127, 131, 190, 254, 254, 0, MISSING]]
-    assert ratio(found[0, :6]) == pytest.approx(values[0, :6], rel=0.01)
-    assert excess(found[:, [2, 4, 8]]) == pytest.approx([0.5], rel=0.02)
+    levels = deviations(values, middle, middle)
+    assert levels.tolist() == [[0, 64, 127, 131, 190, 254, 254, 0, MISSING]]
+    assert ratio(levels[0, :6]) == pytest.approx(values[0, :6], rel=0.01)
+    assert excess(levels[:, [2, 4, 8]]) == pytest.approx([0.5], rel=0.02)
     assert (deviations(values, middle, np.zeros(9)) == MISSING).all()
 
 
@@ -889,8 +895,8 @@ def test_range_of_the_url_is_that_of_every_chart(tmp_path: Path, page: str) -> N
     """Node and process are drawn over time: their samples are of the time in which these steps were."""
     played = Paced(tmp_path / "demo", late=None)
     pages = followed(played, 60)
-    of: dict[str, Any] = {"overview": {}, "rank": {"rank": 5}, "node": {"node": "node-1"}}[page]
-    view = look(pages, page, **of, **{"from": 150, "to": 200})
+    key: dict[str, Any] = {"overview": {}, "rank": {"rank": 5}, "node": {"node": "node-1"}}[page]
+    view = look(pages, page, **key, **{"from": 150, "to": 200})
     assert view["axis"]["between"] == (150, 200)
     if page == "overview":
         assert view["columns"]["first"].tolist() == view["columns"]["last"].tolist() == list(range(150, 201))
@@ -954,12 +960,13 @@ def test_cost_is_said_once_on_the_first_screen(played: Played) -> None:
             return [word for child in element[2:] for word in words(child)]
         return [element] if isinstance(element, str) else []
 
-    found = " ".join(words(strip))
+    shown_text = " ".join(words(strip))
     cost = look(pages, "header")["incident"]["cost_s"]
     assert (
-        found.count(text.duration(cost)) == 1 and found.count(" % ") + found.count("\u00a0% ") == 2
+        shown_text.count(text.duration(cost)) == 1
+        and shown_text.count(" % ") + shown_text.count("\u00a0% ") == 2
     )  # of steps
-    assert "Fixing" not in found and "so far" in found and "Since step 100" in found
+    assert "Fixing" not in shown_text and "so far" in shown_text and "Since step 100" in shown_text
 
 
 def test_names_are_in_the_order_of_their_numbers() -> None:
@@ -1003,8 +1010,8 @@ def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None
     assert "rank-hours" in shown["/events"]
     poll = SessionPoll(StoredSource(played.folder))
     poll.poll()
-    _, of = poll.made(lambda: take(poll, poll.newest, Choice()))
-    shown["top"] = "\n".join(row.plain for row in panel(of, Choice(), 120, 60))
+    _, newest = poll.made(lambda: take(poll, poll.newest, Choice()))
+    shown["top"] = "\n".join(row.plain for row in panel(newest, Choice(), 120, 60))
     shown |= {name: (played.folder / name).read_text() for name in ("report.txt", "report.html")}
     for face, words in shown.items():
         assert not [wrong for wrong in ("GPU-hours", "sync wait", "post sync") if wrong in words], face

@@ -47,7 +47,7 @@ MB = 1_000_000
 
 def sharding(rank: int = 0, **fields: Any) -> Sharding:
     """Two shards of a model of ten rows of a megabyte, on a mesh of 2 × 2."""
-    own = Sharding(
+    usual = Sharding(
         *(2, 5 * MB, 10 * MB, 0, 5 * MB, 2, rank % 2, 2, [2, 2], ["replicate", "shard"]),
         *({"stored": "float32", "computed": "bfloat16", "reduced": "float32"}, {"yes": 1, "no": 1}),
         steps=4,
@@ -60,17 +60,23 @@ def sharding(rank: int = 0, **fields: Any) -> Sharding:
         gather_wait_ns=8_000_000,
         reduce_wait_ns=0,
     )
-    return msgspec.structs.replace(own, **fields)
+    return msgspec.structs.replace(usual, **fields)
 
 
 class Divided(Played):
     """All ranks say how their model is divided; rank 0 has more of it, for 3 rows cannot be halved."""
 
     def _batch(self, rank: Rank, rows: Any, **fields: Any) -> bytes:
-        at = rank.identity.global_rank
-        part = UnevenShard("embed.weight", 3, 2 - at % 2, (2 - at % 2) * MB)
-        own = sharding(at, shard_bytes=(2 - at % 2) * MB, full_bytes=3 * MB, uneven=[part], uneven_count=1)
-        return super()._batch(rank, rows, **{"sharding": own, "strategy": "fsdp2+hsdp", **fields})
+        rank_number = rank.identity.global_rank
+        part = UnevenShard("embed.weight", 3, 2 - rank_number % 2, (2 - rank_number % 2) * MB)
+        sent = sharding(
+            rank_number,
+            shard_bytes=(2 - rank_number % 2) * MB,
+            full_bytes=3 * MB,
+            uneven=[part],
+            uneven_count=1,
+        )
+        return super()._batch(rank, rows, **{"sharding": sent, "strategy": "fsdp2+hsdp", **fields})
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +112,12 @@ def test_ranks_that_hold_more_are_named_with_the_parameter_that_makes_it() -> No
     rows = [3, 3, 3, 1]
     ranks = {
         rank: sharding(
-            shards=4, shard_bytes=own * MB, uneven=[UnevenShard("w", 10, own, own * MB)], uneven_count=1
+            shards=4,
+            shard_bytes=n_rows * MB,
+            uneven=[UnevenShard("w", 10, n_rows, n_rows * MB)],
+            uneven_count=1,
         )
-        for rank, own in enumerate(rows)
+        for rank, n_rows in enumerate(rows)
     }
     (one,) = models(ranks)
     assert one.imbalance is not None  # three have as much: the one that has less stands out
@@ -141,12 +150,20 @@ def test_stages_of_a_pipeline_are_models_by_themselves() -> None:
 def test_summary_report_and_page_say_who_holds_what(divided: Path) -> None:
     summary = json.loads((divided / "summary.json").read_text())
     assert summary["session"]["strategy"] == "hsdp"
-    found = summary["sharding"]
-    (one,) = found["models"]
+    block = summary["sharding"]
+    (one,) = block["models"]
     assert one["imbalance"]["ranks"] == [0, 2] and one["uneven"][0]["per_rank"]["1"] == 1
-    own = found["per_rank"]["0"]
-    assert (own["shard_bytes"], own["gathered_bytes"], own["gather_wait_ms"]) == (2 * MB, 12 * MB, 2.0)
-    assert (own["unsharded_share"], own["optimizer_bytes"], own["forward_peak_bytes"]) == (0.25, None, None)
+    of_rank = block["per_rank"]["0"]
+    assert (of_rank["shard_bytes"], of_rank["gathered_bytes"], of_rank["gather_wait_ms"]) == (
+        2 * MB,
+        12 * MB,
+        2.0,
+    )
+    assert (of_rank["unsharded_share"], of_rank["optimizer_bytes"], of_rank["forward_peak_bytes"]) == (
+        0.25,
+        None,
+        None,
+    )
 
     text = " ".join((divided / "report.txt").read_text().split())
     assert "hsdp" in text and "Ranks 0 and 2 hold 2 MB each" in text
@@ -178,23 +195,23 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
         poll.poll()
         memory = Choice(pane="memory")
         shown = poll.made(lambda chosen=memory: take(poll, poll.newest, chosen))[1]
-    lines = " ".join(each.plain.strip() for each in panel(shown, memory, 120, 40))
+    lines = " ".join(line.plain.strip() for line in panel(shown, memory, 120, 40))
     assert "HSDP" in lines and "SHARDS" in lines and "Ranks 0 and 2 hold 2 MB each" in lines
 
 
 def test_of_many_ranks_a_page_asks_for_those_that_hold_most(divided: Path) -> None:
     with SessionFile(divided / "session.sqlite") as file:
-        found = sharding_of(file, 2)
-    assert found is not None and [*found["per_rank"]] == ["0", "2"]
-    assert found["models"][0]["ranks"] == [0, 1, 2, 3]
-    assert per_step(found, found["models"][0]).startswith("12 MB gathered in 3 all-gathers, ")
+        answer = sharding_of(file, 2)
+    assert answer is not None and [*answer["per_rank"]] == ["0", "2"]
+    assert answer["models"][0]["ranks"] == [0, 1, 2, 3]
+    assert per_step(answer, answer["models"][0]).startswith("12 MB gathered in 3 all-gathers, ")
 
 
 def test_model_in_words() -> None:
     (one,) = models({0: sharding(resharded={"2": 2}, offloaded_bytes=1, mesh_dims=[], mesh_shape=[4])})
-    said = about_model(msgspec.to_builtins(one))
-    assert said[0] == "10 MB of parameters in 2 groups" and said[-1] == "shards offloaded to the host"
-    assert "(mesh: 4)" in said[1] and said[3] == "resharded to 2 ranks after forward"
+    facts = about_model(msgspec.to_builtins(one))
+    assert facts[0] == "10 MB of parameters in 2 groups" and facts[-1] == "shards offloaded to the host"
+    assert "(mesh: 4)" in facts[1] and facts[3] == "resharded to 2 ranks after forward"
 
 
 def test_file_of_before_has_no_shards_and_takes_some(tmp_path: Path, divided: Path) -> None:
@@ -225,7 +242,7 @@ def test_shards_are_exported_with_a_column_for_each_field(divided: Path, tmp_pat
     assert main(["export", str(divided), "--format", "csv", "-o", str(tmp_path / "tables")]) == 0
     with (tmp_path / "tables" / "shards.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert [row["shard_bytes"] for row in rows] == [str((2 - at % 2) * MB) for at in range(4)]
+    assert [row["shard_bytes"] for row in rows] == [str((2 - row_number % 2) * MB) for row_number in range(4)]
     assert rows[1]["mesh_dims"] == '["replicate","shard"]' and '"embed.weight",3,1' in rows[1]["uneven"]
     assert rows[0]["optimizer_bytes"] == ""
 
@@ -244,9 +261,9 @@ def test_batch_with_shards_goes_over_the_wire() -> None:
 
 @pytest.fixture
 def ours() -> Iterator[Instrumentation]:
-    found = Instrumentation(Recorder(StepRing(8)), Patcher())
-    yield found
-    found.patcher.restore()
+    made = Instrumentation(Recorder(StepRing(8)), Patcher())
+    yield made
+    made.patcher.restore()
 
 
 def test_model_that_is_given_to_deepspeed_is_said_to_be(

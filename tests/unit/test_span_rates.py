@@ -35,13 +35,13 @@ def window(late_ms: float, ranks: int = 3, steps: int = 50, every: int = 1) -> W
     """Steps in which rank 1 is late out of `post_sync`, each or every so many of them."""
     keys = np.arange(10, 10 + steps, dtype=np.int64) << SEGMENT_BITS
     flags = np.zeros(steps, np.uint8)
-    found = []
+    chunk = []
     for rank in range(ranks):
         rows = np.tile(np.array(ORDINARY, dtype=np.float64), (steps, 1))
         late = np.arange(steps) % every == 0
         rows[late, 0 if rank == 1 else 5] += late_ms
-        found.append(RankRows(rank, "node-0", keys, flags, (rows * MS).astype(np.int64)))
-    return align(found, ranks)
+        chunk.append(RankRows(rank, "node-0", keys, flags, (rows * MS).astype(np.int64)))
+    return align(chunk, ranks)
 
 
 class Known:
@@ -148,7 +148,7 @@ SUMS = st.lists(
 
 @given(SUMS, st.integers(0, 80))
 def test_span_rates_of_two_ranges_add_up_to_the_whole(sums: list[SpanSum], cut: int) -> None:
-    last = max((each.last_step for each in sums), default=0)
+    last = max((span_sum.last_step for span_sum in sums), default=0)
     whole, before, after = (
         span_rates(sums, 0, last),
         span_rates(sums, 0, cut),
@@ -177,9 +177,9 @@ def test_stored_spans_give_the_same_rates_as_those_in_memory(
     with SessionFile(folder / "session.sqlite") as session:
         stored = StoredSpans(session, shown(session.processes())).find([0], first, last)
     live = span_rates(sums, first, last)
-    found = stored.get(0, {})
-    for key in found.keys() | live.keys():
-        for a, b in zip(found.get(key, SpanRate(0, 0)), live.get(key, SpanRate(0, 0)), strict=True):
+    rates = stored.get(0, {})
+    for key in rates.keys() | live.keys():
+        for a, b in zip(rates.get(key, SpanRate(0, 0)), live.get(key, SpanRate(0, 0)), strict=True):
             assert a == pytest.approx(b, abs=1)
 
 

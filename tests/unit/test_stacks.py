@@ -96,12 +96,12 @@ def test_garbage_collection_during_the_walk_does_not_stop_the_process() -> None:
 
 @pytest.mark.parametrize("owner", [None, 12345678])
 def test_main_thread_is_taken_without_a_training_thread(owner: int | None) -> None:
-    found: list[wire.Event] = []
-    asking = threading.Thread(target=lambda: found.append(stacks.event(owner, OPEN, "h1")))
+    events: list[wire.Event] = []
+    asking = threading.Thread(target=lambda: events.append(stacks.event(owner, OPEN, "h1")))
     asking.start()
     asking.join(240)
-    assert found[0].message.startswith("thread MainThread, training:\n")
-    assert "test_stacks.py" in str(found[0].data["where"])
+    assert events[0].message.startswith("thread MainThread, training:\n")
+    assert "test_stacks.py" in str(events[0].data["where"])
 
 
 def test_text_is_bounded_and_fits_the_wire_for_any_file_name() -> None:

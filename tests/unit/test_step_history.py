@@ -42,19 +42,19 @@ def fed(
 ) -> StepHistory:
     """StepHistory that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
     steps, every = StepHistory(limits), processes(d, flags=flags, exchanges=exchanges)
-    at = [0] * len(every)
+    sent = [0] * len(every)
     for ends in [*cuts, [len(d)] * len(every)]:
         pieces = []
         for rank, end in enumerate(ends):
-            end = max(end, at[rank])
+            end = max(end, sent[rank])
             whole = every[rank]
-            part = slice(at[rank], end)
+            part = slice(sent[rank], end)
             pieces.append(
                 type(whole)(rank, whole.node, whole.keys[part], whole.flags[part], whole.rows[part])
             )
-            at[rank] = end
+            sent[rank] = end
         steps.take([piece for piece in pieces if len(piece.keys)])
-        steps.advance(set(range(len(every))), at.count(0), len(every))
+        steps.advance(set(range(len(every))), sent.count(0), len(every))
     return steps
 
 
@@ -87,7 +87,7 @@ def test_history_does_not_depend_on_how_rows_arrive(data: st.DataObject) -> None
 
 def test_slowest_of_several_groups_is_the_step() -> None:
     d = np.concatenate([rows(80, 2), 2 * rows(80, 2, 1)], axis=1)
-    every = [replace(own, group=(own.rank // 2 * 2, 2)) for own in processes(d)]
+    every = [replace(rank_rows, group=(rank_rows.rank // 2 * 2, 2)) for rank_rows in processes(d)]
     steps = StepHistory(LIMITS)
     for begin in range(0, 80, 16):
         part = slice(begin, begin + 16)
@@ -217,32 +217,34 @@ def test_history_does_not_depend_on_the_order_of_ranks_or_their_delay(data: st.D
     """Deliveries in any order between ranks; a rank may be given up, and deliver all that it has later."""
     ranks, count = data.draw(st.integers(2, 4)), 60
     every = processes(rows(count, ranks, data.draw(st.integers(0, 9))))
-    at, found = [0] * ranks, StepHistory(LIMITS)
+    sent, history = [0] * ranks, StepHistory(LIMITS)
     deliveries = st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(1, 30)), max_size=12)
     for rank, n in data.draw(deliveries):
-        if at[rank] < count:
-            found.take([every[rank].take(slice(at[rank], at[rank] + n))])
-            at[rank] += n
-            found.advance(set(data.draw(st.sets(st.integers(0, ranks - 1)))), 0, ranks)
-    found.take([own.take(slice(n, None)) for own, n in zip(every, at, strict=True) if n < count])
-    found.advance(set(range(ranks)), 0, ranks)
+        if sent[rank] < count:
+            history.take([every[rank].take(slice(sent[rank], sent[rank] + n))])
+            sent[rank] += n
+            history.advance(set(data.draw(st.sets(st.integers(0, ranks - 1)))), 0, ranks)
+    history.take(
+        [rank_rows.take(slice(n, None)) for rank_rows, n in zip(every, sent, strict=True) if n < count]
+    )
+    history.advance(set(range(ranks)), 0, ranks)
     at_once = StepHistory(LIMITS)
     at_once.take(every)
     at_once.advance(set(range(ranks)), 0, ranks)
-    same(found, at_once)
-    assert found.left_out == 0 and found.taken == at_once.taken == count * ranks
+    same(history, at_once)
+    assert history.left_out == 0 and history.taken == at_once.taken == count * ranks
 
 
 def test_rows_that_come_a_second_time_change_nothing() -> None:
     every = processes(rows(60, 2))
     once, twice = StepHistory(LIMITS), StepHistory(LIMITS)
     for begin in range(0, 60, 10):
-        part = [own.take(slice(begin, begin + 10)) for own in every]
+        part = [rank_rows.take(slice(begin, begin + 10)) for rank_rows in every]
         for history in (once, twice):
             history.take(part)
             history.advance({0, 1}, 0, 2)
         twice.take(part)
-        twice.take([own.take(slice(0, begin)) for own in every if begin])
+        twice.take([rank_rows.take(slice(0, begin)) for rank_rows in every if begin])
     assert (twice.taken, twice.generation) == (once.taken, once.generation) == (120, once.generation)
     same(once, twice)
 
@@ -250,7 +252,7 @@ def test_rows_that_come_a_second_time_change_nothing() -> None:
 def test_rows_for_forgotten_steps_are_left_out_and_counted() -> None:
     every = processes(rows(9000, 2))
     history = StepHistory(LIMITS)
-    history.take([own.take(slice(0, 10)) for own in every])
+    history.take([rank_rows.take(slice(0, 10)) for rank_rows in every])
     history.advance({0, 1}, 0, 2)
     for begin in range(10, 9000, 500):
         history.take([every[0].take(slice(begin, begin + 500))])
@@ -270,23 +272,23 @@ def test_window_of_a_table_equals_align_on_the_rows(data: st.DataObject) -> None
     marks = np.array([[data.draw(MARKS) for _ in range(ranks)] for _ in range(count)], np.uint8)
     every = processes(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))
     some = st.sets(st.integers(0, count - 1), min_size=1)
-    every = [own.take(np.array(sorted(data.draw(some)), np.int64)) for own in every]
+    every = [rank_rows.take(np.array(sorted(data.draw(some)), np.int64)) for rank_rows in every]
     table = RowTable()
     table.add_ranks(range(ranks))
-    pieces = [(own, cut) for own in every for cut in (slice(0, 7), slice(7, None))]
-    for own, cut in data.draw(st.permutations(pieces)):
-        if len(own.keys[cut]):
-            places = table.places([own.rank])
-            table.put(places, own.keys[cut], own.flags[cut][None], own.rows[cut][None])
-    who = [Who(own.node, own.group, own.strategy) for own in every]
-    found = table.window(table.between(-1, 1 << 62), range(ranks), who, ranks)
+    pieces = [(rank_rows, cut) for rank_rows in every for cut in (slice(0, 7), slice(7, None))]
+    for rank_rows, cut in data.draw(st.permutations(pieces)):
+        if len(rank_rows.keys[cut]):
+            places = table.places([rank_rows.rank])
+            table.put(places, rank_rows.keys[cut], rank_rows.flags[cut][None], rank_rows.rows[cut][None])
+    who = [Who(rank_rows.node, rank_rows.group, rank_rows.strategy) for rank_rows in every]
+    window_of_table = table.window(table.between(-1, 1 << 62), range(ranks), who, ranks)
     aligned = align(every, ranks)
     for name in ("keys", "ranks", "d", "flags", "lacking"):
-        assert np.array_equal(getattr(found, name), getattr(aligned, name)), name
-    for own in every:
-        keys, flags, own_rows = table.line(own.rank, 1000)
-        assert np.array_equal(keys, own.keys) and np.array_equal(own_rows, own.rows)
-        assert np.array_equal(flags, own.flags)
+        assert np.array_equal(getattr(window_of_table, name), getattr(aligned, name)), name
+    for rank_rows in every:
+        keys, flags, own_rows = table.line(rank_rows.rank, 1000)
+        assert np.array_equal(keys, rank_rows.keys) and np.array_equal(own_rows, rank_rows.rows)
+        assert np.array_equal(flags, rank_rows.flags)
 
 
 def test_table_forgets_the_oldest_columns_and_keeps_the_rest() -> None:
@@ -296,7 +298,7 @@ def test_table_forgets_the_oldest_columns_and_keeps_the_rest() -> None:
         keys = np.arange(begin, begin + 100, dtype=np.int64) << SEGMENT_BITS
         table.put(table.places([7]), keys, np.zeros((1, 100), np.uint8), d[None, begin : begin + 100, 0])
         table.forget(1 << 62)
-    keys, _, found = table.line(7, 4000)
-    assert np.array_equal(found, d[-4000:, 0]) and keys[-1] >> SEGMENT_BITS == 19_999
+    keys, _, line_rows = table.line(7, 4000)
+    assert np.array_equal(line_rows, d[-4000:, 0]) and keys[-1] >> SEGMENT_BITS == 19_999
     assert held_bytes(table) < 2 << 20
     assert len(table.line(8, 10)[0]) == 0

@@ -17,18 +17,20 @@ LEVELS = [100 * MIB, 120 * MIB, None, 90 * MIB]
 
 
 def only(path: Path) -> Recording:
-    (found,) = read(path).recordings
-    return found
+    (recording,) = read(path).recordings
+    return recording
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("name", ["events.json", "segment-000001.jsonl", "track.csv"])
 def test_every_form_and_schema_gives_the_same_numbers(tmp_path: Path, name: str, version: int) -> None:
-    found = only(write(tmp_path / name, events(LEVELS, rank=3, world=8, version=version, outside=50 * MIB)))
-    assert (found.rank, found.world_size, found.node, found.device) == (3, 8, "node-a", 0)
-    assert found.wall and found.run is None and found.bound_ns is None
-    assert [*found.t_ns] == [BEGAN_NS + at * SECOND for at in range(4)]
-    mib = {name: values / MIB for name, values in found.columns.items()}
+    recording = only(
+        write(tmp_path / name, events(LEVELS, rank=3, world=8, version=version, outside=50 * MIB))
+    )
+    assert (recording.rank, recording.world_size, recording.node, recording.device) == (3, 8, "node-a", 0)
+    assert recording.wall and recording.run is None and recording.bound_ns is None
+    assert [*recording.t_ns] == [BEGAN_NS + second * SECOND for second in range(4)]
+    mib = {name: values / MIB for name, values in recording.columns.items()}
     np.testing.assert_array_equal(mib["allocated_bytes"], [100, 120, np.nan, 90])
     np.testing.assert_array_equal(mib["reserved_bytes"], [102, 122, np.nan, 92])
     np.testing.assert_array_equal(mib["device_used_bytes"], [152, 172, np.nan, 142])
@@ -48,21 +50,21 @@ def test_csv_with_whole_numbers_written_as_floats_keeps_its_times(tmp_path: Path
     for record in records:
         record["allocator_allocated_bytes"] = float(record["allocator_allocated_bytes"])
         record["timestamp_ns"] += 1  # more digits than a float has
-    found = only(write(tmp_path / "x.csv", records))
-    assert [*found.t_ns] == [BEGAN_NS + 1, BEGAN_NS + SECOND + 1]
-    assert [*found.columns["allocated_bytes"]] == [MIB, 3 * MIB]
+    recording = only(write(tmp_path / "x.csv", records))
+    assert [*recording.t_ns] == [BEGAN_NS + 1, BEGAN_NS + SECOND + 1]
+    assert [*recording.columns["allocated_bytes"]] == [MIB, 3 * MIB]
 
 
 def test_used_memory_that_repeats_the_allocator_is_not_known(tmp_path: Path) -> None:
-    found = only(write(tmp_path / "x.json", events(LEVELS)))
-    assert "device_used_bytes" not in found.columns
-    assert found.columns["device_total_bytes"][0] == 80_000 * MIB
+    recording = only(write(tmp_path / "x.json", events(LEVELS)))
+    assert "device_used_bytes" not in recording.columns
+    assert recording.columns["device_total_bytes"][0] == 80_000 * MIB
 
 
 def test_cpu_tracker_gives_resident_memory_of_the_host(tmp_path: Path) -> None:
-    found = only(write(tmp_path / "x.csv", of_cpu([300 * MIB, 301 * MIB])))
-    assert found.device is None
-    assert {name: [*values] for name, values in found.columns.items()} == {
+    recording = only(write(tmp_path / "x.csv", of_cpu([300 * MIB, 301 * MIB])))
+    assert recording.device is None
+    assert {name: [*values] for name, values in recording.columns.items()} == {
         "rss_bytes": [300 * MIB, 301 * MIB]
     }
 
@@ -71,20 +73,20 @@ def test_several_events_about_one_sample_count_once(tmp_path: Path) -> None:
     records = events([5 * MIB, 6 * MIB, 7 * MIB])
     peak = records[1] | {"event_type": "peak", "timestamp_ns": records[1]["timestamp_ns"] + 80_000}
     start = events([0])[0] | {"event_type": "start", "timestamp_ns": BEGAN_NS - SECOND}
-    found = only(write(tmp_path / "x.json", [start, records[0], records[1], peak, records[2]]))
-    assert [*found.columns["allocated_bytes"]] == [5 * MIB, 6 * MIB, 7 * MIB]
+    recording = only(write(tmp_path / "x.json", [start, records[0], records[1], peak, records[2]]))
+    assert [*recording.columns["allocated_bytes"]] == [5 * MIB, 6 * MIB, 7 * MIB]
 
 
 def test_processes_ranks_and_devices_of_one_file_are_apart(tmp_path: Path) -> None:
     records = events([MIB], rank=0, world=2) + events([MIB], rank=0, world=2, device=1)
     records += events([MIB], rank=1, world=2)
-    found = read(write(tmp_path / "x.json", records)).recordings
-    assert sorted((each.rank, each.device) for each in found) == [(0, 0), (0, 1), (1, 0)]
+    recordings = read(write(tmp_path / "x.json", records)).recordings
+    assert sorted((one.rank, one.device) for one in recordings) == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_world_of_one_says_no_rank_and_torchruns_none_no_run(tmp_path: Path) -> None:
-    found = only(write(tmp_path / "x.json", events([MIB], job="none")))
-    assert (found.rank, found.world_size, found.run) == (None, None, None)
+    recording = only(write(tmp_path / "x.json", events([MIB], job="none")))
+    assert (recording.rank, recording.world_size, recording.run) == (None, None, None)
     assert only(write(tmp_path / "x.json", events([MIB], job="j7", rank=1, world=2))).run == "j7"
 
 
@@ -95,11 +97,11 @@ def test_times_that_are_not_of_the_wall_clock_are_marked(tmp_path: Path) -> None
 def test_events_without_a_version_are_read_as_a_dump_after_an_oom_has_them(tmp_path: Path) -> None:
     records = [
         {
-            "timestamp": (BEGAN_NS + at * SECOND) / 1e9,
+            "timestamp": (BEGAN_NS + second * SECOND) / 1e9,
             "event_type": "sample",
             "session_id": "s",
-            "memory_allocated": at * MIB,
-            "memory_reserved": at * MIB + 5,
+            "memory_allocated": second * MIB,
+            "memory_reserved": second * MIB + 5,
             "memory_change": 1,
             "device_id": 2,
             "rank": 1,
@@ -108,17 +110,17 @@ def test_events_without_a_version_are_read_as_a_dump_after_an_oom_has_them(tmp_p
             "device_total": 9 * MIB,
             "backend": "cuda",
         }
-        for at in range(4)
+        for second in range(4)
     ]
-    found = only(write(tmp_path / "events.json", records))
-    assert (found.rank, found.world_size, found.device) == (1, 4, 2)
-    assert abs(int(found.t_ns[0]) - BEGAN_NS) < 1000
-    assert [*found.columns["allocated_bytes"]] == [0, MIB, 2 * MIB, 3 * MIB]
-    assert found.columns["device_total_bytes"][0] == 9 * MIB
+    recording = only(write(tmp_path / "events.json", records))
+    assert (recording.rank, recording.world_size, recording.device) == (1, 4, 2)
+    assert abs(int(recording.t_ns[0]) - BEGAN_NS) < 1000
+    assert [*recording.columns["allocated_bytes"]] == [0, MIB, 2 * MIB, 3 * MIB]
+    assert recording.columns["device_total_bytes"][0] == 9 * MIB
 
 
 def timeline(folder: Path, **more: Any) -> Path:
-    seconds = [BEGAN_NS / 1e9 + at for at in range(5)]
+    seconds = [BEGAN_NS / 1e9 + second for second in range(5)]
     body = {"timestamps": seconds, "allocated": [1e6, 2e6, None, 4e6, 5e6], "reserved": [9e6] * 5, **more}
     folder.mkdir(exist_ok=True)
     (folder / "telemetry_timeline.json").write_text(json.dumps(body))
@@ -129,26 +131,32 @@ def test_timeline_is_that_of_the_process_in_the_manifest_beside_it(tmp_path: Pat
     path = timeline(tmp_path)
     session = {"session_id": "s", "host": "node-b", "pid": 7, "rank": 3, "world_size": 8, "job_id": "j"}
     path.with_name("manifest.json").write_text(json.dumps({"version": 2, "session": session}))
-    found = only(path)
-    assert (found.rank, found.world_size, found.node, found.run, found.device) == (3, 8, "node-b", "j", 0)
-    assert {*found.columns} == {"allocated_bytes", "reserved_bytes"}
-    assert np.isnan(found.columns["allocated_bytes"][2])
-    assert found.wall and np.diff(found.t_ns).tolist() == [SECOND] * 4
+    recording = only(path)
+    assert (recording.rank, recording.world_size, recording.node, recording.run, recording.device) == (
+        3,
+        8,
+        "node-b",
+        "j",
+        0,
+    )
+    assert {*recording.columns} == {"allocated_bytes", "reserved_bytes"}
+    assert np.isnan(recording.columns["allocated_bytes"][2])
+    assert recording.wall and np.diff(recording.t_ns).tolist() == [SECOND] * 4
 
 
 @pytest.mark.parametrize("where", [None, "metadata", "distributed_identity"])
 def test_timeline_says_its_rank_itself(tmp_path: Path, where: str | None) -> None:
     identity = {"rank": 5, "local_rank": 1, "world_size": 8}
-    found = only(timeline(tmp_path, **({where: identity} if where else identity)))
-    assert (found.rank, found.world_size) == (5, 8)
+    recording = only(timeline(tmp_path, **({where: identity} if where else identity)))
+    assert (recording.rank, recording.world_size) == (5, 8)
 
 
 def test_timeline_of_a_cpu_is_resident_memory(tmp_path: Path) -> None:
     path = timeline(tmp_path)
     path.with_name("environment.json").write_text('{"system": {"detected_backend": "cpu"}}')
     path.with_name("manifest.json").write_text("not JSON at all")
-    found = only(path)
-    assert (found.device, found.rank, [*found.columns]) == (None, None, ["rss_bytes"])
+    recording = only(path)
+    assert (recording.device, recording.rank, [*recording.columns]) == (None, None, ["rss_bytes"])
 
 
 def test_timeline_whose_lists_differ_in_length_is_refused(tmp_path: Path) -> None:
@@ -225,9 +233,9 @@ def test_file_about_something_else_holds_no_samples(tmp_path: Path, name: str, c
 def test_last_line_that_is_being_written_is_left_out(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, events([MIB] * 5))
     path.write_bytes(path.read_bytes()[:-300])
-    found = read(path)
-    assert [len(each.t_ns) for each in found.recordings] == [4]
-    assert "last line is not whole" in found.notes[0]
+    file = read(path)
+    assert [len(recording.t_ns) for recording in file.recordings] == [4]
+    assert "last line is not whole" in file.notes[0]
 
 
 def test_line_that_is_broken_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -43,8 +43,10 @@ def grouped(
     strategy: str | None = None,
     flags: int = 0,
 ) -> Window:
-    found = processes(of_ms(rows, steps), flags=flags)
-    ranks = [replace(one, group=group, strategy=strategy) for one, group in zip(found, groups, strict=True)]
+    ranks_rows = processes(of_ms(rows, steps), flags=flags)
+    ranks = [
+        replace(one, group=group, strategy=strategy) for one, group in zip(ranks_rows, groups, strict=True)
+    ]
     return align(ranks, len(rows), missing)
 
 
@@ -124,8 +126,8 @@ def test_ranks_of_unknown_group_are_one_group(snapshot: Snapshot) -> None:
 
 
 def test_ranks_in_groups_of_one_do_not_exchange_gradients(snapshot: Snapshot) -> None:
-    own: list[Group | None] = [(rank, 1) for rank in range(4)]
-    verdict = judge(grouped([*BALANCED, *LATE], own, flags=FLAG_NO_PEERS))
+    groups_of_one: list[Group | None] = [(rank, 1) for rank in range(4)]
+    verdict = judge(grouped([*BALANCED, *LATE], groups_of_one, flags=FLAG_NO_PEERS))
     assert (verdict.label, verdict.why) == ("accounting_only", abstention.NO_SYNC)
     snapshot("verdict", verdict.why)
 
@@ -148,7 +150,7 @@ def test_verdict_of_two_groups_is_that_of_the_costlier_one(
         alone.append(judge(window(of_ms(rows, 50))))
     groups: list[Group | None] = [(0, size)] * size + [(size, size)] * size
     verdict = judge(grouped(np.concatenate(parts).tolist(), groups))
-    costs = [each.rank_hours_per_hour or 0.0 for each in alone]
+    costs = [part.rank_hours_per_hour or 0.0 for part in alone]
     assert (verdict.rank_hours_per_hour or 0.0) == max(costs)
     worst = int(np.argmax(costs))
     expected = named(alone[worst])
@@ -160,19 +162,19 @@ def test_ranks_are_each_in_one_group_and_missing_ones_counted_once(
     groups: int, size: int, strided: bool, data: st.DataObject
 ) -> None:
     world = groups * size
-    of = [(rank % groups, size) if strided else (rank // size * size, size) for rank in range(world)]
+    groups_of = [(rank % groups, size) if strided else (rank // size * size, size) for rank in range(world)]
     missing = sorted(data.draw(st.sets(st.integers(0, world - 1), max_size=world - 1)))
-    found = grouped([BALANCED[0]] * world, of, missing, steps=2).by_group()
-    live = [rank for part in found for rank in part.ranks.tolist()]
+    parts = grouped([BALANCED[0]] * world, groups_of, missing, steps=2).by_group()
+    live = [rank for part in parts for rank in part.ranks.tolist()]
     assert sorted(live) == sorted(set(range(world)) - set(missing))
-    assert sum(part.expected - len(part.ranks) for part in found) == len(missing)
-    for part in found:
-        assert len({of[rank] for rank in part.ranks.tolist()}) <= 1 or len(found) == 1
+    assert sum(part.expected - len(part.ranks) for part in parts) == len(missing)
+    for part in parts:
+        assert len({groups_of[rank] for rank in part.ranks.tolist()}) <= 1 or len(parts) == 1
         assert part.d.shape == (2, len(part.ranks), N_STAGES) == (*part.flags.shape, N_STAGES)
         assert part.missing == () or len(part.missing) == part.expected - len(part.ranks)
-        if not strided and len(found) > 1 and len(part.ranks):
-            ours = of[int(part.ranks[0])]
-            assert part.missing == tuple(rank for rank in missing if of[rank] == ours)
+        if not strided and len(parts) > 1 and len(part.ranks):
+            ours = groups_of[int(part.ranks[0])]
+            assert part.missing == tuple(rank for rank in missing if groups_of[rank] == ours)
 
 
 def test_span_is_compared_within_the_group_of_the_rank() -> None:

@@ -41,8 +41,8 @@ def synced_rows(ranks, steps):
     return synced(local, np.full(steps, 100_000))
 
 
-def busy(own):
-    return own.rows[:, :5].sum(axis=1) / 1e6
+def busy(rank_rows):
+    return rank_rows.rows[:, :5].sum(axis=1) / 1e6
 
 
 CUTS = st.lists(st.integers(0, 600), max_size=12)
@@ -69,7 +69,7 @@ def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, st
     """Of more steps than are kept one by one."""
     history, every = StepHistory(LIMITS, deep=True), processes(synced_rows(ranks, steps))
     for begin in range(0, len(every[0].keys), 200):
-        history.take([own.take(slice(begin, begin + 200)) for own in every])
+        history.take([rank_rows.take(slice(begin, begin + 200)) for rank_rows in every])
         history.advance(range(ranks), 0, ranks)
     stats = history.stats()
     assert stats.error_pct == pytest.approx(error, rel=0.01)
@@ -85,16 +85,16 @@ def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, st
 def test_ranks_that_come_later_leave_the_statistics_of_the_others():
     every = processes(synced_rows(80, 9000))
     history = StepHistory(LIMITS)
-    history.take([own.take(slice(0, 6000)) for own in every[:2]])
+    history.take([rank_rows.take(slice(0, 6000)) for rank_rows in every[:2]])
     history.advance((), 0, 2)
     before = history.stats()
     assert before.error_pct < 0.13
-    history.take([own.take(slice(6000, None)) for own in every])
+    history.take([rank_rows.take(slice(6000, None)) for rank_rows in every])
     history.advance((), 0, 80)
     after = history.stats()
     assert 0.24 < after.error_pct < 0.26
     assert after.busy()[:2] == pytest.approx(
-        np.median([busy(own)[10:] for own in every[:2]], axis=1), rel=0.003
+        np.median([busy(rank_rows)[10:] for rank_rows in every[:2]], axis=1), rel=0.003
     )
     assert np.isfinite(after.busy()).all()
     assert history.counts() == {rank: 9000 if rank < 2 else 3000 for rank in range(80)}

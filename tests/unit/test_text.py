@@ -20,14 +20,14 @@ DRAWN = {
 
 
 def test_text_is_the_only_formatter_of_numbers_and_plurals() -> None:
-    own = re.compile(r""":[+,]*\.\d?[fg]\}(?!<extra>| ms)|\{'s' \* \(|\bs\{'""")
+    formatted = re.compile(r""":[+,]*\.\d?[fg]\}(?!<extra>| ms)|\{'s' \* \(|\bs\{'""")
     files = {
         path.relative_to(ROOT).as_posix(): path.read_text()
         for name in ("traceml_ray", "launchers", "dash_app")
         for path in (ROOT / name).rglob("*.py")
     }
     assert len(files) > 100
-    assert {name for name, code in files.items() if own.search(code)} - DRAWN == {"traceml_ray/text.py"}
+    assert {name for name, code in files.items() if formatted.search(code)} - DRAWN == {"traceml_ray/text.py"}
 
 
 @pytest.mark.parametrize(

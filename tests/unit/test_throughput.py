@@ -39,7 +39,7 @@ class Job(Played):
     def second(
         self, steps: int = 5, *, samples: int | None = 4, tokens: int | None = 64, **more: Any
     ) -> None:
-        amounts = (None if each is None else each * steps for each in (samples, tokens))
+        amounts = (None if amount is None else amount * steps for amount in (samples, tokens))
         last = self.step + steps - 1
         work = wire.StepWork(self.step, last, steps, steps, *amounts, **self.work)
         self.play(steps, work=[work], **more)
@@ -59,25 +59,25 @@ class Job(Played):
 
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
-    found = Job(tmp_path / "demo")
-    yield found
-    found.close()
+    made = Job(tmp_path / "demo")
+    yield made
+    made.close()
 
 
 def test_rates_are_those_of_all_ranks_as_counted_by_hand(job: Job) -> None:
     job.work = {**H200, "flops": 10**12, "flops_step": 2, "total_steps": 1000}
     for _ in range(20):
         job.second()
-    found = job.numbers(whole=True)
-    assert found["samples_per_s"] == pytest.approx(2 * 4 / STEP_S)
-    assert found["tokens_per_s"] == pytest.approx(2 * 64 / STEP_S)
-    assert found["rank_tokens_per_s"].tolist() == pytest.approx([64 / STEP_S] * 2)
-    assert (found["step_flops"], found["flops_from"], found["flops_step"]) == (2e12, "counted", 2)
-    assert found["mfu_pct"] == pytest.approx(100 * 2e12 / STEP_S / (2 * 989.4e12))
-    assert found["efficiency_pct"] == pytest.approx(100)
-    assert found["eta_s"] == pytest.approx((1000 - 100) * STEP_S)
-    assert found["line_tokens_per_s"].tolist() == pytest.approx([128 / STEP_S] * 99)
-    assert found["why"] == {}
+    numbers = job.numbers(whole=True)
+    assert numbers["samples_per_s"] == pytest.approx(2 * 4 / STEP_S)
+    assert numbers["tokens_per_s"] == pytest.approx(2 * 64 / STEP_S)
+    assert numbers["rank_tokens_per_s"].tolist() == pytest.approx([64 / STEP_S] * 2)
+    assert (numbers["step_flops"], numbers["flops_from"], numbers["flops_step"]) == (2e12, "counted", 2)
+    assert numbers["mfu_pct"] == pytest.approx(100 * 2e12 / STEP_S / (2 * 989.4e12))
+    assert numbers["efficiency_pct"] == pytest.approx(100)
+    assert numbers["eta_s"] == pytest.approx((1000 - 100) * STEP_S)
+    assert numbers["line_tokens_per_s"].tolist() == pytest.approx([128 / STEP_S] * 99)
+    assert numbers["why"] == {}
 
 
 def test_rate_is_of_the_newest_steps_and_the_line_of_each(job: Job) -> None:
@@ -121,10 +121,10 @@ def test_what_would_be_a_guess_is_not_known_and_says_why(
     job.work = work
     for _ in range(20):
         job.second(**play)
-    found = job.numbers(whole=True)
-    assert why in found["why"][name]
+    numbers = job.numbers(whole=True)
+    assert why in numbers["why"][name]
     known = {"samples": "samples_per_s", "tokens": "tokens_per_s", "mfu": "mfu_pct"}
-    assert found[known[name]] is None
+    assert numbers[known[name]] is None
 
 
 def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -> None:
@@ -132,9 +132,9 @@ def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -
     job.work = {**H200, "flops": 10**12}
     for _ in range(20):
         job.second(strategy="ddp+tp")
-    found = job.numbers(whole=True)
-    assert (found["samples_per_step"], found["step_flops"]) == (4, 2e12)
-    assert found["line_samples_per_s"].tolist() == pytest.approx([4 / STEP_S] * 99)
+    numbers = job.numbers(whole=True)
+    assert (numbers["samples_per_step"], numbers["step_flops"]) == (4, 2e12)
+    assert numbers["line_samples_per_s"].tolist() == pytest.approx([4 / STEP_S] * 99)
 
 
 @pytest.mark.parametrize(("name", "samples"), [("workers", 8), ("dp_shard_cp", None)])
@@ -146,18 +146,18 @@ def test_samples_of_a_mesh_with_a_name_of_its_own_are_those_of_all_ranks_or_not_
     }  # fmt: skip
     for _ in range(20):
         job.second()
-    found = job.numbers(whole=True)
-    assert found["samples_per_step"] == samples
-    assert samples or f"`{name}` of the device mesh" in found["why"]["samples"]
+    numbers = job.numbers(whole=True)
+    assert numbers["samples_per_step"] == samples
+    assert samples or f"`{name}` of the device mesh" in numbers["why"]["samples"]
 
 
 def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
     job.work = {"flops": 5, "job_flops": 10**10, "peak_tflops": 0.5, "device": "cpu", "device_id": "one"}
     for _ in range(10):
         job.second()
-    found = job.numbers(whole=True)
-    assert (found["step_flops"], found["flops_from"], found["devices"]) == (1e10, "told", 1)
-    assert found["mfu_pct"] == pytest.approx(100 * 1e10 / STEP_S / 0.5e12)
+    numbers = job.numbers(whole=True)
+    assert (numbers["step_flops"], numbers["flops_from"], numbers["devices"]) == (1e10, "told", 1)
+    assert numbers["mfu_pct"] == pytest.approx(100 * 1e10 / STEP_S / 0.5e12)
 
 
 def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(job: Job) -> None:
@@ -169,10 +169,10 @@ def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(jo
     job.held.release()
     with SessionFile(job.folder / "session.sqlite") as file:
         summary = summarize(file, LIMITS)
-    found = summary["throughput"]
-    assert found["tokens_per_s"] == pytest.approx(live["tokens_per_s"], abs=1e-4)
-    assert found["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
-    assert found["eta_s"] is None and job.numbers()["eta_s"] is None
+    block = summary["throughput"]
+    assert block["tokens_per_s"] == pytest.approx(live["tokens_per_s"], abs=1e-4)
+    assert block["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
+    assert block["eta_s"] is None and job.numbers()["eta_s"] is None
     report = render(summary, job.folder)
     assert "6,400 tokens/s, 400 samples/s of all ranks" in report
     assert "5.1 % of the 1,979 TFLOP/s in bfloat16 of 2 × NVIDIA H200: 2 TFLOPs a step, counted in" in report
@@ -186,9 +186,9 @@ def test_session_file_without_work_opens_and_goes_on(tmp_path: Path) -> None:
     job.close()
     with sqlite3.connect(job.folder / "session.sqlite") as connection:
         connection.execute("DROP TABLE step_work")
-    found = query.ask_one(stored(job.folder), query.Throughput())
-    assert (found["samples_per_s"], found["mfu_pct"]) == (None, None)
-    assert found["steps_per_s"] == pytest.approx(1 / STEP_S)
+    numbers = query.ask_one(stored(job.folder), query.Throughput())
+    assert (numbers["samples_per_s"], numbers["mfu_pct"]) == (None, None)
+    assert numbers["steps_per_s"] == pytest.approx(1 / STEP_S)
     again = Job(job.folder)
     again.second()
     assert again.aggregator.errors == {}
@@ -205,9 +205,9 @@ def test_nonsense_in_the_file_is_said_to_be_damage(job: Job) -> None:
 
 def test_of_a_job_without_steps_nothing_is_known_and_it_says_why(job: Job) -> None:
     def why(run: str | None = "job") -> str:
-        found = query.ask_one(job.aggregator.query, query.Throughput(run))
-        assert found["steps"] == 0 and found["samples_per_s"] is None
-        return str(found["why"]["steps"])
+        numbers = query.ask_one(job.aggregator.query, query.Throughput(run))
+        assert numbers["steps"] == 0 and numbers["samples_per_s"] is None
+        return str(numbers["why"]["steps"])
 
     assert why(None) == "no rank has reported a step yet"
     job.play(0)
@@ -232,9 +232,9 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     job.aggregator.ingest(job.relays[0].message(*finals))
     assert run_message(job.aggregator, "job", status="finished").state == "written"
     read_whole(job.aggregator.query, "job", live=True)
-    found = job.numbers()
-    assert found["steps"] == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
-    assert (found["samples_per_s"], found["eta_s"]) == (pytest.approx(2 * 4 / STEP_S), None)
+    numbers = job.numbers()
+    assert numbers["steps"] == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
+    assert (numbers["samples_per_s"], numbers["eta_s"]) == (pytest.approx(2 * 4 / STEP_S), None)
     with SessionFile(job.folder / "session.sqlite") as file:
         assert summarize(file, LIMITS)["throughput"]["eta_s"] is None
     verdict = query.ask_one(job.aggregator.query, query.Verdict())
@@ -249,34 +249,34 @@ pieces = st.lists(
 @given(pieces, st.integers(0, 40), st.integers(0, 40))
 def test_mean_of_steps_is_that_of_each_one(given_pieces: list[Any], first: int, more: int) -> None:
     """Of processes in pieces of constant size, the mean is that of the single steps that are inside."""
-    work, each = WorkHistory(), {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
+    work, sizes_of = WorkHistory(), {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
     for process, steps, size in given_pieces:
-        at = len(each[process])
-        row = wire.StepWork(at, at + steps - 1, steps, steps, None if size is None else size * steps)
+        begin = len(sizes_of[process])
+        row = wire.StepWork(begin, begin + steps - 1, steps, steps, None if size is None else size * steps)
         work.add(process, msgspec.structs.asdict(row))
-        each[process] += [np.nan if size is None else float(size)] * steps
-    found = work.per_step([0, 1, 2], first, first + more).samples
-    for process, sizes in each.items():
+        sizes_of[process] += [np.nan if size is None else float(size)] * steps
+    means = work.per_step([0, 1, 2], first, first + more).samples
+    for process, sizes in sizes_of.items():
         inside = sizes[first : first + more + 1]
         if inside:
-            np.testing.assert_allclose(found[process], np.mean(inside))
-    common = min(map(len, each.values()))
+            np.testing.assert_allclose(means[process], np.mean(inside))
+    common = min(map(len, sizes_of.values()))
     together = work.at([0, 1, 2], np.arange(common)).samples
-    np.testing.assert_allclose(together, np.sum([sizes[:common] for sizes in each.values()], axis=0))
+    np.testing.assert_allclose(together, np.sum([sizes[:common] for sizes in sizes_of.values()], axis=0))
 
 
 def test_pieces_have_a_bound_and_sums_stay() -> None:
     work = WorkHistory()
-    for at in range(5 * MOST):
+    for step in range(5 * MOST):
         row = dict.fromkeys(FACTS) | {
-            "first_step": at,
-            "last_step": at,
+            "first_step": step,
+            "last_step": step,
             "steps": 1,
-            "samples": at,
+            "samples": step,
             "tokens": 7,
         }
         work.add(1, row)
-        work.per_step([1], 0, at)
+        work.per_step([1], 0, step)
     assert len(work._rows()) <= MOST
     mean = work.per_step([1], 0, 5 * MOST)
     assert (mean.samples[0], mean.tokens[0]) == (pytest.approx((5 * MOST - 1) / 2), 7)

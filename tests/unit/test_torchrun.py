@@ -258,19 +258,19 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
 
 
 def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
-    opened, link, own = tmp_path / "opened", tmp_path / "link", tmp_path / "own"
+    opened, link, private = tmp_path / "opened", tmp_path / "link", tmp_path / "own"
     opened.mkdir()
     opened.chmod(0o777)
-    os.close(folders.hold(own))
-    link.symlink_to(own)
+    os.close(folders.hold(private))
+    link.symlink_to(private)
     for folder in (opened, link):
         assert not folders.is_private(folder)
         with pytest.raises(OSError, match="only this user can enter"):
             folders.hold(folder)
-    (own / ".in-use").unlink()
-    (own / ".in-use").symlink_to(tmp_path / "elsewhere")
+    (private / ".in-use").unlink()
+    (private / ".in-use").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
-        folders.hold(own)
+        folders.hold(private)
     assert {path.name for path in tmp_path.rglob("*")} == {"opened", "link", "own", ".in-use"}
 
 

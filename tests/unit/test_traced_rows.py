@@ -13,7 +13,10 @@ from traceml_ray.traces.trace import read_trace
 from traceml_ray.traces.traced_rows import TracedRow, traced_rows
 
 MS = 1_000_000
-STEPS = [ProfileStep(at, WALL_NS + at * 100 * MS, WALL_NS + (at + 1) * 100 * MS, None) for at in (5, 6)]
+STEPS = [
+    ProfileStep(number, WALL_NS + number * 100 * MS, WALL_NS + (number + 1) * 100 * MS, None)
+    for number in (5, 6)
+]
 
 
 def at_ms(name: str, begin: float, length: float, **more: Any) -> dict[str, Any]:
@@ -41,36 +44,36 @@ def rows(tmp_path: Path, events: list[dict[str, Any]]) -> list[TracedRow]:
 
 
 def test_stages_are_cut_where_torch_names_their_beginnings(tmp_path: Path) -> None:
-    (found,) = rows(tmp_path, step(500) + step(600))
-    assert (found.step, found.begin_ns) == (6, WALL_NS + 570 * MS)
-    assert [each / MS for each in found.stages_ns] == [30, 5, 3, 27, 25, 10]
+    (traced_row,) = rows(tmp_path, step(500) + step(600))
+    assert (traced_row.step, traced_row.begin_ns) == (6, WALL_NS + 570 * MS)
+    assert [ns / MS for ns in traced_row.stages_ns] == [30, 5, 3, 27, 25, 10]
 
 
 def test_exchange_that_ends_after_the_optimizer_began_is_not_waited_for(tmp_path: Path) -> None:
     later = at_ms("gloo:all_reduce", 72, 20, cat="user_annotation", tid=9)
-    (found,) = rows(tmp_path, step(500, later) + step(600, later))
-    assert [each / MS for each in found.stages_ns] == [30, 5, 3, 27, 25, 10]
+    (traced_row,) = rows(tmp_path, step(500, later) + step(600, later))
+    assert [ns / MS for ns in traced_row.stages_ns] == [30, 5, 3, 27, 25, 10]
 
 
 def test_row_without_a_forward_or_loader_has_no_such_stage(tmp_path: Path) -> None:
     events = [
-        each for each in step(500) + step(600) if not each["name"].startswith(("Distributed", "enumerate"))
+        event for event in step(500) + step(600) if not event["name"].startswith(("Distributed", "enumerate"))
     ]
-    (found,) = rows(tmp_path, events)
-    assert [each / MS for each in found.stages_ns] == [65, 0, 0, 0, 25, 10]
-    events = [each for each in step(500) + step(600) if not each["name"].startswith("Distributed")]
-    (found,) = rows(tmp_path, events)
-    assert [each / MS for each in found.stages_ns] == [30, 5, 0, 30, 25, 10]
+    (traced_row,) = rows(tmp_path, events)
+    assert [ns / MS for ns in traced_row.stages_ns] == [65, 0, 0, 0, 25, 10]
+    events = [event for event in step(500) + step(600) if not event["name"].startswith("Distributed")]
+    (traced_row,) = rows(tmp_path, events)
+    assert [ns / MS for ns in traced_row.stages_ns] == [30, 5, 0, 30, 25, 10]
 
 
 def test_accumulated_backwards_are_one_row(tmp_path: Path) -> None:
     def half(begin: float) -> list[dict[str, Any]]:
-        kept = [each for each in step(0) if not each["name"].startswith(("Optimizer", "gloo"))]
-        return [each | {"ts": each["ts"] / 2 + 1000 * begin, "dur": each["dur"] / 2} for each in kept]
+        kept = [event for event in step(0) if not event["name"].startswith(("Optimizer", "gloo"))]
+        return [event | {"ts": event["ts"] / 2 + 1000 * begin, "dur": event["dur"] / 2} for event in kept]
 
-    ends = [at_ms("Optimizer.step#SGD.step", at, 5, cat="user_annotation") for at in (590, 690)]
-    (found,) = rows(tmp_path, half(500) + half(540) + half(600) + half(640) + ends)
-    assert sum(found.stages_ns) == 100 * MS and found.stages_ns[4] == pytest.approx(25 * MS)
+    ends = [at_ms("Optimizer.step#SGD.step", t_ms, 5, cat="user_annotation") for t_ms in (590, 690)]
+    (traced_row,) = rows(tmp_path, half(500) + half(540) + half(600) + half(640) + ends)
+    assert sum(traced_row.stages_ns) == 100 * MS and traced_row.stages_ns[4] == pytest.approx(25 * MS)
 
 
 def test_step_without_a_backward_has_no_row(tmp_path: Path) -> None:

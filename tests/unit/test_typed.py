@@ -54,7 +54,7 @@ def _types(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def test_all_that_is_decoded_to_a_type_waits_for_its_description() -> None:
-    found = {
+    undescribed = {
         f"{path.relative_to(ROOT)}:{kind.lineno}: {ast.unparse(kind)}"
         for place in ("traceml_ray", "dash_app", "launchers")
         for path in (ROOT / place).rglob("*.py")
@@ -62,4 +62,4 @@ def test_all_that_is_decoded_to_a_type_waits_for_its_description() -> None:
         for kind in _types(ast.parse(path.read_text()))
         if not ast.unparse(kind).startswith("ready(")
     }
-    assert found == set(), "write type=ready(…), see traceml_ray/codec.py"
+    assert undescribed == set(), "write type=ready(…), see traceml_ray/codec.py"

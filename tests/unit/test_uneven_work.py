@@ -59,10 +59,10 @@ def test_planted_share_is_found(seed: int, ranks: int, share: float, steps: int)
     rng = np.random.default_rng(seed)
     tokens = lengths(rng, steps, ranks)
     common, lasting = rng.exponential(200, (steps, 1)), rng.exponential(200, (1, ranks))
-    found = explained(5000 + 0.1 * tokens + 0.1 * noise(rng, tokens, share) + common + lasting, tokens)
-    assert found is not None
-    assert found.share == pytest.approx(share, abs=0.02)
-    assert found.slope == pytest.approx(0.1, rel=1e-3)
+    explanation = explained(5000 + 0.1 * tokens + 0.1 * noise(rng, tokens, share) + common + lasting, tokens)
+    assert explanation is not None
+    assert explanation.share == pytest.approx(share, abs=0.02)
+    assert explanation.slope == pytest.approx(0.1, rel=1e-3)
 
 
 @given(seeds, st.sampled_from([2, 8]), st.sampled_from([1, 5, 20]), st.sampled_from([50, 200, 400]))
@@ -82,8 +82,8 @@ def test_lengths_that_stay_are_told_from_chance_once_there_are_enough_of_them() 
     assert explained(work[:50], tokens[:50]) is None
     few = reason_of(stages(work[:50]), {"tokens": tokens[:50]}, of_ranks(2))
     assert (few.what, few.sizes_known, few.tokens) == ("unknown", True, None)
-    found = explained(work, tokens)
-    assert found is not None and found.share == pytest.approx(0.9, abs=0.02)
+    explanation = explained(work, tokens)
+    assert explanation is not None and explanation.share == pytest.approx(0.9, abs=0.02)
 
 
 def test_more_of_an_amount_that_comes_with_less_work_explains_nothing() -> None:

@@ -65,17 +65,17 @@ def encode(sent: Any) -> bytes:
 
 def read(sent: Any, senders: v1.Senders | None = None, pid: int = 4242) -> list[wire.RankBatch]:
     """The batches of a message of which nothing is refused."""
-    found = list((senders or v1.Senders("run")).read(encode(sent), pid, 9))
-    assert all(isinstance(batch, wire.RankBatch) for batch in found), found
-    for batch in found:
+    messages = list((senders or v1.Senders("run")).read(encode(sent), pid, 9))
+    assert all(isinstance(batch, wire.RankBatch) for batch in messages), messages
+    for batch in messages:
         assert wire.decode(wire.encode(batch), wire.RankBatch) == batch
         assert batch.produced == batch.first_row + len(batch.flags) + batch.dropped
-    return found
+    return messages
 
 
 def refusals(data: bytes) -> list[str]:
-    found = list(v1.Senders("run").read(data, 1, 9))
-    return [error.reason for error in found if isinstance(error, wire.WireError)]
+    messages = list(v1.Senders("run").read(data, 1, 9))
+    return [error.reason for error in messages if isinstance(error, wire.WireError)]
 
 
 def rows(batch: wire.RankBatch) -> list[list[float]]:
@@ -115,10 +115,12 @@ def test_stages_that_were_not_timed_set_a_flag(ms: dict[str, float], row: list[f
 
 
 def test_cpu_clock_is_used_where_it_is_there() -> None:
-    own = {"cuda:0": {"is_gpu": True, "duration_ms": 50.0, "cpu_ms": 2.0, "gpu_ms": 50.0, "n_calls": 1}}
+    stage_times = {
+        "cuda:0": {"is_gpu": True, "duration_ms": 50.0, "cpu_ms": 2.0, "gpu_ms": 50.0, "n_calls": 1}
+    }
     device = {"cuda:0": {"is_gpu": True, "duration_ms": 50.0}, "cuda:1": {"is_gpu": True, "duration_ms": 1.0}}
     one, other = step(1), step(2)
-    one["events"][f"{INTERNAL}forward_time"] = own
+    one["events"][f"{INTERNAL}forward_time"] = stage_times
     other["events"][f"{INTERNAL}forward_time"] = device
     (batch,) = read(message(one, other))
     assert [row[FORWARD] for row in rows(batch)] == [2, 51]
@@ -166,9 +168,12 @@ def test_unknown_fields_are_ignored_and_counted_by_name() -> None:
         "v1 field of a step: new": 1,
     }
     senders = v1.Senders("run")
-    for at in range(50):
+    for index in range(50):
         (batch,) = read(
-            message(tables={f"\x1b[2J{at}" + "x" * 2000: [] for at in range(at * 20, at * 20 + 20)}), senders
+            message(
+                tables={f"\x1b[2J{index}" + "x" * 2000: [] for index in range(index * 20, index * 20 + 20)}
+            ),
+            senders,
         )
     assert len(batch.errors) == v1.MAX_NAMES + 1
     assert sum(batch.errors.values()) == 1000
@@ -224,8 +229,8 @@ def test_invalid_messages_are_refused_with_a_reason(sent: Any, reason: str) -> N
 
 
 def test_one_invalid_entry_of_a_list_does_not_spoil_the_others() -> None:
-    found = list(v1.Senders("run").read(encode([message(step(1)), 7, message(step(1), rank=1)]), 1, 9))
-    assert [type(part) for part in found] == [wire.RankBatch, wire.WireError, wire.RankBatch]
+    messages = list(v1.Senders("run").read(encode([message(step(1)), 7, message(step(1), rank=1)]), 1, 9))
+    assert [type(part) for part in messages] == [wire.RankBatch, wire.WireError, wire.RankBatch]
     assert refusals(encode([{}] + [0] * 5000))[0] == "too_many"
 
 
@@ -297,7 +302,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_ranks_of_version_1_are_stored_judged_and_counted_like_any_other(bench: Bench) -> None:
     for number in range(0, 80, 10):
-        steps = [step(at) for at in range(number, number + 10)]
+        steps = [step(step_number) for step_number in range(number, number + 10)]
         late = [
             {**row, "events": {**row["events"], f"{INTERNAL}dataloader_next": times(25)}} for row in steps
         ]
@@ -332,7 +337,7 @@ def test_late_rank_of_version_1_is_not_blamed_and_one_that_ends_is_no_death(
     bench: Bench, snapshot: Snapshot
 ) -> None:
     for number in range(0, 100, 10):
-        steps = [step(at) for at in range(number, number + 10)]
+        steps = [step(step_number) for step_number in range(number, number + 10)]
         late = [
             {**row, "events": {**row["events"], f"{INTERNAL}dataloader_next": times(25)}} for row in steps
         ]

@@ -59,7 +59,7 @@ def test_rank_that_became_late_in_steps_of_several_exchanges_is_named_from_there
 
 def sliding(name):
     d = RECORDED[name]
-    return [window(d[at : at + 50], at) for at in range(0, len(d) - 49, 10)]
+    return [window(d[begin : begin + 50], begin) for begin in range(0, len(d) - 49, 10)]
 
 
 HEALTHY = [name for name, expected in EXPECTED.items() if expected["label"] == "healthy"]

@@ -60,14 +60,15 @@ def test_chunks_come_to_the_rows_that_went_in(chunks: list[tuple[int, str]]) -> 
         rows, host, leads = columns(n, seed)
         parts.append((rows.tobytes(), host.tobytes() * bool(kind), leads.tobytes() * (kind == "both")))
         sent.append((rows, host, leads, kind))
-    found = from_wire(parts)
+    chunk_rows = from_wire(parts)
     assert (
-        found.dtype == np.int64 and (found[:, :N_STAGES] == np.concatenate([each[0] for each in sent])).all()
+        chunk_rows.dtype == np.int64
+        and (chunk_rows[:, :N_STAGES] == np.concatenate([part[0] for part in sent])).all()
     )
-    assert is_wide(found) == any(n and kind for n, kind in chunks)
+    assert is_wide(chunk_rows) == any(n and kind for n, kind in chunks)
     end = 0
     for rows, host, leads, kind in sent:
-        part, end = found[end : end + len(rows)], end + len(rows)
+        part, end = chunk_rows[end : end + len(rows)], end + len(rows)
         own_host, own_leads = host_part(part, np.full(len(part), DEVICE, np.uint8))
         if not (kind and len(rows)):
             assert own_host is own_leads is None
@@ -91,19 +92,19 @@ def test_window_has_the_host_rows_of_its_rows_in_whatever_order_they_come(data: 
     every = [wide(steps, rank) for rank in range(ranks)]
     keys = np.arange(steps, dtype=np.int64) << SEGMENT_BITS
     table, whole = RowTable(), RowTable()
-    for each in (table, whole):
-        each.add_ranks(range(ranks))
+    for one in (table, whole):
+        one.add_ranks(range(ranks))
     cuts = [sorted(data.draw(st.sets(st.integers(0, steps), max_size=3)) | {0, steps}) for _ in every]
-    parts = [(r, slice(*cut)) for r, own in enumerate(cuts) for cut in pairwise(own)]
+    parts = [(r, slice(*cut)) for r, rank_cuts in enumerate(cuts) for cut in pairwise(rank_cuts)]
     for rank, part in data.draw(st.permutations(parts)):
         flags = np.full((1, part.stop - part.start), DEVICE, np.uint8)
         table.put(table.places([rank]), keys[part], flags, every[rank][None, part])
     whole.put(whole.places(range(ranks)), keys, np.full((ranks, steps), DEVICE, np.uint8), np.stack(every))
     for window in (table_window(table, ranks), table_window(whole, ranks)):
         assert window.host is not None and window.leads is not None
-        for place, own in enumerate(every):
-            assert (window.d[:, place] == own[:, :N_STAGES]).all()
-            assert (window.host[:, place] == own[:, N_STAGES:-1]).all()
+        for place, rank_rows in enumerate(every):
+            assert (window.d[:, place] == rank_rows[:, :N_STAGES]).all()
+            assert (window.host[:, place] == rank_rows[:, N_STAGES:-1]).all()
             assert (window.leads[:, place] == columns(steps, place)[2]).all()
 
 
@@ -133,8 +134,8 @@ def test_rows_that_the_device_clock_has_no_times_for_do_not_count_while_it_goes_
         for begin, end in pairwise(cuts):
             part = slice(begin, end)
             table.put(table.places([0]), keys[part], flags[None, part], wide(steps)[None, part])
-        found = table_window(table, 1).steps.tolist()
-        assert found == [*range(20), *range(30, 300), *range(299 + 257, steps)]
+        steps_kept = table_window(table, 1).steps.tolist()
+        assert steps_kept == [*range(20), *range(30, 300), *range(299 + 257, steps)]
     closed = RowTable()
     closed.add_ranks([0])
     closed.put(closed.places([0]), keys[:50], flags[None, 30:80], wide(50)[None])
@@ -361,17 +362,17 @@ class Node:
 
     def check(self, window: Window) -> None:
         """Check that a window has what the ranks sent of its steps."""
-        at = window.steps - 1
-        assert window.host is not None and window.leads is not None and len(at) >= 20
+        steps = window.steps - 1
+        assert window.host is not None and window.leads is not None and len(steps) >= 20
         for rank in range(2):
-            assert (window.d[:, rank] == self.rows(rank, "rows")[at]).all()
-            assert (window.host[:, rank] == self.rows(rank, "host_rows")[at]).all()
-            assert (window.leads[:, rank] == self.rows(rank, "leads")[at]).all()
+            assert (window.d[:, rank] == self.rows(rank, "rows")[steps]).all()
+            assert (window.host[:, rank] == self.rows(rank, "host_rows")[steps]).all()
+            assert (window.leads[:, rank] == self.rows(rank, "leads")[steps]).all()
 
     def live(self) -> Window:
-        own = self.core._steps.of("job")
-        assert own is not None
-        return own.history.window([0, 1], 2, (), 50)
+        run = self.core._steps.of("job")
+        assert run is not None
+        return run.history.window([0, 1], 2, (), 50)
 
     def stored(self) -> list[RankRows]:
         with SessionFile(self.core.folder.sqlite) as file:
@@ -388,11 +389,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_host_rows_and_leads_reach_live_windows_and_the_session_file(node: Node) -> None:
     node.play(10)
     node.check(node.live())
-    for own in node.stored():
-        assert (own.rows[1:, :N_STAGES] == node.rows(own.rank, "rows")).all()
-        host, leads = host_part(own.rows, own.flags)
-        assert host is not None and (host[1:] == node.rows(own.rank, "host_rows")).all()
-        assert leads is not None and (leads[1:] == node.rows(own.rank, "leads")).all()
+    for rank_rows in node.stored():
+        assert (rank_rows.rows[1:, :N_STAGES] == node.rows(rank_rows.rank, "rows")).all()
+        host, leads = host_part(rank_rows.rows, rank_rows.flags)
+        assert host is not None and (host[1:] == node.rows(rank_rows.rank, "host_rows")).all()
+        assert leads is not None and (leads[1:] == node.rows(rank_rows.rank, "leads")).all()
     assert not node.core.errors
     check_ledger(node.core.folder.path)
 
@@ -457,7 +458,7 @@ def test_device_rows_of_a_spool_file_are_stored_with_their_host_rows(node: Node)
     assert not node.relay.flush(0)
     node.play(2)
     node.check(node.live())
-    assert [len(own.keys) for own in node.stored()] == [9 * 20] * 2
+    assert [len(rank_rows.keys) for rank_rows in node.stored()] == [9 * 20] * 2
     check_ledger(node.core.folder.path)
 
 

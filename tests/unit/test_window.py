@@ -25,7 +25,7 @@ def rank_rows(rank, keys, flags=None):
 def together(ranks, expected, missing=()):
     history = StepHistory(Thresholds())
     history.take(ranks)
-    live = sorted({own.rank for own in ranks} - {*missing})
+    live = sorted({rank_rows.rank for rank_rows in ranks} - {*missing})
     return history.between(-1, 1 << 62, live, expected)
 
 
@@ -48,9 +48,9 @@ def test_identical_keys_align_completely():
 def test_common_keys_are_kept_and_of_them_the_newest():
     step = 1 << SEGMENT_BITS
     ranks = [
-        rank_rows(0, [step * each for each in (1, 2, 4, 5, 6, 7)]),
-        rank_rows(1, [step * each for each in (2, 3, 4, 5, 6)]),
-        rank_rows(2, [step * each for each in (1, 2, 4, 5, 6, 8)]),
+        rank_rows(0, [step * number for number in (1, 2, 4, 5, 6, 7)]),
+        rank_rows(1, [step * number for number in (2, 3, 4, 5, 6)]),
+        rank_rows(2, [step * number for number in (1, 2, 4, 5, 6, 8)]),
     ]
     assert together(ranks, 3).steps.tolist() == [2, 4, 5, 6]
     assert together(ranks, 3).gaps == 1  # 3 lies inside; 1, 7 and 8 do not

@@ -58,8 +58,8 @@ def test_trailing_fields_of_a_newer_version_are_ignored(message):
 
 def test_trailing_fields_inside_a_nested_struct_are_ignored():
     fields = tail(rank_batch(open=wire.OpenStage(1, 2, 3)))
-    at = 1 + wire.RankBatch.__struct_fields__.index("open")
-    fields[at] = [*fields[at], "new"]
+    position = 1 + wire.RankBatch.__struct_fields__.index("open")
+    fields[position] = [*fields[position], "new"]
     assert wire.decode(msgspec.msgpack.encode(fields), wire.RankBatch).open == wire.OpenStage(1, 2, 3)
 
 

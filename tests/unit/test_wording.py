@@ -77,26 +77,26 @@ def repeated(advice: str) -> list[str]:
     return [topic for topic in topics if advice.count(topic) > 1]
 
 
-def late(extra: Sequence[Sequence[float]], ranks: int = 4, at: Sequence[int] = (2,)) -> Window:
-    """50 steps of `ranks` (two a node) in which those `at` take `extra` ms longer in each stage."""
+def late(extra: Sequence[Sequence[float]], ranks: int = 4, late_ranks: Sequence[int] = (2,)) -> Window:
+    """50 steps of `ranks` (two a node) in which `late_ranks` take `extra` ms longer in each stage."""
     local = np.tile([1.0, 2.0, 1.0, 3.0, 4.0], (50, ranks, 1))
-    for rank, each in zip(at, extra, strict=True):
-        local[:, rank] += each
+    for rank, sizes in zip(late_ranks, extra, strict=True):
+        local[:, rank] += sizes
     return window(np.rint(synced(local, np.full(50, 1.0)) * 1e6).astype(np.int64))
 
 
 @pytest.mark.parametrize("part", ["workers", "fetch", "collate", "optimizer"])
 @pytest.mark.parametrize("stage", range(5))
-@pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
+@pytest.mark.parametrize("late_ranks", [(2,), (2, 3)], ids=["rank", "node"])
 def test_next_step_of_a_known_span_replaces_that_of_its_stage(
-    part: str, stage: int, at: tuple[int, ...]
+    part: str, stage: int, late_ranks: tuple[int, ...]
 ) -> None:
-    extra = [[4.0 * (each == stage) for each in range(5)]] * len(at)
-    rows = late(extra, at=at)
+    extra = [[4.0 * (index == stage) for index in range(5)]] * len(late_ranks)
+    rows = late(extra, late_ranks=late_ranks)
     of_late = {(part, stage): SpanRate(4e6, 1.0)}
     verdict = judge(rows)
     advice = with_span(
-        verdict, rows, lambda ranks, *_: {r: of_late if r in at else {} for r in ranks}, LIMITS
+        verdict, rows, lambda ranks, *_: {r: of_late if r in late_ranks else {} for r in ranks}, LIMITS
     )
     assert (verdict.label, advice.span) == ("straggler", part)
     assert repeated(advice.next) == []
@@ -106,17 +106,21 @@ def test_next_step_of_a_known_span_replaces_that_of_its_stage(
 
 
 @pytest.mark.parametrize("stages", list(itertools.combinations(range(5), 2)), ids=str)
-@pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
-def test_next_step_of_two_stages_repeats_nothing(stages: tuple[int, int], at: tuple[int, ...]) -> None:
-    verdict = judge(late([[4.0 * (each in stages) for each in range(5)]] * len(at), at=at))
+@pytest.mark.parametrize("late_ranks", [(2,), (2, 3)], ids=["rank", "node"])
+def test_next_step_of_two_stages_repeats_nothing(
+    stages: tuple[int, int], late_ranks: tuple[int, ...]
+) -> None:
+    verdict = judge(
+        late([[4.0 * (index in stages) for index in range(5)]] * len(late_ranks), late_ranks=late_ranks)
+    )
     label = "straggler" if stages == (FORWARD, BACKWARD) else "ambiguous"  # of a slow device
-    assert (verdict.label, verdict.ranks) == (label, at)
+    assert (verdict.label, verdict.ranks) == (label, late_ranks)
     assert repeated(verdict.next) == []
 
 
 @pytest.mark.parametrize("stage", range(5))
 def test_next_step_of_ranks_late_by_different_times_repeats_nothing(stage: int) -> None:
-    rows = late([[size * (each == stage) for each in range(5)] for size in (8.0, 3.9)], at=(1, 2))
+    rows = late([[size * (index == stage) for index in range(5)] for size in (8.0, 3.9)], late_ranks=(1, 2))
     verdict = judge(rows)
     assert verdict.ranks == (1, 2) or verdict.label == "straggler"
     assert repeated(verdict.next) == []

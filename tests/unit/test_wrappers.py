@@ -64,9 +64,9 @@ def installed() -> Iterator[Replacing]:
         instrumentation.remove()
 
 
-with installed() as found:
-    REPLACED = found.replaced
-assert not found.missing and len(REPLACED) > 40
+with installed() as all_patches:
+    REPLACED = all_patches.replaced
+assert not all_patches.missing and len(REPLACED) > 40
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +197,9 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     if request.param == "not watched":
         return None
     job = loops.Job()
-    found = SimpleNamespace(recorder=job.recorder, instrumentation=job.instrumentation)
-    monkeypatch.setattr(bootstrap, "_agent", found)
-    return found
+    made = SimpleNamespace(recorder=job.recorder, instrumentation=job.instrumentation)
+    monkeypatch.setattr(bootstrap, "_agent", made)
+    return made
 
 
 class Unsized:
@@ -288,12 +288,12 @@ def test_watched_loader_gets_its_sampler_from_lightning(kind: Any) -> None:
 
 
 def test_timed_loader_is_not_wrapped_again(agent: Any) -> None:
-    loader, own = DataLoader([1, 2]), Own([1, 2])  # type: ignore[arg-type,var-annotated]
+    loader, loader_of_ours = DataLoader([1, 2]), Own([1, 2])  # type: ignore[arg-type,var-annotated]
     if agent is not None:
         agent.instrumentation.install()
     assert traceml_ray.watch(loader) is loader
-    once: Any = traceml_ray.watch(own)
-    assert once is not own and traceml_ray.watch(once) is once
+    once: Any = traceml_ray.watch(loader_of_ours)
+    assert once is not loader_of_ours and traceml_ray.watch(once) is once
     if agent is not None:
         agent.instrumentation.remove()
 

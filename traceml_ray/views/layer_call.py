@@ -19,8 +19,8 @@ def ask_layers(
 ) -> Layers:
     """Return what `Session.layers` does; `ask` returns the answer to a question."""
     if steps is None:
-        found: Layers = ask(query.Layers(run))
-        return found
+        layers: Layers = ask(query.Layers(run))
+        return layers
     asked = secrets.token_hex(8)
     ask(query.StartLayers(asked, wire.LayersRequest.checked(steps, run)))
     return measured(ask, asked, run, timeout)
@@ -40,12 +40,12 @@ def measured(
     deadline = time.monotonic() + timeout
     while True:
         last = not goes_on() or time.monotonic() > deadline
-        found: Layers = ask(query.Layers(run, asked))
+        layers: Layers = ask(query.Layers(run, asked))
         ranks = ask(query.Ranks(run)).values()
         living = sum(not process.ended for process in ranks)
         last = last or bool(ranks and not living)
-        if last or (found.ranks and len(found.ranks) >= living):
-            return found
-        share = len(found.ranks) / living if living else None
-        printing.advance(f"layers: measured by {len(found.ranks):,} of {text.count(living, 'rank')}", share)
+        if last or (layers.ranks and len(layers.ranks) >= living):
+            return layers
+        share = len(layers.ranks) / living if living else None
+        printing.advance(f"layers: measured by {len(layers.ranks):,} of {text.count(living, 'rank')}", share)
         time.sleep(_POLL_S)

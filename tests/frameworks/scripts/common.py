@@ -183,9 +183,9 @@ class Losses:
         for value in model.parameters():
             local = getattr(value, "to_local", lambda v=value: v)()
             digest.update(local.detach().float().contiguous().numpy().tobytes())
-        found = {"losses": self.values, "weights": digest.hexdigest()}
+        result = {"losses": self.values, "weights": digest.hexdigest()}
         self.args.out.mkdir(parents=True, exist_ok=True)
-        (self.args.out / f"losses-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+        (self.args.out / f"losses-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(result))
 
 
 def tiny_llama(planted: Planted) -> Any:
