@@ -12,8 +12,7 @@ import torch
 from gpu_env import BACKWARD_MS, Keeper, Played, Real, figure, middle, one_rank, watched
 from torch import nn
 
-from traceml_ray.agent.clock_offset import ClockOffset
-from traceml_ray.agent.device import EVENT_SLOTS, DeviceClock
+from traceml_ray.agent.device import EVENT_SLOTS, ClockOffset, DeviceClock
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.settings import Settings
 from traceml_ray.stages import BACKWARD, STAGES, SYNC_WAIT

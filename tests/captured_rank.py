@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from traceml_ray import wire
-from traceml_ray.agent.captures import Captures
+from traceml_ray.agent.capture import Captures
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing

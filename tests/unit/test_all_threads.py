@@ -17,7 +17,7 @@ from torch.distributed import rpc
 
 from traceml_ray.agent import all_threads
 from traceml_ray.agent.all_threads import AllThreadsProfiler
-from traceml_ray.agent.captures import Captures
+from traceml_ray.agent.capture import Captures
 
 
 def work(x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ import pytest
 from traceml_ray.analysis.peers import median_rank
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Window
-from traceml_ray.monitor.auto_profile import AutoProfile
 from traceml_ray.monitor.captures import Wanted
+from traceml_ray.monitor.profiling import AutoProfile
 from traceml_ray.settings import Settings
 
 LATE = Verdict(

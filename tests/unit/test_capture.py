@@ -21,10 +21,9 @@ from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from traceml_ray import wire
-from traceml_ray.agent import capture, captures
-from traceml_ray.agent.c_stderr import without_line
-from traceml_ray.agent.torch_profiler import TorchProfiler
-from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
+from traceml_ray.agent import capture
+from traceml_ray.agent.capture import TraceFile, TraceTooLargeError
+from traceml_ray.agent.torch_profiler import TorchProfiler, without_line
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
 
@@ -384,7 +383,7 @@ def test_trace_is_let_go_when_nobody_asks_any_more(rank: Rank) -> None:
     rank.ask(first_step=2)
     rank.train(5)
     assert rank.status.state == "sending"
-    rank.now = captures.KEPT_S + 1
+    rank.now = capture.KEPT_S + 1
     rank.captures.turn()
     assert rank.captures.status is None and not rank.captures.pieces(1)
 

@@ -91,7 +91,7 @@ FIXED = {
     "monitor/rank_intake.py receive": "one of two",
     "ray/aggregator.py _ask_relays": "the name of a method of ours",
     "monitor/aggregator.py _count_lost": "one of each table",
-    "monitor/background.py _run": "the name of its work, fixed by its caller",
+    "monitor/profile_files.py _run": "the name of its work, fixed by its caller",
     "monitor/bundling.py write_due": "one of a few reasons",
     "launchers/train_callback.py _failed": "the name of a hook of ours",
 }

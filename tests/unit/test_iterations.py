@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unit.sample_windows import align, judge
 from unit.test_recorder import VALIDATION, Loop, WrittenLoop
 
-from traceml_ray.agent.iterations import MOST_STEPS
+from traceml_ray.agent.rows import MOST_STEPS
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, FORWARD, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from traceml_ray.agent import open_spans
+from traceml_ray.agent import partition
 from traceml_ray.agent.marks import (
     BACKWARD_BEGIN,
     COST,
@@ -973,7 +973,7 @@ class HeldUpLoop(WrittenLoop):
 def span_ns(marks: list[tuple[str, int]], most: int) -> dict[str, int]:
     """Return what spans took in all, where more than `most` that are over are handed out early."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_spans, "_MAX_CLOSED", most)
+        patch.setattr(partition, "_MAX_CLOSED", most)
         loop = Loop()
         play(loop, marks)
         for _ in range(2):

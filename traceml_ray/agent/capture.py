@@ -3,24 +3,93 @@ A profile of a few steps on this rank: armed by the agent's thread, recorded by 
 
 That thread asks one attribute a step (`Recorder.at_step`), which is None while nothing is wanted. Whatever
 goes wrong ends the capture, with a reason, and nothing else.
+
+The trace of a rank as a file of its own process: compressed, then read piece by piece.
+
+The captures of one process: what commands ask for, and what is sent of it, by the agent's thread.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from threading import get_ident
-from typing import Literal
+from typing import IO, Literal
+
+import msgspec
 
 from traceml_ray import wire
+from traceml_ray.agent import all_threads
 from traceml_ray.agent.all_threads import AllThreadsProfiler, CannotRecordError
 from traceml_ray.agent.mark_log import LOCK_S
+from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
-from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
+from traceml_ray.codec import ready
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.profile_messages import LATE, CaptureState
+from traceml_ray.text import size as size_text
+
+MAX_TRACE_BYTES = 1 << 29
+"""As torch writes it; a step of a large model has some tens of MB."""
+_CHUNK = 1 << 20
+_LEVEL = 5
+
+
+class TraceTooLargeError(ValueError):
+    """A trace that is not kept."""
+
+
+class TraceFile:
+    """
+    A file without a name. Raises OSError, `TraceTooLargeError`, and what `write` does.
+
+    Args:
+        write: writes the trace to a path.
+        folder: where it may be meanwhile; None: where temporary files are.
+        max_bytes: how large it may be.
+    """
+
+    def __init__(
+        self, write: Callable[[Path], object], folder: str | None = None, max_bytes: int = MAX_TRACE_BYTES
+    ) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - kept open
+        try:
+            with tempfile.TemporaryDirectory(prefix="traceml-trace-", dir=folder) as here:
+                path = Path(here) / "trace.json"
+                write(path)
+                self._take(path, max_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def _take(self, path: Path, max_bytes: int) -> None:
+        made = path.stat().st_size
+        if made > max_bytes:
+            raise TraceTooLargeError(
+                f"its trace has {size_text(made)}, more than the {size_text(max_bytes)} that are kept: ask "
+                "for fewer steps, or without stacks"
+            )
+        with path.open("rb") as plain, gzip.GzipFile("", "wb", _LEVEL, self._file, mtime=0) as packed:
+            shutil.copyfileobj(plain, packed, _CHUNK)
+        self._file.flush()
+
+    def read(self, offset: int, n: int) -> bytes:
+        """Return at most `n` bytes from `offset` on."""
+        return os.pread(self._file.fileno(), n, offset)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._file.close()
+
 
 PIECE_BYTES = 24 * 1024
 SETTLE_S = 0.05
@@ -314,3 +383,114 @@ class Capture:
         """In a child of this process: stop to record in it, and let go of all."""
         self._given_up, self._thread = True, 0
         self._profiler.forked()
+
+
+KEPT_S = 30.0
+"""A trace that nobody asks for any more is let go after so long."""
+
+
+class Captures:
+    """
+    The captures of one process, one at a time.
+
+    Args:
+        recorder: of the training thread's marks.
+        spans: shows what the profiler costs as a span.
+        errors: counts what goes wrong.
+        folder: where a trace may be while it is made.
+        clock: monotonic seconds.
+        calls: names calls over torch.distributed.rpc; None: no thread but the one that trains is recorded.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        spans: Spans,
+        errors: Errors,
+        folder: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        calls: rpc.RpcCalls | None = None,
+    ) -> None:
+        self._recorder, self._spans, self._errors = recorder, spans, errors
+        self._folder, self._clock, self._calls = folder, clock, calls
+        self._now: Capture | None = None
+        self._heard = 0.0
+
+    # -- the agent's thread --------------------------------------------------------------------------
+
+    def obey(self, command: wire.Command) -> None:
+        """Do what a command asks for that is meant for this rank; it is repeated."""
+        if command.name == "trace":
+            self._send_again(command)
+            return
+        wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
+        self._heard = self._clock()
+        now = self._now
+        if now is not None and now.wanted.id == wanted.id and now.wanted.number >= wanted.number:
+            now.others_are_done = bool(wanted.over)
+            return
+        if now is not None:
+            now.let_go()
+        self._recorder.settle(LOCK_S)  # whether it has done a step
+        self._now = Capture(
+            wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
+        )
+        self._now.arm()
+
+    def _profiler(self, wanted: wire.ProfileCommand) -> Callable[[Callable[[], object]], TorchProfiler]:
+        """Return what makes the profiler, of a function that is called when the script starts its own."""
+        options = bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes)
+        if self._calls is None or not rpc.is_on() or not all_threads.is_possible():
+            return functools.partial(TorchProfiler, *options)
+        return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
+
+    def _send_again(self, command: wire.Command) -> None:
+        now, offset = self._now, command.args.get("offset")
+        if now is not None and now.wanted.id == command.args.get("profile") and isinstance(offset, int):
+            self._heard = self._clock()
+            now.sent = min(now.sent, max(0, offset))
+
+    def turn(self) -> None:
+        """Write the trace that is there; give up what takes too long; let go of what is over."""
+        now = self._now
+        if now is None:
+            return
+        if now.state == "recorded":
+            if now.settled:
+                now.export(self._folder)
+        elif now.serves and now.state in ("armed", "recording"):
+            now.serve(self._clock())
+        elif now.state == "armed" and not now.is_on and self._clock() - now.began > now.wanted.limit_s:
+            now.end("refused", f"step {now.wanted.first_step} did not come within {now.wanted.limit_s:g} s")
+        elif now.state == "recording":
+            now.watch(self._clock())
+        elif now.state in ("sending", "refused", "failed") and self._clock() - self._heard > KEPT_S:
+            now.let_go()
+            self._now = None
+
+    def pieces(self, most: int) -> list[wire.TracePiece]:
+        """Return the next pieces of the trace, `most` at most."""
+        now = self._now
+        return [] if now is None else now.pieces(most)
+
+    def lose(self, offset: int) -> None:
+        """Note that pieces from `offset` on were lost on their way: they are sent again."""
+        if self._now is not None:
+            self._now.sent = min(self._now.sent, offset)
+
+    @property
+    def status(self) -> wire.Capture | None:
+        """How far it is; None while there is none."""
+        return None if self._now is None else self._now.status()
+
+    def abandon(self) -> None:
+        """End it: this process is no longer watched. Any thread may, once."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.let_go()
+
+    def forked(self) -> None:
+        """In a child of this process, which is not watched: nothing is recorded."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.forked()

@@ -1,9 +1,13 @@
 """
 The device's clock: events recorded at the marks of the training thread, read later by the agent's thread.
 
-Events are numbered; number n is in slot n of a ring, which is used again once no row needs it. A row that
-the device cannot time (a capture, no free event, an error, too late) keeps its times on the CPU's clock
-alone, and is counted. Any error ends the clock for good; rows then go on as on the CPU's clock.
+Events are numbered; number n is in slot n of a ring, which is used again once no row needs it. A row that the
+device cannot time (a capture, no free event, an error, too late) keeps its times on the CPU's clock alone,
+and is counted. Any error ends the clock for good; rows then go on as on the CPU's clock.
+
+A row by its events: times per stage, and how far its host was ahead. Pure; times in ns.
+
+How far the device's clock is from the CPU's, from events recorded on an idle stream (beats).
 """
 
 from __future__ import annotations
@@ -11,16 +15,16 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from traceml_ray.agent import device_row
-from traceml_ray.agent.clock_offset import ClockOffset
 from traceml_ray.agent.cuts import NO_EVENT, Cut, first_event
 from traceml_ray.agent.marks import EVENTS
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import error_text
 from traceml_ray.stages import (
+    BACKWARD,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
@@ -31,6 +35,161 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     SYNC_WAIT,
 )
+
+_KEPT_NS = 60_000_000_000
+_FEW = 3
+"""Fewer beats than these tell nothing: any of them may have been held up."""
+_SLOPE_NS = 1_000_000_000
+"""A drift is not estimated from less time than this."""
+_MAX_SCATTER_NS = 1_000_000
+"""If the device comes to beats that late, our stream is not idle: it shares a queue with others."""
+
+
+class ClockOffset:
+    """
+    The straight line below all offsets (device - CPU, ns) of the last minute.
+
+    A beat may reach the device late, never early, so the line that none is below and that is closest to them
+    is the offset: the edge of the lower hull above their mean time.
+    """
+
+    def __init__(self) -> None:
+        self._beats: deque[tuple[int, int]] = deque()
+        self._line: tuple[int, float, float] | None = None
+        """(time, offset then, slope)."""
+
+    def add(self, cpu_ns: int, offset_ns: int) -> None:
+        """Take a beat that was recorded at `cpu_ns`."""
+        beats = self._beats
+        beats.append((cpu_ns, offset_ns))
+        while beats[0][0] < cpu_ns - _KEPT_NS:
+            beats.popleft()
+        self._line = self._fit() if len(beats) >= _FEW else None
+
+    def at(self, cpu_ns: int) -> int | None:
+        """Return the offset at that time; None where it is not known."""
+        if self._line is None or abs(cpu_ns - self._beats[-1][0]) > _KEPT_NS:
+            return None
+        time, offset, slope = self._line
+        return round(offset + slope * (cpu_ns - time))
+
+    def _fit(self) -> tuple[int, float, float] | None:
+        beats = self._beats
+        time, offset = min(beats, key=lambda beat: beat[1])
+        slope = 0.0
+        if beats[-1][0] - beats[0][0] >= _SLOPE_NS:
+            middle = sum(beat[0] for beat in beats) / len(beats)
+            hull = _lower_hull(beats)
+            for (a, low), (b, high) in pairwise(hull):
+                if a <= middle <= b:
+                    time, offset, slope = a, low, (high - low) / (b - a)
+        over = sorted(beat[1] - (offset + slope * (beat[0] - time)) for beat in beats)
+        return (time, offset, slope) if over[len(over) // 2] <= _MAX_SCATTER_NS else None
+
+
+def _lower_hull(points: deque[tuple[int, int]]) -> list[tuple[int, int]]:
+    hull: list[tuple[int, int]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (ax, ay), (bx, by) = hull[-2:]
+            if (by - ay) * (x - ax) < (y - ay) * (bx - ax):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+LATE_NS = 100_000
+LATE_SHARE = 0.05
+"""
+The device has caught up with its host where the lead is below this share of the median row, of one
+micro-batch: where many are accumulated, a host can be a whole stage ahead and yet by little of the row. Or it
+is below LATE_NS.
+"""
+LONG_NS = 16_000_000_000
+"""The device's float of ms is exact to 1 us up to here; beyond it a row is read from mark to mark."""
+
+
+def is_whole(cuts: Sequence[Cut]) -> bool:
+    """Return whether each of `cuts` has its events, and begins where the one before ends."""
+    return bool(cuts) and all(
+        (NO_EVENT not in (cut.since, cut.until)) and (before is None or before.until == cut.since)
+        for before, cut in pairwise((None, *cuts))
+        if cut is not None
+    )
+
+
+def read_row(cuts: Sequence[Cut], elapsed: Callable[[int, int], int | None]) -> tuple[list[int], int] | None:
+    """
+    Return the times at which `cuts` end, since the first began, and by how much they had to be moved.
+
+    They are made to grow: marks may be on different streams, whose events are in no order. None: not all of
+    the events are done.
+    """
+    times: list[int] = []
+    now = moved = 0
+    for cut in cuts:
+        far = now > LONG_NS
+        found = elapsed(cut.since if far else cuts[0].since, cut.until)
+        if found is None:
+            return None
+        found += now if far else 0
+        moved += max(0, now - found)
+        now = max(now, found)
+        times.append(now)
+    return times, moved
+
+
+def stages_of(cuts: Sequence[Cut], times: Sequence[int]) -> list[int]:
+    """Return the time per stage."""
+    stages, before = [0] * N_STAGES, 0
+    for cut, until in zip(cuts, times, strict=True):
+        stages[cut.stage] += until - before
+        before = until
+    return stages
+
+
+def late_below(cuts: Sequence[Cut], median_ns: int) -> int:
+    """Return the lead, ns, below which a device has caught up with its host, in a row of `cuts`."""
+    worked = [cut.stage == BACKWARD for cut in cuts if cut.stage != SYNC_WAIT]
+    batches = sum(now and not before for before, now in pairwise((False, *worked)))
+    return max(LATE_NS, round(LATE_SHARE * median_ns / max(batches, 1)))
+
+
+def masks(
+    cuts: Sequence[Cut],
+    times: Sequence[int],
+    hosts: Callable[[int], tuple[int, bool]],
+    ahead_ns: int,
+    late_ns: int,
+) -> tuple[int, int, int]:
+    """
+    Return the bits of `late`, `full` and `sure` (see `wire.RankBatch.leads`), a bit a stage.
+
+    Args:
+        cuts: of the row.
+        times: at which they end, since the first began.
+        hosts: returns of an event when it was recorded, on the CPU's clock, and whether the queue was full.
+        ahead_ns: when the row began on the device, by the CPU's clock.
+        late_ns: the device has caught up where the lead is below this.
+    """
+    caught, spent = [0] * N_STAGES, [0] * N_STAGES
+    full, unsure = 0, 0
+    began = 0
+    for cut, until in zip(cuts, times, strict=True):
+        (since_host, since_full), (until_host, until_full) = hosts(cut.since), hosts(cut.until)
+        lead, lead_after = ahead_ns + began - since_host, ahead_ns + until - until_host
+        weight = until - began + 1  # stages of no length have a bit, too
+        spent[cut.stage] += weight
+        held = since_full or until_full  # a host that waits for room in its queue is ahead, by little or not
+        caught[cut.stage] += weight * (lead < late_ns and lead_after < late_ns and not held)
+        full |= (since_full or until_full) << cut.stage
+        unsure |= (lead <= until_host - since_host) << cut.stage
+        began = until
+    late = sum((0 < spent[stage] <= 2 * caught[stage]) << stage for stage in range(N_STAGES))
+    seen = sum((spent[stage] > 0) << stage for stage in range(N_STAGES))
+    return late, full, seen & ~unsure
+
 
 EVENT_SLOTS = 8192
 _MASK = EVENT_SLOTS - 1
@@ -259,7 +418,7 @@ class DeviceClock:
         cuts = [cut for cut in row.cuts if cut.stage < N_STAGES]
         if self.sharded and len(cuts) == len(row.cuts):
             self._give_up(row, "")
-        elif not device_row.is_whole(cuts):
+        elif not is_whole(cuts):
             self._give_up(row, "device rows without an event" if self._begun else "")
         elif (read := self._read(cuts)) is not None:
             self._hand_out(row, cuts, *read)
@@ -273,7 +432,7 @@ class DeviceClock:
     def _read(self, cuts: list[Cut]) -> tuple[list[int], int] | None:
         if not self._done(cuts[-1].until):
             return None
-        return device_row.read(cuts, self._elapsed)
+        return read_row(cuts, self._elapsed)
 
     def _done(self, number: int) -> bool:
         return self._api.done(number & _MASK)
@@ -294,7 +453,7 @@ class DeviceClock:
             self._give_up(row, "device rows out of order: several streams")
             return
         self.counts["device ns out of order"] += moved
-        stages = device_row.stages_of(cuts, times)
+        stages = stages_of(cuts, times)
         if row.flags & FLAG_FIRST and not row.times[POST_SYNC]:
             stages[POST_SYNC] = 0
         self.medians.append(times[-1])
@@ -319,9 +478,9 @@ class DeviceClock:
             since_beat = self._api.elapsed_ns(self._last_beat, first & _MASK)
         if offset is None or since_beat is None or self._device_ns is None:
             return UNKNOWN
-        late_ns = device_row.late_below(cuts, self.median_ns)
+        late_ns = late_below(cuts, self.median_ns)
         began = self._device_ns + since_beat - offset
-        return bytes(device_row.masks(cuts, times, self._recorded, began, late_ns))
+        return bytes(masks(cuts, times, self._recorded, began, late_ns))
 
     @property
     def median_ns(self) -> int:

@@ -1,15 +1,142 @@
 """
-The switch: at every moment the training thread is in exactly one stage.
+A row as it is filled: at every moment the training thread is in exactly one stage, and in some spans.
 
-A mark moves the time since the mark before into that stage. So the times are a partition, whatever order the
-marks come in.
+A mark moves the time since the mark before into the stage (`Partition`). So the times are a partition,
+whatever order the marks come in. `OpenSpans` has which spans are open, which are over, and what each took of
+the open row; `StepSpans` makes those that follow from the marks of a step: its optimizer, evaluations, and
+what a wait for data was. `DataWaits` has which waits for data feed training: those of loaders waited for on
+the way to a backward.
 """
 
 from __future__ import annotations
 
 from traceml_ray.agent.cuts import NO_EVENT, Cut, Cuts
-from traceml_ray.agent.open_spans import OpenSpans
-from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+from traceml_ray.agent.rows import Rows
+from traceml_ray.agent.span_sums import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS, SpanSums
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+
+_MAX_OPEN = 32
+_MAX_CLOSED = 1024
+
+
+class Span:
+    """A named span: the stage it began in, and its time (ns) in each stage since the row began."""
+
+    __slots__ = ("began", "foreign_ns", "number", "paused", "size", "stage", "times")
+
+    def __init__(self, number: int, stage: int, began: int) -> None:
+        self.number, self.stage, self.began = number, stage, began
+        self.size = self.foreign_ns = 0
+        self.times = [0] * N_STAGES
+        self.paused = False
+        """What happens now is not part of it."""
+
+    def fold(self) -> None:
+        """See `Partition.fold`."""
+        times = self.times
+        times[POST_SYNC] += self.foreign_ns + times[PREPARE] + times[FORWARD]
+        times[DATA] -= self.foreign_ns
+        self.foreign_ns = times[PREPARE] = times[FORWARD] = 0
+        if self.stage in (PREPARE, FORWARD):
+            self.stage = POST_SYNC
+
+
+class OpenSpans:
+    """
+    The spans of the open row. Those in `open` are in the order in which they began; those in `over` wait to
+    be added to `sums`: until a backward has ended their row, the time that they are in may yet be folded.
+    """
+
+    __slots__ = ("_since", "lost", "open", "over", "sums")
+
+    def __init__(self, sums: SpanSums) -> None:
+        self.sums = sums
+        self.open: list[Span] = []
+        self.over: list[Span] = []
+        self.lost = 0
+        """Those that were open when too many others began."""
+        self._since = 0
+
+    def forget(self) -> None:
+        """Forget the open row."""
+        self.open, self.over, self._since = [], [], 0
+
+    def fold(self) -> None:
+        """See `Partition.fold`."""
+        for span in (*self.open, *self.over):
+            span.fold()
+
+    def spread(self, stage: int, now: int) -> None:
+        """Count the time since the mark before, which was in `stage`, in every span that is open."""
+        for span in self.running():
+            span.times[stage] += now - self._since
+        self._since = now
+
+    def running(self) -> list[Span]:
+        """Return those that time goes to, the innermost last."""
+        return [span for span in self.open if not span.paused]
+
+    def begin(self, number: int, stage: int, now: int) -> Span:
+        """Begin a span of this number (see `SpanSums`)."""
+        self.spread(stage, now)
+        span = Span(number, stage, now)
+        self.open.append(span)
+        if len(self.open) > _MAX_OPEN:  # the oldest was never ended
+            del self.open[0]
+            self.lost += 1
+        return span
+
+    def end(self, span: Span, stage: int, now: int) -> bool:
+        """End `span`. True when so many are over that they have to be handed out."""
+        self.spread(stage, now)
+        if span in self.open:
+            self.open.remove(span)
+            if all(other.number != span.number for other in self.open):  # not inside one of the same name
+                self.over.append(span)
+        return len(self.over) > _MAX_CLOSED
+
+    def drop(self, span: Span | None) -> None:
+        """Count nothing for a span that never ended."""
+        if span in self.open:
+            self.open.remove(span)
+
+    def innermost_ns(self, now: int) -> int | None:
+        """Return how long the innermost one has been open in this row, None where there is none."""
+        running = self.running()
+        return sum(running[-1].times) + max(0, now - self._since) if running else None
+
+    def cut(self, step: int, apart: bool) -> None:
+        """Count what open spans took of a row that ends; of those of one name the outermost."""
+        seen = set()
+        for span in self.open:
+            if span.number not in seen and any(span.times):
+                self._hand_out(span, step, apart)
+            seen.add(span.number)
+            span.times, span.foreign_ns = [0] * N_STAGES, 0
+
+    def extend(self, step: int, apart: bool) -> None:
+        """End the row now: what was after its backward belongs to that (see `Rows.extend`)."""
+        for span in (*self.open, *self.over):
+            span.times[BACKWARD] += span.times[POST_SYNC]
+            span.times[POST_SYNC] = 0
+        self.cut(step, apart)
+        self.hand_out(step, apart)
+
+    def hand_out(self, step: int, apart: bool) -> None:
+        """Add those that are over to `sums`, as of `step`; `apart`: each by itself."""
+        for span in self.over:
+            self._hand_out(span, step, apart)
+        self.over = []
+
+    def _hand_out(self, span: Span, step: int, apart: bool) -> None:
+        """Add what it took of the open row; it counts once in each stage it was in."""
+        name, group = self.sums.names[span.number], self.sums.groups[span.number]
+        for stage, ns in enumerate(span.times):
+            if ns:
+                self.sums.add(name, stage, step, ns, span.size, apart, group)
+                span.size = 0
+        if not any(span.times):
+            self.sums.add(name, span.stage, step, 0, span.size, apart, group)
 
 
 class Partition:
@@ -87,3 +214,164 @@ class Partition:
         if self.cuts is not None:
             self.cuts.fold()
         return folded
+
+
+class DataWaits:
+    """The wait for data that is open, and the loaders waited for since the last backward."""
+
+    __slots__ = (
+        *("before", "collated", "depth", "exhausted", "loader"),
+        *("named", "resume", "training", "waited", "workers"),
+    )
+
+    def __init__(self) -> None:
+        self.named = (0, 0)
+        """(loader, its workers) of the next wait, where that is not the loader of the wait before."""
+        self.training: set[int] = set()
+        """The loaders (by id) that feed training."""
+        self.waited: set[int] = set()
+        """Those waited for since the last backward."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the open row."""
+        self.depth = 0
+        """Loaders inside each other that are waited for."""
+        self.loader = self.workers = 0
+        """The loader waited for last."""
+        self.collated = 0
+        """When the samples of the batch were there, where that is known."""
+        self.before = self.resume = POST_SYNC
+        """The stage that the wait has interrupted, and the one that follows it."""
+        self.waited.clear()
+        self.exhausted = False
+        """A loader that feeds training had no more, since the last backward."""
+
+    def begin(self) -> bool:
+        """Begin a wait; False for a loader inside a loader."""
+        self.depth += 1
+        if self.depth > 1:
+            return False
+        self.loader, self.workers = self.named
+        self.collated = 0
+        return True
+
+    def interrupt(self, stage: int) -> None:
+        """Note the stage in which the wait begins."""
+        self.before = stage
+        self.resume = FORWARD if stage == FORWARD else PREPARE
+
+    def end(self) -> bool:
+        """End a wait; False for a loader inside a loader."""
+        outermost = self.depth == 1
+        self.depth = max(0, self.depth - 1)
+        return outermost
+
+    def feeds_training(self) -> bool:
+        """Return whether the loader waited for last is known to feed training."""
+        return self.loader in self.training
+
+    def learn(self) -> None:
+        """Take it that the loaders waited for on the way to this backward are those that feed training."""
+        if self.waited != self.training:
+            self.training = set(self.waited)
+        self.waited.clear()
+
+
+class StepSpans:
+    """Begins and ends spans in the open row, those that a script names among them; times are in ns."""
+
+    __slots__ = ("_evaluated", "_partition", "_rows", "_spans", "evaluation", "optimizer")
+
+    def __init__(self, partition: Partition, rows: Rows) -> None:
+        self._partition = partition
+        self._rows = rows
+        self._spans = partition.spans
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the open row."""
+        self.evaluation: Span | None = None
+        self.optimizer: Span | None = None
+        self._evaluated = False
+        """One of the row is over, handed out early or not."""
+
+    def extend(self) -> None:
+        """End the row now: see `OpenSpans.extend`."""
+        self._evaluated = False
+        self._spans.extend(self._rows.step, self._rows.first)
+
+    def hand_out(self) -> None:
+        """Count what spans took of a row that ends: those that are over, and those that are open."""
+        self._evaluated = False
+        if self._spans.open:
+            self._spans.cut(self._rows.step, self._rows.first)
+        if self._spans.over:
+            self._spans.hand_out(self._rows.step, self._rows.first)
+
+    def begin(self, number: int, now: int) -> Span:
+        """Begin a span of this number (see `SpanSums`)."""
+        return self._spans.begin(number, self._partition.stage, now)
+
+    def end(self, number: int, size: int, now: int) -> bool:
+        """End the innermost span of this number that a script has named; False where there is none."""
+        for span in reversed(self._spans.open):
+            if span.number == number and span not in (self.evaluation, self.optimizer):
+                span.size = size
+                self._end(span, now)
+                return True
+        return False
+
+    def _end(self, span: Span, now: int) -> None:
+        if self._spans.end(span, self._partition.stage, now):
+            self._spans.hand_out(self._rows.step, self._rows.first)
+
+    def begin_evaluation(self, folded: int, now: int) -> None:
+        """Begin an evaluation; its fetches took `folded` ns, unless one before it has had that time."""
+        if self.evaluation is not None:
+            return
+        self.evaluation = self.begin(EVALUATION, now)
+        self.evaluation.times[POST_SYNC] = 0 if self._evaluated else folded
+
+    def end_evaluation(self, now: int) -> None:
+        """End the evaluation, if there is one."""
+        if self.evaluation is not None:
+            self._end(self.evaluation, now)
+            self.evaluation = None
+            self._evaluated = True
+
+    def begin_optimizer(self, now: int) -> None:
+        """Begin an optimizer step; nothing counts of one that was announced (`GradScaler`) and never came."""
+        self.drop_optimizer()
+        self.optimizer = self.begin(OPTIMIZER, now)
+
+    def drop_optimizer(self) -> None:
+        """Count nothing for the optimizer step that is open."""
+        self._spans.drop(self.optimizer)
+        self.optimizer = None
+
+    def pause_optimizer(self, paused: bool = True) -> None:
+        """Count no time: a closure's, from its data or forward to the end of its backward."""
+        if self.optimizer is not None:
+            self.optimizer.paused = paused
+
+    def end_optimizer(self, now: int) -> None:
+        """End the optimizer step; of one that is still paused nothing counts."""
+        if self.optimizer is not None:
+            if self.optimizer.paused:
+                self._spans.drop(self.optimizer)
+            else:
+                self._end(self.optimizer, now)
+            self.optimizer = None
+
+    def waited(self, data: DataWaits, since: int, now: int) -> None:
+        """Count a wait for data that feeds training: for workers, or for fetching and collating."""
+        if data.workers:
+            self._add(WORKERS, now - since)
+        elif data.collated > since:
+            self._add(FETCH, data.collated - since)
+            self._add(COLLATE, now - data.collated)
+
+    def _add(self, number: int, ns: int) -> None:
+        sums = self._spans.sums
+        sums.add(sums.names[number], DATA, self._rows.step, ns, 0, self._rows.first)

@@ -23,8 +23,7 @@ from traceml_ray import identity as identities
 from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.batch_draft import BatchDraft
-from traceml_ray.agent.capture import PIECE_BYTES
-from traceml_ray.agent.captures import Captures
+from traceml_ray.agent.capture import PIECE_BYTES, Captures
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy

@@ -11,15 +11,12 @@ from collections.abc import Callable
 
 from traceml_ray.agent import marks
 from traceml_ray.agent.cuts import Cut, Cuts
-from traceml_ray.agent.data_waits import DataWaits
 from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.exchange import GradientExchange
-from traceml_ray.agent.open_spans import OpenSpans
-from traceml_ray.agent.partition import Partition
+from traceml_ray.agent.partition import DataWaits, OpenSpans, Partition, StepSpans
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.rows import Rows
 from traceml_ray.agent.span_sums import SpanSums
-from traceml_ray.agent.step_spans import StepSpans
 from traceml_ray.agent.work_sums import WorkSums
 from traceml_ray.stages import (
     BACKWARD,

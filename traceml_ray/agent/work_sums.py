@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from traceml_ray.agent.batch_size import understood
-from traceml_ray.agent.data_waits import DataWaits
+from traceml_ray.agent.partition import DataWaits
 from traceml_ray.agent.size_log import SizeLog
 
 

@@ -3,28 +3,182 @@ Profiles of a live session: which ranks are asked for which steps, what comes of
 
 One capture at a time; others wait. All ranks record the same steps: the first lies so far ahead that the
 command is everywhere before it. Where a rank was past it all the same, all begin anew, further ahead.
+
+The ranks of one profile: which of a run are meant, and how far each of them is.
+
+Profiles of jobs on torch.distributed.rpc: ranks without steps of their own, which others have work for them.
+
+Such a rank records from before the first step of the others until it hears that they are done; what is looked
+at of its trace are their steps. Where no rank has steps, all record for as many seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
 from traceml_ray import __version__, text, wire
 from traceml_ray.errors import Errors
-from traceml_ray.monitor import serving
-from traceml_ray.monitor.asked_ranks import AskedRank, asked_ranks, to_come
+from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
-from traceml_ray.store.profiles import OVER, Profile, RankProfile
+from traceml_ray.store.profiles import OVER, Profile, ProfileStep, RankProfile
 from traceml_ray.store.rank_processes import RankProcess
+
+STEP_S = 1.0
+"""How long is recorded in place of a step where no rank has any."""
+HEAR_S = 10.0
+"""So long it may take until a rank hears that the others are done."""
+
+Edges = dict[int, tuple[int, int]]
+"""Begin and end of steps by their numbers, ns on the aggregator's clock."""
+
+
+def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
+    """
+    Return whether ranks without steps have recorded what they should.
+
+    Args:
+        profile: as far as it is.
+        since_s: for how long each rank has been in its present state.
+    """
+    going = [rank for rank in profile.ranks if rank.state not in OVER]
+    serving = [rank for rank in going if rank.serves and rank.state == "recording"]
+    if not serving or any(rank.state in ("asked", "armed") or _records(rank) for rank in going):
+        return False
+    if any(rank.steps for rank in profile.ranks if not rank.serves):
+        return True
+    return all(since_s[rank.rank] >= profile.n_steps * STEP_S for rank in serving)
+
+
+def was_late(profile: Profile, rank: RankProfile) -> bool:
+    """Return whether a rank without steps has begun to record when the others did theirs already."""
+    own = [each for each in profile.ranks if not each.serves and each.steps]
+    edges = _steps_of(own)
+    if not (rank.serves and rank.steps and edges):
+        return False
+    ((_, began_ns, _),) = _edges(rank)
+    return began_ns > min(begin_ns for begin_ns, _ in edges.values())
+
+
+def share_steps(profile: Profile) -> None:
+    """Give ranks without steps those of the others, or the time that all have recorded."""
+    serving = [rank for rank in profile.captured if rank.serves]
+    own = [rank for rank in profile.captured if not rank.serves and rank.steps]
+    edges = _steps_of(own) if own else _together(serving)
+    if serving and not own:
+        profile.first_step = None
+    for rank in serving:
+        offset_ns = rank.clock_offset_ns or 0
+        rank.steps = [
+            ProfileStep(step, begin_ns - offset_ns, end_ns - offset_ns, None)
+            for step, (begin_ns, end_ns) in edges.items()
+        ]
+
+
+def _records(rank: RankProfile) -> bool:
+    return rank.state == "recording" and not rank.serves
+
+
+def _steps_of(ranks: list[RankProfile]) -> Edges:
+    found: Edges = {}
+    for rank in ranks:
+        for step, begin_ns, end_ns in _edges(rank):
+            first_ns, last_ns = found.get(step, (begin_ns, end_ns))
+            found[step] = min(first_ns, begin_ns), max(last_ns, end_ns)
+    return found
+
+
+def _together(ranks: list[RankProfile]) -> Edges:
+    """Return the time, as step 0, in which all have recorded; else nothing."""
+    edges = [edge for rank in ranks for edge in _edges(rank)]
+    begin_ns = max((begin for _, begin, _ in edges), default=0)
+    end_ns = min((end for _, _, end in edges), default=0)
+    return {0: (begin_ns, end_ns)} if begin_ns < end_ns else {}
+
+
+def _edges(rank: RankProfile) -> list[tuple[int, int, int]]:
+    offset_ns = rank.clock_offset_ns or 0
+    return [(step.step, step.begin_ns + offset_ns, step.end_ns + offset_ns) for step in rank.steps]
+
+
+@dataclass(eq=False)
+class AskedRank:
+    """State of one rank of the capture."""
+
+    about: RankProfile
+    process_id: str = ""
+    heard: bool = False
+    """It has answered the command of this number."""
+    moved_s: float = 0.0
+    """When it went on last."""
+    again: int = 0
+    """How often the rest of its trace was asked for,"""
+    stalled: bool = False
+    """and whether that is so now."""
+
+    def end(self, state: Literal["refused", "failed"], reason: str) -> None:
+        """Expect no trace of it any more."""
+        self.about.state, self.about.reason = state, reason
+
+
+def asked_ranks(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> dict[int, AskedRank]:
+    """Return the ranks that are meant; those that cannot be profiled say why."""
+    try:
+        wanted = rank_filter(asked.ranks)
+    except RankFilterError as error:
+        profile.error = str(error)
+        return {}
+    numbers = [rank for rank in sorted(run.ranks) if rank in wanted]
+    named = () if wanted.ranges is None else itertools.chain.from_iterable(wanted.ranges)
+    unknown = [rank for rank in itertools.islice(named, profiles.MAX_RANKS) if rank not in run.ranks]
+    found = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
+    going = [rank for rank in found.values() if rank.about.state == "asked"]
+    for rank in going[profiles.MAX_RANKS :]:
+        rank.process_id = ""
+        rank.end("refused", f"a profile has {profiles.MAX_RANKS} ranks at most")
+    unknown += to_come(asked, run)
+    absent = {rank: AskedRank(RankProfile(rank, "refused", _absence(rank, run))) for rank in unknown}
+    return dict(sorted((found | absent).items()))
+
+
+def to_come(asked: wire.ProfileRequest, run: RunNow) -> list[int]:
+    """Return the ranks, of those that a profile may have, that are meant and have not reported so far."""
+    try:
+        wanted = rank_filter(asked.ranks)
+    except RankFilterError:
+        return []
+    first = range(min(run.world, profiles.MAX_RANKS))
+    return [rank for rank in first if rank in wanted and rank not in run.ranks]
+
+
+def _absence(rank: int, run: RunNow) -> str:
+    return "it has not reported so far" if rank < run.world else "there is no such rank"
+
+
+def _rank(rank: int, run: RunNow) -> AskedRank:
+    process = run.ranks[rank]
+    identity, about = process.identity, RankProfile(rank, "asked", process=process.id)
+    about.node = run.labels.get(process.id)
+    if identity is not None:
+        about.node_id, about.hostname, about.pid = identity.node_id, identity.hostname, identity.pid
+    clock = run.clocks.get(about.node_id or "")
+    if clock is not None:
+        about.clock_offset_ns, about.clock_bound_ns = clock
+    if process.ended:
+        about.state, about.reason = "refused", f"it has ended ({text.plain(process.end)})"
+        return AskedRank(about)
+    return AskedRank(about, process.process_id)
+
 
 AHEAD_S = 3.0
 """So long before its first step a command is sent: ranks hear of it within about 2 s."""
@@ -164,7 +318,7 @@ class Captures:
         about.steps = [profiles.ProfileStep(*step) for step in status.steps]
         costs = status.start_ns, status.stop_ns, status.export_ns
         about.start_ms, about.stop_ms, about.export_ms = map(_ms, costs)
-        if serving.was_late(now.profile, about):
+        if was_late(now.profile, about):
             rank.end("refused", f"step {now.profile.first_step} {LATE}")
         self._check_whole(about)
 
@@ -205,7 +359,7 @@ class Captures:
             self._files.show(now.profile)
             return None
         self._now = None
-        serving.share_steps(now.profile)
+        share_steps(now.profile)
         return now.profile
 
     def _may_begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> bool:
@@ -273,7 +427,7 @@ class Captures:
             steps=asked.steps,
             limit_s=limit_s,
             record_s=record_s,
-            serve_s=record_s + ahead * now.step_s + serving.HEAR_S,
+            serve_s=record_s + ahead * now.step_s + HEAR_S,
             **{name: int(getattr(asked, name)) for name in OPTIONS},
         )
         now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []
@@ -319,7 +473,7 @@ class Captures:
     def _end_serving(self, now: _Capture) -> None:
         """Have ranks without steps end when the others have recorded theirs."""
         since = {rank.about.rank: self._ticks() - rank.moved_s for rank in now.ranks.values()}
-        if not now.over and serving.is_over(now.profile, since):
+        if not now.over and is_over(now.profile, since):
             now.over = True
             now.commands = [wire.Command(each.name, {**each.args, "over": 1}) for each in now.commands]
 

@@ -1,8 +1,14 @@
-"""The step history of each live run, fed with the rows that arrive."""
+"""
+The step history of each live run, fed with the rows that arrive.
+
+The lock of the step histories: the thread that feeds and judges them waits for one reader at most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,11 +21,48 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
-from traceml_ray.monitor.steps_lock import StepsLock
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
 from traceml_ray.store.session_file import SessionFile
+
+
+class StepsLock:
+    """
+    Held by one thread at a time. A feeder that waits gets it next, however many readers wait: the feeder's
+    thread has to commit, while an answer may come later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader = threading.Lock()
+        """Held by the one reader that may wait for the lock, or has it."""
+        self._state = threading.Condition()
+        self._feeders = 0
+        """That wait for the lock, or have it."""
+
+    @contextmanager
+    def feeding(self) -> Iterator[None]:
+        """Hold the lock to change the histories, or in the thread that does."""
+        with self._state:
+            self._feeders += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._state:
+                self._feeders -= 1
+                self._state.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the lock to read a history, in any other thread."""
+        with self._reader:
+            with self._state:
+                self._state.wait_for(lambda: not self._feeders)
+            with self._lock:
+                yield
+
 
 MAX_ARRIVED = 1 << 21
 """Rows that wait for `feed` (120 MB; of devices 230 MB): more come only while its thread is held up."""

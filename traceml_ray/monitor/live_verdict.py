@@ -26,9 +26,8 @@ from traceml_ray.analysis.uneven_work import Reason
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
-from traceml_ray.monitor.bundling import Bundling
+from traceml_ray.monitor.bundling import Bundling, asked_for_bundle
 from traceml_ray.monitor.hang_watch import HangWatch
-from traceml_ray.monitor.incidents import asked_for_bundle
 from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_memory import LiveMemory, Ranks
 from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow

@@ -15,7 +15,6 @@ from traceml_ray import wire
 from traceml_ray.analysis.step_sizes import unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
-from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.layer_requests import LayerRequests
 from traceml_ray.monitor.live_memory import LiveMemory
@@ -23,7 +22,7 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
 from traceml_ray.monitor.profiling import Profiling
-from traceml_ray.monitor.rank_numbering import Groups
+from traceml_ray.monitor.rank_numbering import Groups, Restarts
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.writer import SessionWriter

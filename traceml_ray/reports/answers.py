@@ -26,7 +26,7 @@ from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries,
 from traceml_ray.reports.throughput import StoredWork
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
-from traceml_ray.store.histories import RunSteps, StoredHistories
+from traceml_ray.store.history_reader import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.runs import by_run, count, is_over, newest, run_names

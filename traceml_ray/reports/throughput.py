@@ -10,7 +10,7 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.throughput import throughput
 from traceml_ray.analysis.work import WorkHistory
 from traceml_ray.reports.run_facts import RunFacts
-from traceml_ray.store.histories import RunSteps
+from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.step_shapes import ThroughputNumbers
 from traceml_ray.store.work_reader import WorkReader
