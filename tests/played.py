@@ -138,11 +138,12 @@ class Played:
         lost: tuple[int, ...] = (),
         late: tuple[int, ...] = (),
         commit: bool = True,
+        judge: bool = True,
         **fields: Any,
     ) -> None:
         """
         One second: `steps` steps of all ranks but the `silent` ones (those of `lost` ones are dropped, what
-        `late` ones say arrives in a later second), a sample of each node, a judgement.
+        `late` ones say arrives in a later second), a sample of each node, a judgement, which is what costs.
         """
         self.clock.tick()
         self._seconds += 1
@@ -161,7 +162,8 @@ class Played:
         self.step += steps
         if commit:
             assert self.aggregator.commit()
-        self.aggregator.judge()
+        if judge:
+            self.aggregator.judge()
 
     def dies(self, rank: int, exit_code: int, message: str = "") -> None:
         """The process of a rank is gone; its relay has seen that, and the rank raised what `message` has."""

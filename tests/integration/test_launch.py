@@ -415,13 +415,14 @@ def test_given_cluster_is_used_and_left_running(bench: Bench) -> None:
         both = [bench.start(*job, "--node-rank", rank, *ranks, **token) for rank in "01"]
         for process in both:
             _, err = process.communicate(timeout=240)
-            assert process.returncode == 0 and "without" not in err, err
-        assert bench.summary("two")["ledger"]["stored"] == 2
-        assert [node["ranks"] for node in bench.summary("two")["session"]["nodes"]] == [[0], [2]]
+            assert process.returncode == 0 and "without a live monitor" not in err, err
         assert not cluster.exited()
         assert cluster._process is not None
         pid = cluster._process.pid
         until(lambda: not [p for p in members(pid) if "ray::A" in p.name()], "actors end")
+        # On a busy machine one may end long after the other: the files are whole when both have.
+        assert bench.summary("two")["ledger"]["stored"] == 2
+        assert [node["ranks"] for node in bench.summary("two")["session"]["nodes"]] == [[0], [2]]
         bench.assert_nothing_is_left()
     finally:
         cluster.stop()

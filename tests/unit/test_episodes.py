@@ -196,8 +196,7 @@ def test_run_that_is_late_from_its_first_step_is_named():
 @pytest.mark.parametrize("step_ms", [12, 25, 50])
 def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
     d = played(60_000 // step_ms, step_ms, swings=0.2, seed=seed)
-    labels_of_windows = {rule.label for rule in single_windows(d)}
-    assert labels_of_windows != {"healthy"}  # window by window somebody is late now and then
+    assert any(rule.label != "healthy" for rule in single_windows(d)), "somebody is late now and then"
     run, verdicts = live(d)
     assert named(verdicts) == set()
     assert len(changes(verdicts)) <= 2
@@ -205,12 +204,10 @@ def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
 
 
 def single_windows(d):
-    """What the rules say of every window by itself."""
+    """Yield what the rules say of each window by itself."""
     whole = window(d)
-    return [
-        judge_window(whole.take(slice(begin, begin + 50)), DEFAULTS).verdict
-        for begin in range(0, len(d) - 50, 10)
-    ]
+    for begin in range(0, len(d) - 50, 10):
+        yield judge_window(whole.take(slice(begin, begin + 50)), DEFAULTS).verdict
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -637,7 +634,7 @@ class TestWatching:
 def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
     stretches = [(PREPARE, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
     d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
-    assert "ambiguous" in {verdict.label for verdict in single_windows(d)}
+    assert any(verdict.label == "ambiguous" for verdict in single_windows(d))
     _, verdicts = live(d)
     assert changes(verdicts)[-1] == ("straggler", "backward", (1,)) and len(changes(verdicts)) <= 4
 
@@ -650,16 +647,22 @@ def test_second_stage_that_stays_changes_the_name_after_two_seconds():
     assert [what[0] for what in changes(verdicts)[-2:]] == ["straggler", "ambiguous"]
 
 
-@pytest.mark.parametrize("handover", [500, 1000, 1300])
-def test_judge_goes_on_where_another_left_off(handover):
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The rows of two faults, the judge that has seen all of them, and what it said."""
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, None, 0.5))
+    return d, *live(d)
+
+
+@pytest.mark.parametrize("handover", [500, 1000, 1300])
+def test_judge_goes_on_where_another_left_off(undisturbed, handover):
+    d, through, verdicts = undisturbed
     first, _ = live(d[:handover])
     second = RunJudge()
     second.resume(PACKER.unpack(PACKER.pack(first.state())))
     whole = window(d)
     for end in range(handover + 200, 2001, 50):  # the windows that nobody judged are, too
         last = second.update(whole.take(slice(max(0, end - 400), end)))
-    through, verdicts = live(d)
     assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), verdicts[-1][2].from_step)
     for one, other in zip(second.episodes.episodes, through.episodes.episodes, strict=True):
         assert (one.label, one.rank, one.from_step) == (other.label, other.rank, other.from_step)

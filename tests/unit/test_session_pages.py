@@ -468,7 +468,7 @@ def test_header_is_made_once_until_something_is_new(played: Played, monkeypatch:
 
 def test_poll_catches_up_with_an_aggregator_far_ahead(played: Played) -> None:
     for _ in range(40):
-        played.play(200)
+        played.play(200, judge=False)
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
     assert look(pages, "header")["step"] == 7999
