@@ -42,7 +42,7 @@ from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.traces.trace import read_trace
 from traceml_ray.traces.traced_rows import traced_rows
 
@@ -104,7 +104,7 @@ def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> Stored
 def compare(what: str, stored: StoredProfile) -> Compared:
     """Return what both recorders say of the steps that both have whole, of all ranks."""
     ranks = []
-    for source in of_profile(stored):
+    for source in sources_of_profile(stored):
         rows = {step.step: step.stages_ns for step in source.steps if step.stages_ns is not None}
         traced = {row.step: row.stages_ns for row in traced_rows(read_trace(source.path), source.steps)}
         ranks.append((rows, traced))

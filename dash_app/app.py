@@ -29,8 +29,8 @@ from plotly.io.json import to_json_plotly
 
 from traceml_ray.text import natural
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.session_poll import keep
-from traceml_ray.views.values import whole
+from traceml_ray.views.session_poll import keep_newest
+from traceml_ray.views.values import whole_number
 
 from . import listing, shell, zone
 from .components import Chart, Content
@@ -42,14 +42,14 @@ from .session_pages import SessionPages
 _MOST = 20
 
 
-def places(run: RunState, route: Route, asked: str) -> dict[str, str]:
+def search_targets(run: RunState, route: Route, asked: str) -> dict[str, str]:
     """Return the pages that `asked` may mean ("5", "rank 5", "host-1", "step 9"), by name, the best first."""
     wanted = asked.casefold().split()
-    return dict(islice(_found(run, route, wanted), _MOST)) if wanted else {}
+    return dict(islice(_matching_targets(run, route, wanted), _MOST)) if wanted else {}
 
 
-def _found(run: RunState, route: Route, wanted: list[str]) -> Iterator[tuple[str, str]]:
-    number = whole(wanted[-1])
+def _matching_targets(run: RunState, route: Route, wanted: list[str]) -> Iterator[tuple[str, str]]:
+    number = whole_number(wanted[-1])
     if number is not None and wanted[0] != "step" and number in run.ranks:
         yield _rank(run, number), route.to("rank", number)
     for node in sorted(run.nodes, key=lambda node: natural(node["label"])):
@@ -82,7 +82,9 @@ class _Page(NamedTuple):
     parts: Parts
     sums: dict[str, int]
     grown: Parts
-    """Of charts: what is new since the version before, and `of`, the checksum of that one."""
+    """
+    For each chart: the points added since the previous version, and in `of` the checksum of that version.
+    """
 
 
 class Refresher:
@@ -103,7 +105,7 @@ class Refresher:
         shown. An error is counted, and is one line on the page.
         """
         of_browser = of_browser if isinstance(of_browser, str) and len(of_browser) < 64 else ""
-        with zone.shown_in(of_browser):
+        with zone.timezone_of(of_browser):
             return self._refresh(pathname, search, seen, of_browser)
 
     def _refresh(
@@ -112,7 +114,7 @@ class Refresher:
         seen = seen if isinstance(seen, dict) else {}
         self._session.note_watched()
         try:
-            route = Route.of(pathname, search)
+            route = Route.parse(pathname, search)
             if route is None:
                 return _no_page(pathname), {"seen": {}, "set": {}}
             return self._answer(route, seen, of_browser)
@@ -140,7 +142,7 @@ class Refresher:
         return page.layout if new else dash.no_update, answer
 
     def _made(self, route: Route, _version: int, instead: str, _zone: str) -> _Page:
-        """Return a page, or, `instead` being the state, the one that says why there is nothing to show."""
+        """Return a page. If `instead`, a state, is set: the one that explains why it is empty."""
         module = start if instead else PAGES[route.page]
         layout = module.layout(self._session.view(route), route)
         parts = _parts(layout)
@@ -148,14 +150,14 @@ class Refresher:
         key = f"{zlib.crc32(repr(around).encode()):x}"
         before = self._newest.get((route, instead))
         page = _Page(key, html.Div(layout, id="view", key=key), parts, _sums(parts), _grown(before, parts))
-        keep(self._newest, (route, instead), page)
+        keep_newest(self._newest, (route, instead), page)
         return page
 
-    def places(self, text: str, pathname: str | None, search: str | None) -> dict[str, str]:
+    def search_targets(self, text: str, pathname: str | None, search: str | None) -> dict[str, str]:
         """Return the pages that a text in the search box may mean, by name, the best first."""
-        route = Route.of(pathname, search) or Route()
+        route = Route.parse(pathname, search) or Route()
         run = self._session.run_of(route)
-        return places(run, route, text) if run else {}
+        return search_targets(run, route, text) if run else {}
 
     def cell(self, asked: dict[str, Any] | None, search: str | None) -> str | None:
         """
@@ -163,7 +165,7 @@ class Refresher:
         `pages.overview.cell` for what else is `asked`.
         """
         try:
-            route = Route.of("/", search)
+            route = Route.parse("/", search)
             if not asked or route is None:
                 return None
             heading, text = str(asked.get("heading", "")), ""
@@ -272,7 +274,7 @@ def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
         prevent_initial_call=True,
     )
     def find(text: str | None, pathname: str | None, search: str | None) -> Any:
-        route = Route.of(pathname, search)
+        route = Route.parse(pathname, search)
         if route is None or (text or "") == (route.get("q") or ""):
             return dash.no_update
         return _search(route.here(q=text or None, page=None))
@@ -288,10 +290,10 @@ def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
         prevent_initial_call=True,
     )
     def goto(text: str | None, _: int | None, pathname: str | None, search: str | None) -> Any:
-        matches, text = refresher.places(text or "", pathname, search), (text or "").strip()
+        matches, text = refresher.search_targets(text or "", pathname, search), (text or "").strip()
         href = matches.get(text)  # one of them was chosen
         if text and not href and "goto.n_submit" in dash.ctx.triggered_prop_ids:
-            every = (Route.of(pathname, search) or Route()).to("ranks", q=text)
+            every = (Route.parse(pathname, search) or Route()).to("ranks", q=text)
             href = next(iter(matches.values()), every)
         if href:
             return [], "", href.partition("?")[0], _search(href)

@@ -21,7 +21,7 @@ from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import severity
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import Array, rounded, whole
+from traceml_ray.views.values import Array, rounded, whole_number
 
 from . import figures
 from .components import CLICKED, Columns, aria, link, numbers, part, table
@@ -53,7 +53,7 @@ class Range(NamedTuple):
 
 def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
     """Return what the URL asks for, or the range that a page has by itself."""
-    first, last = (whole(route.get(name), _DIGITS) for name in ("from", "to"))
+    first, last = (whole_number(route.get(name), _DIGITS) for name in ("from", "to"))
     if route.get("from") == NEWEST:
         return Range(newest=True)
     if first is not None or last is not None:
@@ -283,7 +283,7 @@ def _tracks(spine: Mapping[str, Any], route: Route) -> list[Any]:
     ]
     ticks = [
         html.I(
-            style=_place(spine, tick["step"], tick["step"]),
+            style=_bar_style(spine, tick["step"], tick["step"]),
             className=f"tick {tick['severity']}",
             title=tick["text"],
         )
@@ -306,7 +306,7 @@ def _bar(episode: Mapping[str, Any], spine: Mapping[str, Any], route: Route) -> 
     until = None if episode["goes_on"] or last + around >= spine["last"][-1] else last + around
     lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
     about = f"{named(episode)}: steps {first:,}–{last:,}, {lasted}, cost {cost}"
-    style = _place(spine, first, spine["last"][-1] if episode["goes_on"] else last)
+    style = _bar_style(spine, first, spine["last"][-1] if episode["goes_on"] else last)
     href = route.here(**{"from": max(0, first - around), "to": until})
     inside = html.Span(about, className="unseen")
     return [
@@ -315,8 +315,8 @@ def _bar(episode: Mapping[str, Any], spine: Mapping[str, Any], route: Route) -> 
     ]
 
 
-def _place(spine: Mapping[str, Any], first: int, last: int) -> dict[str, str]:
-    """Return where steps lie in a track."""
+def _bar_style(spine: Mapping[str, Any], first: int, last: int) -> dict[str, str]:
+    """Return the CSS position of a range of steps in a track: `left` and `width` in %."""
     low, high = _ends(spine)
     left = 100 * (min(max(first, low), high) - low) / (high - low)
     width = 100 * (min(max(last + 1, low), high) - low) / (high - low) - left

@@ -1,4 +1,4 @@
-"""What pages show of profiles: made of the traces while pages are served, and kept beside these."""
+"""Breakdowns of profiles for pages: computed from the traces on demand, and stored beside them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .trace_job import JobError
 FILE = "breakdown.msgpack"
 """In the folder of a profile."""
 MAX_COPY = 1 << 30
-"""Of traces that are on another node."""
+"""Largest trace, in bytes, that is copied from another node."""
 _KEPT = 4
 """Profiles whose breakdowns are held."""
 _AGAIN_S = 60.0
@@ -49,12 +49,12 @@ class Breakdowns:
         self._source, self._errors, self._renew = source, errors, renew
         self._lock = threading.Lock()
         self._made: OrderedDict[str, Breakdown | str | None] = OrderedDict()
-        """By profile; None: it is being made."""
+        """Result per profile id; None while it is being computed."""
         self._failed: dict[str, float] = {}
-        """When, monotonic seconds."""
+        """When the computation failed, per profile id (monotonic seconds)."""
 
-    def of(self, info: ProfileInfo) -> Breakdown | str | None:
-        """Return that of a profile; None while it is being made, a sentence where it cannot be."""
+    def get(self, info: ProfileInfo) -> Breakdown | str | None:
+        """Return the breakdown of a profile; None while it is being computed; a sentence if it cannot be."""
         name = info.profile.id
         if not info.profile.captured:
             return "no rank was captured"

@@ -147,7 +147,7 @@ def figure_table(figure: figures.Figure, label: str) -> Any:
     axis = figure["layout"]["yaxis" if flat else "xaxis"]
     names = traces[0]["y" if flat else "x"][::-1] if traces else ()
     timed = axis.get("type") == "date"
-    columns = {axis["title"]["text"]: lambda index: _place(names[index], timed)}
+    columns = {axis["title"]["text"]: lambda index: _axis_text(names[index], timed)}
     for trace in traces:
         columns[f">{trace['name']}"] = functools.partial(_value, trace["x" if flat else "y"][::-1])
     return table(columns, range(min(len(names), _TABLE_ROWS)), label=label)
@@ -157,13 +157,13 @@ def _value(values: Sequence[float | None], index: int) -> str:
     return text.number(values[index])
 
 
-def _place(value: Any, timed: bool) -> Any:
-    """Return where on its axis a value is."""
+def _axis_text(value: Any, timed: bool) -> Any:
+    """Format a value of an axis: a time if `timed`, else a number."""
     return when(moment(1_000_000 * value)) if timed else text.plain(value)
 
 
 def _switched_off(id: str, route: Route) -> set[str]:
-    """Return the series of a chart that a person has switched off: `chart.series`, … in the URL."""
+    """Return the series of a chart that are switched off in the URL (`off=chart.series,…`)."""
     chosen = (entry.partition(".") for entry in (route.get("off") or "").split(","))
     return {series for chart, _, series in chosen if chart == id}
 

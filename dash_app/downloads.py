@@ -20,7 +20,7 @@ from .session_pages import SessionPages
 
 _CHUNK = 1 << 20
 _BLOCK = 512
-"""Of a tar."""
+"""Size of a tar block, in bytes."""
 
 
 def serve(server: Flask, session: SessionPages) -> None:

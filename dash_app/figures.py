@@ -22,7 +22,7 @@ from traceml_ray.views.values import Array, brief, rounded
 from . import zone
 
 Series = Array | Sequence[float | None]
-"""What is not known is NaN, or None."""
+"""Values of a line; NaN or None where a value is not known."""
 Figure = dict[str, Any]
 
 """As a legend has them."""

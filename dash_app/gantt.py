@@ -17,7 +17,7 @@ from traceml_ray.views.values import Array, rounded
 from . import figures
 
 MOST_ROWS = 128
-"""Of ranks; in a larger job a row is a node, as the rank of it that came last."""
+"""Largest number of ranks shown one per row. In a larger job a row is a node, drawn as its last rank."""
 FEW = 32
 """Rows that are high enough for spans under the stages."""
 _FEW_PX, _MANY_PX, _AXES_PX = 22, 9, 46

@@ -91,7 +91,7 @@ def figure(
         "showscale": False,
         "hoverinfo": "none",
         "meta": {
-            "rows": [_about(heat, row, edge) for row, edge in zip(drawn, edges, strict=False)],
+            "rows": [_row_details(heat, row, edge) for row, edge in zip(drawn, edges, strict=False)],
             "first": heat["first"],
             "last": heat["last"],
         },
@@ -111,8 +111,8 @@ def figure(
     )
 
 
-def _about(heat: Mapping[str, Any], row: Row, edge: int) -> dict[str, Any]:
-    """Return what a browser has of a row: where it begins, and its rank, or its first and its last."""
+def _row_details(heat: Mapping[str, Any], row: Row, edge: int) -> dict[str, Any]:
+    """Return what the browser needs of a row: name, link, position, its rank or first and last rank."""
     ranks = [row.rank]
     if row.rank is None:
         ranks = [heat["ranks"][line] for line in (row.lines[0], row.lines[-1])] if row.href else []
@@ -130,7 +130,7 @@ def gutter(drawn: Sequence[Row]) -> html.Div:
     px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
     edges = [0, *accumulate(row.height for row in drawn)]
     middles = [px * (low + high) / 2 / lines for low, high in pairwise(edges)]
-    labels = [_label(drawn[index], TOP + middles[index]) for index in _shown(drawn, middles)]
+    labels = [_label(drawn[index], TOP + middles[index]) for index in _labelled_rows(drawn, middles)]
     return html.Div(labels, id="heat-rows", style={"height": f"{px + TOP + BOTTOM}px"})
 
 
@@ -148,8 +148,8 @@ def _label(row: Row, y: float) -> html.Div:
     )
 
 
-def _shown(drawn: Sequence[Row], middles: Sequence[float]) -> list[int]:
-    """Return the rows that have a label, as many as there is room for: named and higher ones come first."""
+def _labelled_rows(drawn: Sequence[Row], middles: Sequence[float]) -> list[int]:
+    """Return the indices of the rows that get a label, as many as fit: named and higher rows first."""
     chosen: list[int] = []
     for row in sorted(
         range(len(drawn)),

@@ -14,16 +14,16 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.text import natural
-from traceml_ray.views.values import whole
+from traceml_ray.views.values import whole_number
 
 from .components import aria, link
 from .route import Route
 
 PER_PAGE = 100
 FIELD = "find"
-"""The id of a page's search field; its text is `q` in the URL."""
+"""Id of a page's search field; its text is `q` in the URL."""
 Keys = Mapping[str, Callable[[Any], Any]]
-"""What items are put in order by, by the header of a column; None: not known, last in either order."""
+"""Sort keys of a list, by column header. A key of None (not known) is sorted last in both directions."""
 
 
 class Chosen(NamedTuple):
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> Chosen:
-    """Return the page of `items` that the URL names; `words_of` an item are what is searched."""
+    """Return the page of `items` that the URL names. The search looks at `words_of(item)`."""
     words = (route.get("q") or "").casefold().split()
     matching = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
     name = route.get("sort") or ""
@@ -51,7 +51,7 @@ def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], k
             sorted(with_key, key=lambda item: _comparable(key(item)), reverse=name[:1] == "-") + unknown
         )
     pages = max(1, -(-len(matching) // PER_PAGE))
-    page = min(whole(route.get("page")) or 1, pages)
+    page = min(whole_number(route.get("page")) or 1, pages)
     return Chosen(matching[(page - 1) * PER_PAGE :][:PER_PAGE], len(matching), len(items), page, pages)
 
 

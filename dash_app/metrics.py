@@ -1,4 +1,4 @@
-"""What other programs read: `/health`, and `/metrics` for Prometheus."""
+"""Endpoints for other programs: `/health`, and `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     rows |= {f"dropped_{name}": count for name, count in ledger.get("dropped", {}).items()}
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
     if (run := session.newest) is not None:
-        yield from _of_run(run)
-        yield from _of_steps(run)
-        yield from _of_work(run)
-        yield from _of_nodes(run)
+        yield from _run_metrics(run)
+        yield from _step_metrics(run)
+        yield from _throughput_metrics(run)
+        yield from _node_metrics(run)
 
 
 def _by_key(counts: Mapping[str, float]) -> Series:
@@ -94,7 +94,7 @@ def _by_quantile(values: Iterable[float], *labels: object) -> Series:
     return (((*labels, name), value) for name, value in zip(_QUANTILES, values, strict=True))
 
 
-def _of_run(run: RunState) -> Iterator[Metric]:
+def _run_metrics(run: RunState) -> Iterator[Metric]:
     name, verdict = run.id, run.verdict
     if verdict is not None:
         named = ("label", "stage", "rank", "node")
@@ -123,7 +123,7 @@ def _findings(run: str, verdict: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("finding_cost", about, ["run", *named], costs.items(), "ratio")
 
 
-def _of_steps(run: RunState) -> Iterator[Metric]:
+def _step_metrics(run: RunState) -> Iterator[Metric]:
     name, times = run.id, run.times
     if times is None or not times["steps"]:
         return
@@ -145,7 +145,7 @@ def _of_steps(run: RunState) -> Iterator[Metric]:
     yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")
 
 
-def _of_work(run: RunState) -> Iterator[Metric]:
+def _throughput_metrics(run: RunState) -> Iterator[Metric]:
     name, work = run.id, run.throughput
     if work is None:
         return
@@ -162,7 +162,7 @@ def _of_work(run: RunState) -> Iterator[Metric]:
     )
 
 
-def _of_nodes(run: RunState) -> Iterator[Metric]:
+def _node_metrics(run: RunState) -> Iterator[Metric]:
     """Yield the quantities of the newest sample of each node, and of its devices."""
     name = run.id
     samples = [(run.labels.get(node, node), sample) for node, sample in run.samples.items()]

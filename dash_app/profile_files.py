@@ -41,12 +41,12 @@ def serve(server: Flask, session: SessionPages) -> None:
 
     def download(profile: str, name: str) -> Response:
         pages = session.of(request.args.get("session"))
-        info = _found(pages, profile)
+        info = _find_profile(pages, profile)
         if info is None:
             return _plain("There is no such profile.", 404)
         if job := _JOBS.get(name):
             try:
-                return _made(pages, info, job, name)
+                return _run_job(pages, info, job, name)
             except (JobError, OSError) as error:
                 return _plain(str(error), 503)
         rank = next((r for r in info.profile.captured if trace_name(r.rank) == name), None)
@@ -57,7 +57,7 @@ def serve(server: Flask, session: SessionPages) -> None:
 
     def remove(profile: str) -> Response:
         pages = session.of(request.args.get("session"))
-        info = _found(pages, profile)
+        info = _find_profile(pages, profile)
         if info is None:
             return _plain("There is no such profile.", 404)
         if not pages.source.stored:
@@ -74,12 +74,12 @@ def serve(server: Flask, session: SessionPages) -> None:
     server.add_url_rule(f"{PATH}/<profile>/<name>", "profile-file", download)
 
 
-def _found(pages: SessionPages, profile: str) -> ProfileInfo | None:
+def _find_profile(pages: SessionPages, profile: str) -> ProfileInfo | None:
     listed = query.ask_one(pages.source.reply, query.Profiles())
     return next((info for info in listed.done if info.profile.id == profile), None)
 
 
-def _made(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Response:
+def _run_job(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Response:
     """Return a file that is made of the traces now. Raises JobError, OSError, QueryError."""
     folder = tempfile.TemporaryDirectory(prefix="traceml-")
     with folder, traces_of(pages.source, info) as traces:

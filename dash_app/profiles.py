@@ -20,16 +20,16 @@ from .route import Route
 from .session_cache import SessionCache
 
 PATH = "/profiles"
-"""Of what is posted and downloaded: `/profiles`, `/profiles/<id>/<file>`."""
+"""URL of forms and downloads: `/profiles`, `/profiles/<id>/<file>`."""
 TRACE, TABLE = "trace.json.gz", "operations.csv"
 EVENT = "profile"
 FIELDS = ("ranks", "steps", *OPTIONS)
-"""Of the form."""
+"""Field names of the form."""
 _MOST_RANKS = 8
-"""That are chosen where nobody is suspected."""
+"""Largest number of ranks preselected in the form when no rank is suspected."""
 
 
-def found(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
+def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     """
     Return the profiles of the session, the newest first. While it runs they are asked for when an event of
     the run says that there is another one.
@@ -38,18 +38,18 @@ def found(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     if not announced and not cache.source.stored:
         return []
 
-    def settled(profiles: Profiles) -> bool:
+    def is_final(profiles: Profiles) -> bool:
         there = {info.profile.id: info.profile for info in profiles.done}
         explained = all(one.found or one.suspect is None for one in there.values())
         return announced <= there.keys() and explained
 
-    listed = cache.ask(query.Profiles(), settled)
+    listed = cache.ask(query.Profiles(), is_final)
     return [*reversed(listed.done)] if listed else []
 
 
 def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], since: int) -> Profile | None:
-    """Return the newest profile that says why a rank is late, of an episode that began at step `since`."""
-    for info in found(cache, run) if verdict["rank"] is not None else ():
+    """Return the newest profile that explains why a rank is late in the episode from step `since` on."""
+    for info in newest_first(cache, run) if verdict["rank"] is not None else ():
         one = info.profile
         first = -1 if one.first_step is None else one.first_step
         if one.run == run.id and one.suspect == verdict["rank"] and one.found and first >= since:

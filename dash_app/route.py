@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import msgspec
 
-from traceml_ray.views.values import whole
+from traceml_ray.views.values import whole_number
 
 # Not Dash Pages: its routes are known to its own callback alone, and a refresh and a link need them as well.
 _PATHS = {
@@ -38,13 +38,13 @@ class Route(msgspec.Struct, frozen=True):
     query: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, pathname: str | None, search: str | None) -> Route | None:
-        """Read a URL; None if no page has it."""
+    def parse(cls, pathname: str | None, search: str | None) -> Route | None:
+        """Parse a URL. Returns None if there is no such page."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = _PATHS.get(first)
         if page is None or bool(key) != (page in ("node", "rank", "step", "profile")):
             return None
-        if page in ("rank", "step") and whole(key) is None:
+        if page in ("rank", "step") and whole_number(key) is None:
             return None
         query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:16] if len(v) <= 200)
         return cls(page, unquote(key), query)

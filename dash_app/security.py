@@ -15,7 +15,7 @@ from flask import Flask, Response, redirect, request
 from traceml_ray.settings import SettingError
 
 MAX_BODY_BYTES = 1 << 20
-"""Of a request: larger ones are refused before they are read."""
+"""Largest body of a request, in bytes; larger ones are refused before they are read."""
 _OPEN = (("GET", "/health"), ("HEAD", "/health"), ("POST", "/login"))
 _METHODS = ("GET", "HEAD", "POST")
 WILDCARDS = ("0.0.0.0", "::")

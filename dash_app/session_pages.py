@@ -9,7 +9,7 @@ from typing import Any
 
 from traceml_ray.store.query import QueryError
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.session_poll import keep
+from traceml_ray.views.session_poll import keep_newest
 from traceml_ray.views.source import Source, SourceError, StoredSource
 
 from . import shell
@@ -20,7 +20,7 @@ from .session_cache import SessionCache
 _MAX_OTHERS = 2
 """Past sessions that are open at the same time."""
 _Key = tuple[Route, str | None]
-"""Of a page: with its run."""
+"""Key of a cached page: its route and the id of its run."""
 
 
 class SessionPages(SessionCache):
@@ -34,12 +34,12 @@ class SessionPages(SessionCache):
         self._views: OrderedDict[_Key, tuple[int, dict[str, Any]]] = OrderedDict()
         self._viewed: set[_Key] = set()
         self._headed: tuple[Any, dict[str, Any]] = None, {}
-        """The newest header, and as of what it was made."""
+        """The newest header, preceded by the version it was made from."""
         self._others: OrderedDict[str, SessionPages] = OrderedDict()
         self._watched_at = float("-inf")
 
     def note_watched(self) -> None:
-        """Note that a browser asks."""
+        """Record that a browser has asked for a page."""
         self._watched_at = self.timer()
 
     def watched_within(self, seconds: float) -> bool:
@@ -51,33 +51,33 @@ class SessionPages(SessionCache):
         Return the header that all pages have. In the URL `run` is one of the session (id or name), `session`
         another stored one in the same folder (name).
         """
-        return self._shown(route)[-1]
+        return self._select(route)[-1]
 
     def of(self, name: str | None) -> SessionPages:
-        """Return the pages of the session of that name, None: of this one. Raises QueryError."""
+        """Return the pages of the session called `name`; None: of this session. Raises QueryError."""
         return self._other(name) or self
 
     def run_of(self, route: Route) -> RunState | None:
-        """Return the run that a URL names."""
-        return self._shown(route)[1]
+        """Return the run that a URL selects."""
+        return self._select(route)[1]
 
     def view(self, route: Route) -> dict[str, Any]:
-        """Return what a page shows, with its header. Raises KeyError for an unknown page."""
-        pages, run, header = self._shown(route)
+        """Return the data of a page together with its header. Raises KeyError for an unknown page."""
+        pages, run, header = self._select(route)
         if has_nothing(route.page, header):
             return header
         key = route, run.id if run else None
         with pages.lock:
             pages._viewed.add(key)
-        body = pages._made(key, run)
+        body = pages._body(key, run)
         header = pages._header(run)
         if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
             sides = [Route("side", "", (("session", str(name)),)) for name in names]
             body = {**body, "sides": [self.view(side) for side in sides]}
         return {**header, **body}
 
-    def _shown(self, route: Route) -> tuple[SessionPages, RunState | None, dict[str, Any]]:
-        """Return the session and the run that a URL names, and their header."""
+    def _select(self, route: Route) -> tuple[SessionPages, RunState | None, dict[str, Any]]:
+        """Return the session and run that a URL selects, and their header."""
         pages, what = self, "session"
         try:
             pages, what = self._other(route.get("session")) or self, "run"
@@ -94,13 +94,13 @@ class SessionPages(SessionCache):
         with self.lock:
             if self._as_of(run) == self._headed[0]:
                 return self._headed[1]
-        _, headed = self.made(lambda: (self._as_of(run), shell.data(self, run)))
+        _, headed = self.make(lambda: (self._as_of(run), shell.data(self, run)))
         with self.lock:
             self._headed = headed
         return headed[1]
 
     def _as_of(self, run: RunState | None) -> tuple[object, ...]:
-        """Return what a header is as of. Called with `lock`."""
+        """Return the key that a header depends on. Called with `lock` held."""
         return run and run.id, self.version, self.answered, self.clock() // 1_000_000_000
 
     def _other(self, name: str | None) -> SessionPages | None:
@@ -131,16 +131,16 @@ class SessionPages(SessionCache):
             raise SourceError(other.trouble)
         return other
 
-    def _made(self, key: _Key, run: RunState | None) -> dict[str, Any]:
-        """Return a page as of now: made of what is known, and again once its questions are answered."""
+    def _body(self, key: _Key, run: RunState | None) -> dict[str, Any]:
+        """Return the data of a page; computed again only if the session has a new version."""
         route, _ = key
         with self.lock:
             version, body = self._views.get(key, (-1, {}))
             if version == self.version:
                 return body
-        version, body = self.made(lambda: DATA[route.page](self, run, route))
+        version, body = self.make(lambda: DATA[route.page](self, run, route))
         with self.lock:  # not before: another browser would be sent a page whose answers are under way
-            keep(self._views, key, (version, body))
+            keep_newest(self._views, key, (version, body))
         return body
 
     def _renewed(self) -> None:
@@ -150,6 +150,6 @@ class SessionPages(SessionCache):
             viewed, self._viewed = self._viewed, set()
         for key in viewed:
             try:
-                self._made(key, self._polled.get(key[1] or ""))
+                self._body(key, self._polled.get(key[1] or ""))
             except Exception as error:
                 self.errors.note("page", error, key[0].page)

@@ -248,7 +248,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
             html.Div(_sentences(header, began, route), className="sentences"),
             html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
             html.Div(fresh, className="fresh"),
-            html.Div(_about(header, route, began), id="verdict-about", className="chips"),
+            html.Div(_actions(header, route, began), id="verdict-about", className="chips"),
         ],
         id="verdict-strip",
         className=f"verdict tone-{tone}" + " compact" * compact + " stale" * (state == "stale"),
@@ -294,14 +294,14 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
 
 
 def _layer(layer_sentence: str | None, route: Route) -> list[Any] | None:
-    """Return which layer makes a rank late, and a link to the page of layers."""
+    """Return the sentence that names the slow layer, with a link to the page of layers."""
     if layer_sentence is None:
         return None
     return [html.B("By layer "), *marked(layer_sentence), " ", dcc.Link("Layers", href=route.to("layers"))]
 
 
-def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
-    """Return what to do with a verdict: links to its evidence and its rank, and to copy it."""
+def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
+    """Return the links below a verdict: to its evidence, to its rank, and to copy it."""
     verdict, incident, first = header["verdict"], header["incident"], header["first"]
     if not verdict or not first or first.tone == "good":
         return []
@@ -314,7 +314,7 @@ def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     layer = f"By layer: {header['by_layer']}" if header["by_layer"] else ""
     beside = "\n".join(f"Also: {line}" for line in also(verdict))
     every = (first.headline, began, spent, why, steps, operation, layer, following, beside, "{link}")
-    copied = "\n".join(map(zone.written, filter(None, every)))
+    copied = "\n".join(map(zone.with_clocks, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))

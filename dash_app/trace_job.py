@@ -22,19 +22,19 @@ from traceml_ray.traces.breakdown import breakdown, encode
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.traces.tables import to_csv
 
 Job = Literal["breakdown", "trace", "table"]
 MOST_S = 600.0
-"""How long one may take,"""
+"""Time limit of a job, in s."""
 WAIT_S = 60.0
-"""and how long it waits for the one before: they are done one at a time."""
+"""How long a job waits for the previous one, in s; jobs run one at a time."""
 _ONE = threading.Lock()
 
 
 class JobError(RuntimeError):
-    """It could not be done; the message says why."""
+    """The job failed; the message says why."""
 
 
 def run(job: Job, folder: Path, out: Path, wait_s: float = WAIT_S) -> None:
@@ -68,15 +68,15 @@ def run(job: Job, folder: Path, out: Path, wait_s: float = WAIT_S) -> None:
 
 
 def _breakdown(stored: StoredProfile, out: Path) -> None:
-    out.write_bytes(encode(breakdown(of_profile(stored), stored.profile.shapes)))
+    out.write_bytes(encode(breakdown(sources_of_profile(stored), stored.profile.shapes)))
 
 
 def _trace(stored: StoredProfile, out: Path) -> None:
-    merge(of_profile(stored), out, stored.profile)
+    merge(sources_of_profile(stored), out, stored.profile)
 
 
 def _table(stored: StoredProfile, out: Path) -> None:
-    out.write_bytes(to_csv(key_averages(of_profile(stored), stored.profile.shapes)))
+    out.write_bytes(to_csv(key_averages(sources_of_profile(stored), stored.profile.shapes)))
 
 
 _JOBS: dict[str, Callable[[StoredProfile, Path], None]] = {

@@ -1,4 +1,4 @@
-"""The time zone of the browser that is answered: a page shows moments in it."""
+"""Time zone of the browser that is being answered; pages show times in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ZONE: ContextVar[tzinfo] = ContextVar("zone", default=timezone.utc)
 
 
 @contextmanager
-def shown_in(name: str) -> Iterator[None]:
+def timezone_of(name: str) -> Iterator[None]:
     """
     Show moments in a zone: its name (IANA) and, for a machine that does not know it, by how many minutes it
     is ahead of UTC: "Asia/Kolkata 330". UTC where neither helps.
@@ -43,21 +43,21 @@ def _local(moment: str) -> datetime:
 
 
 def abbreviation(moment: str | None = None) -> str:
-    """Return what the zone is called then, by default now: "CET", "UTC+03"."""
+    """Return the abbreviation of the zone at that time, by default now: "CET", "UTC+03"."""
     name = (_local(moment) if moment else datetime.now(_ZONE.get())).tzname() or ""
     return f"UTC{name}" if name[:1] in "+-" else name
 
 
 def clock(moment: str) -> str:
-    """Return a moment (ISO 8601, UTC) as "23:13:25 CET"."""
+    """Format a time (ISO 8601, UTC) as "23:13:25 CET"."""
     return f"{_local(moment):%H:%M:%S} {abbreviation(moment)}"
 
 
-def written(sentence: str) -> str:
-    """Return a sentence with its moments as "23:13:25 CET"."""
+def with_clocks(sentence: str) -> str:
+    """Return a sentence in which every time is written as "23:13:25 CET"."""
     return text.MOMENT.sub(lambda match: clock(match[0]), sentence)
 
 
 def date(moment: str) -> str:
-    """Return a moment (ISO 8601, UTC) as "2023-11-14 23:13:25"; its zone is what the header says."""
+    """Format a time (ISO 8601, UTC) as "2023-11-14 23:13:25", without its zone: the header shows that."""
     return f"{_local(moment):%Y-%m-%d %H:%M:%S}"

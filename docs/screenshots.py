@@ -72,7 +72,7 @@ def draw_top(played: Played, out: Path) -> None:
     """Draw the panel of `traceml-ray top`."""
     poll = SessionPoll(played.source, clock=played.clock)
     poll.poll()
-    shown = poll.made(lambda: snapshot.take(poll, poll.newest, snapshot.Choice()))[1]
+    shown = poll.make(lambda: snapshot.take_snapshot(poll, poll.newest, snapshot.Choice()))[1]
     lines = panel(shown, snapshot.Choice(), *WINDOW)
     save(Text("\n").join(lines), out, "traceml-ray top", WINDOW[0])
 

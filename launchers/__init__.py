@@ -1,1 +1,1 @@
-"""What starts training and joins it to the monitor: torchrun, and a Ray cluster to attach to or to start."""
+"""Launchers: start training under torchrun or Ray and connect it to the monitor."""

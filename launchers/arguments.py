@@ -1,4 +1,4 @@
-"""What the command lines of all launchers have in common: our flags, and what follows from them."""
+"""Command-line flags that all launchers share, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .nodes import UsageError
 
 _COMMAND_CHARS = 1000
 RAY_PORT = 29501
-"""Of `traceml-ray run` on several nodes: torchrun's default port + 1."""
+"""Port of `traceml-ray run` on several nodes: torchrun's default port + 1."""
 LINGER_S = 1800
 _BARE = "--dashboard=\0"  # no argument can be that
 

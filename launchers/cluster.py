@@ -28,16 +28,16 @@ import psutil
 
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import KILL_S
-from traceml_ray.ray.connection import ONE_NODE, find_token, own_address, reach
+from traceml_ray.ray.connection import ONE_NODE, find_token, node_address, resolve_address
 
-from .lean_ray import leave_out_agents, take_temp_dir
+from .lean_ray import disable_agents, use_temp_dir
 
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
 _IDLE_S, _IDLE_WINDOWS = 0.5, 4
 """Seconds over which the cores are measured, and how often in a row one has to be idle."""
 JOIN_S = 300.0
-"""How long the launchers of a job wait for the first one: nodes may start minutes apart."""
+"""How long the launchers of a job wait for the first one, in s; nodes may start minutes apart."""
 _RAY_PORTS = range(10_002, 20_000)
 _PR_SET_PDEATHSIG = 1
 
@@ -58,7 +58,7 @@ class PrivateRay:
     def __init__(self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0) -> None:
         self._joins = head if rank else ""
         self._rank = rank
-        self._host = "127.0.0.1" if not head else own_address(head, rank) if not rank else ""
+        self._host = "127.0.0.1" if not head else node_address(head, rank) if not rank else ""
         self.address = head if rank else f"{self._host}:{head.rpartition(':')[2] or free_port()}"
         self.log = folder / "ray.log"
         self.folder = folder / "ray"
@@ -107,7 +107,7 @@ class PrivateRay:
             yield_cores(process.pid, nice)
 
     def exited(self) -> bool:
-        """Whether it has ended by itself."""
+        """Whether the process has ended by itself."""
         if self._process is None:
             return False
         # Without reaping it: its session id must stay its own until `stop`.
@@ -257,16 +257,16 @@ def main() -> None:
     parent, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)
     if head:
-        address, local_ip = reach(head, JOIN_S)
+        address, local_ip = resolve_address(head, JOIN_S)
         arguments += [
             f"--address={address}",
-            f"--node-ip-address={own_address(address, int(rank), local_ip)}",
+            f"--node-ip-address={node_address(address, int(rank), local_ip)}",
         ]
     sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
     from ray.scripts.scripts import main as ray
 
-    leave_out_agents()
-    take_temp_dir(arguments)
+    disable_agents()
+    use_temp_dir(arguments)
     sys.argv = ["ray", *arguments]
     ray()  # type: ignore[no-untyped-call]
 

@@ -27,12 +27,12 @@ from traceml_ray.text import listed
 
 _STOPPED = -15
 DUMP_S = 15.0
-"""How long a bundle may take: some seconds for the stacks of the ranks."""
+"""Time limit of a bundle, in s; the stacks of the ranks take some seconds."""
 _POLL_S = 0.1
 UP_S = 60.0
-"""How long a monitor that is starting is waited for."""
+"""How long to wait for a monitor that is starting, in s."""
 _NO_BUNDLE = ("bundle: ", "no bundle: ")
-"""How errors of a session begin because of which it makes no bundle."""
+"""Prefixes of the session's error messages that say a bundle could not be made."""
 
 
 class ControlError(RuntimeError):

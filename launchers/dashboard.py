@@ -17,7 +17,7 @@ LINGERS = "Stays while a browser watches."
 """Printed by one that does when its parent has closed stdin."""
 _END_S = 1.0
 _DECIDE_S = 1.0
-"""How long one may take to print that."""
+"""How long the dashboard process may take to print that, in s."""
 
 
 class DashboardProcess:
@@ -48,7 +48,7 @@ class DashboardProcess:
         self._decided = threading.Event()
         self._decide_by = 0.0
         self.lingers = False
-        """It stays after `end`."""
+        """Whether the process stays alive after `end`."""
         self._ending = False
         given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
         self._process = subprocess.Popen(

@@ -36,7 +36,7 @@ _answered = threading.Lock()
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
-    """What to make, and where."""
+    """The actors that the helper process is to start, and where."""
 
     parent: int
     address: str
@@ -44,13 +44,13 @@ class HelperRequest(msgspec.Struct, frozen=True):
     actors: ActorConfig
     deadline_s: float
     temp_dir: str = ""
-    """Where the raylet of this node has its files, when it is our own: there may be others."""
+    """Folder of this node's raylet if the launcher started it: there may be other raylets."""
     first: bool = True
     """Make the aggregator; else wait until the launcher of the first node has."""
 
 
 class HelperReply(msgspec.Struct, frozen=True):
-    """How it went."""
+    """Result of a HelperRequest."""
 
     ok: bool
     detail: str = ""

@@ -26,8 +26,8 @@ _FOLDER_PER_NODE = 2, 55
 _LOOK_S = 0.05
 
 
-def leave_out_agents() -> None:
-    """Have this process, before it runs `ray start`, leave them out."""
+def disable_agents() -> None:
+    """Make `ray start`, run later in this process, start without Ray's agents and dashboard."""
     import ray
     from ray._private import services
 
@@ -57,8 +57,8 @@ def _report_ports(command: list[str]) -> None:
             _raylet.persist_port(given["__session_dir"], given["__node_id"], getattr(_raylet, name), -1)
 
 
-def take_temp_dir(arguments: list[str]) -> None:
-    """Have this process heed the `--temp-dir=` of `arguments`, with which it is about to be `ray`."""
+def use_temp_dir(arguments: list[str]) -> None:
+    """Make `ray start`, run later in this process, use the `--temp-dir=` in `arguments`."""
     import ray
     from ray._private.parameter import RayParams
 

@@ -13,7 +13,7 @@ from traceml_ray.monitor.finish import KILL_S
 from traceml_ray.terminal.codes import LEAVE
 
 _END_S = 0.3
-"""How long it may take to give the terminal back: then it is taken."""
+"""How long the child may take to restore the terminal, in s; then it is restored for it."""
 
 
 def terminal() -> int | None:

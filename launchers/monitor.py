@@ -51,10 +51,10 @@ from .guard import at_the_end, guarded, in_time
 from .helper import HelperRequest
 from .live import LiveView, terminal
 from .nodes import Nodes
-from .spool_folder import make_spool, say_what_is_left
+from .spool_folder import make_spool, report_undelivered_rows
 
 ATTACH_S = 30.0
-"""How long a running cluster may take to answer. Our own Ray has longer: it has to start."""
+"""How long a running cluster may take to answer, in s. A Ray of our own may take longer: it has to start."""
 _RAY_ENDS = (
     ": later rows stay on their node, because Ray ends with this one; with --ray-address they would come"
 )
@@ -221,7 +221,7 @@ class Monitor:
         if self._dashboard is not None:
             with at_the_end("the dashboard could not be ended"):
                 self._dashboard.kill()
-                self._say_how_to_look_again(self._dashboard)
+                self._print_dashboard_command(self._dashboard)
         with at_the_end(f"{self._runtime} could not be removed"):
             self._clear(left_behind)
         with at_the_end(unfinished):
@@ -251,7 +251,7 @@ class Monitor:
         """Have the session's files written, and print the verdict; return whether rows are left here."""
         try:
             if offline is not None and not self._finish_offline(offline, finished):
-                return say_what_is_left(self._spool)
+                return report_undelivered_rows(self._spool)
             if finished is not None and finished.waiting:
                 late, count = finished.waiting, self.nodes.count
                 again = _RAY_ENDS if self._ray is not None else ": they are written again when all have"
@@ -265,11 +265,11 @@ class Monitor:
                 "written, and rows of the last seconds are not in it. Once it answers, "
                 f"`traceml-ray report {shlex.quote(str(session.path))}` reports what is stored."
             )
-            return say_what_is_left(self._spool)
+            return report_undelivered_rows(self._spool)
 
     def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
         """Print where the session is; return whether rows of this node are left here."""
-        left = say_what_is_left(self._spool, finished.detail if finished is not None else "")
+        left = report_undelivered_rows(self._spool, finished.detail if finished is not None else "")
         host = self.nodes.host or "the first node"
         say(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
         return left
@@ -308,7 +308,7 @@ class Monitor:
         out = str(self._session.path.parent)
         self._dashboard = DashboardProcess(self._name, environ, say, sessions=out, **self.dashboard)
 
-    def _say_how_to_look_again(self, dashboard: DashboardProcess) -> None:
+    def _print_dashboard_command(self, dashboard: DashboardProcess) -> None:
         """Print the command that opens the session in a browser, and whether its dashboard stays."""
         if dashboard.lingers:
             say(f"dashboard: {dashboard.url} stays while a browser watches")

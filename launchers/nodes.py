@@ -1,4 +1,4 @@
-"""Which of a job's nodes this is, and where the others find the monitor; read off torchrun's own flags."""
+"""Which node of a job this is, and where the others find the monitor, derived from torchrun's flags."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Nodes:
     """The nodes of one job, as this launcher sees them."""
 
     count: int = 1
-    """How many there are at least."""
+    """Smallest number of nodes."""
     fixed: bool = True
-    """Whether there cannot be more."""
+    """Whether `count` is also the largest number of nodes."""
     rank: int = 0
     first: bool = True
-    """Whether this one makes the session."""
+    """Whether this node creates the session."""
     host: str = ""
-    """Of the first, as it was given."""
+    """Host of the first node, as given on the command line."""
     head: str = ""
     """host:port of the private cluster's head; "" where there is one node."""
     job: str = ""
@@ -38,7 +38,7 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        """Whether there are, or may come, others."""
+        """Whether the job has, or may get, more than one node."""
         return self.count > 1 or not self.fixed
 
 

@@ -12,7 +12,7 @@ from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of
 from traceml_ray.store.session import holder
 
 LIMIT_S = 600.0
-"""How long a capture is waited for; it goes on all the same."""
+"""How long to wait for a capture, in s; the capture goes on afterwards."""
 _POLL_S = 0.2
 _GONE_S = 10.0
 """One that was being made, and is neither there nor being made for so long, could not be kept."""

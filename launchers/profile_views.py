@@ -1,4 +1,4 @@
-"""What `traceml-ray profile` shows of traces that are there: tables, a difference, one trace."""
+"""`traceml-ray profile`: tables, a comparison of ranks and a merged trace from stored traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, difference
 from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import Source, of_files, of_profile
+from traceml_ray.traces.sources import Source, sources_of_files, sources_of_profile
 from traceml_ray.traces.spent import RecordingError
 
 _MERGED = "merged-trace.json.gz"
@@ -30,7 +30,7 @@ _WRITERS = {"csv": tables.to_csv, "parquet": tables.to_parquet}
 
 
 class ViewError(ValueError):
-    """What is asked for cannot be shown; the message says why."""
+    """The requested view cannot be shown; the message says why."""
 
 
 def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
@@ -42,21 +42,21 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
         arguments: of the command.
     """
 
-    def found() -> tuple[Sequence[Source], Profile | None]:
+    def load_sources() -> tuple[Sequence[Source], Profile | None]:
         if arguments.files:
             return _files(arguments), None
         stored = _stored(folder(), arguments.id)
-        return of_profile(stored), stored.profile
+        return sources_of_profile(stored), stored.profile
 
-    return _shown(found, arguments)
+    return _run_view(load_sources, arguments)
 
 
 def show_stored(stored: StoredProfile, arguments: argparse.Namespace) -> int:
     """Show what is asked for of this profile; return the exit code."""
-    return _shown(lambda: (of_profile(stored), stored.profile), arguments, named=True)
+    return _run_view(lambda: (sources_of_profile(stored), stored.profile), arguments, named=True)
 
 
-def _shown(
+def _run_view(
     load_sources: Callable[[], tuple[Sequence[Source], Profile | None]],
     arguments: argparse.Namespace,
     named: bool = False,
@@ -64,7 +64,7 @@ def _shown(
     try:
         sources, profile = load_sources()
         chosen = _chosen(sources, arguments)
-        _show(chosen, profile, arguments)
+        _print_views(chosen, profile, arguments)
         if profile is not None and not named:
             _note(chosen, profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
@@ -80,7 +80,7 @@ def _files(arguments: argparse.Namespace) -> list[Source]:
         raise ViewError("--id is of a profile of a session: for merge give its folder")
     if not any((arguments.table, arguments.json, arguments.csv, arguments.parquet, arguments.diff)):
         arguments.trace = arguments.trace or Path(_MERGED)
-    sources = of_files([Path(file) for file in arguments.files])
+    sources = sources_of_files([Path(file) for file in arguments.files])
     if arguments.trace and any(_same(arguments.trace, source.path) for source in sources):
         raise ViewError(f"--trace {arguments.trace}: that is one of the traces, it would be lost")
     return sources
@@ -130,7 +130,7 @@ def _stored(folder: Path, name: str | None) -> StoredProfile:
     raise ViewError(f"no profile {name or ''!s} in {folder}: there is {available}".replace("  ", " "))
 
 
-def _show(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
+def _print_views(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
     # What is printed as JSON is one document, and nothing but that.
     messages = sys.stderr if arguments.json else sys.stdout
     document: dict[str, Difference | Sequence[Operation]] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAME = "TraceMLTrainCallback"
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"
 _NEEDED = ("fsspec", "pandas", "pyarrow", "pydantic", "requests")
-"""What `import ray.train` raises an error without."""
+"""Packages that `import ray.train` needs."""
 
 
 def train_callback_path() -> str | None:
@@ -46,7 +46,7 @@ def watch_trainers() -> None:
         os.environ[_CALLBACKS] = ",".join([*named, path])
 
 
-def leave_trainers() -> None:
+def unwatch_trainers() -> None:
     """Undo `watch_trainers`."""
     named = [name for name in _named() if not name.startswith(f"{__name__}.")]
     if named:

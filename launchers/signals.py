@@ -24,7 +24,10 @@ _FORWARDED = frozenset(
 _END = 0
 _MOST = 256
 _SETTLE_S = 0.1
-"""From a signal until the witness is asked: `timeout` sends one to the launcher, then one to the group."""
+"""
+Delay between a signal and the question to the witness, in s: `timeout` signals the launcher first, then its
+group.
+"""
 _ANSWER_S = 2.0
 # Not a fork of the launcher: `pkill -f` of a name in the launcher's command line must not find it.
 _WITNESS = """
@@ -95,25 +98,25 @@ class Forwarder:
             os.write(self._write, bytes([number]))
 
     def _forward(self, command: subprocess.Popen[bytes]) -> None:
-        while _END not in (came := self._came() | self._settled()):
+        while _END not in (came := self._received() | self._received_soon()):
             of_group = {number for number in came if self._whole_group_has(number)}
             for number in came - of_group:
                 with contextlib.suppress(OSError):  # as to a command of another user
                     command.send_signal(number)
             if of_group:  # this process may have had one before, and be told of the group's only now
-                for number in self._settled() - of_group:
+                for number in self._received_soon() - of_group:
                     self._put(number)
 
-    def _came(self) -> set[int]:
-        """Return the signals that have come; waits for one."""
+    def _received(self) -> set[int]:
+        """Wait for signals and return those received."""
         return {number for number in os.read(self._read, _MOST) if number in _FORWARDED or number == _END}
 
-    def _settled(self) -> set[int]:
-        """Return what comes within a moment."""
+    def _received_soon(self) -> set[int]:
+        """Return the signals received within `_SETTLE_S`."""
         time.sleep(_SETTLE_S)
         came: set[int] = set()
         while select.select([self._read], [], [], 0)[0]:
-            came |= self._came()
+            came |= self._received()
         return came
 
     def _whole_group_has(self, number: int) -> bool:

@@ -23,8 +23,8 @@ def make_spool(runtime: Path, session: SessionFolder | None) -> Path:
     return spool
 
 
-def say_what_is_left(spool: Path, why: str = "") -> bool:
-    """Print of how many ranks there are rows in the folder, and where it is; return whether there are any."""
+def report_undelivered_rows(spool: Path, why: str = "") -> bool:
+    """Print how many ranks have undelivered rows, and the path of `spool`; return whether any has."""
     left = len({path.name.partition(".")[0] for path in spool.glob(f"*{SUFFIX}")})
     if left:
         because = f" ({why})" if why else ""

@@ -65,7 +65,7 @@ def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
     code, failures = 1, list[wire.RankFailure]()
     try:
         if monitor is not None:
-            _take_signals(args)
+            _catch_signals(args)
             monitor.start()
             os.environ.update(monitor.rank_environment())
         torch_run.run(args)  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class _EndedEarly(BaseException):
         self.number = number
 
 
-def _take_signals(args: argparse.Namespace) -> None:
+def _catch_signals(args: argparse.Namespace) -> None:
     """
     Have signals that end the job do it in an orderly way also before torchrun handles them. Where SIGHUP is
     ignored (nohup) it stays so: torchrun would handle it nevertheless.

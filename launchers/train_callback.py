@@ -37,7 +37,7 @@ from traceml_ray.ray.discovery import find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
 
 MADE_S = 5.0
-"""How long an answer may take while the run goes on; the first one includes the making of the actor."""
+"""How long an answer may take while the run goes on, in s; the first one includes creating the actor."""
 TRIES = 4
 RETRY_S = 0.5
 
@@ -52,7 +52,7 @@ class RunReporter:
 
     def __init__(self, config: ActorConfig, job_id: str) -> None:
         self.errors = Errors()
-        """What could not be sent, by kind of failure."""
+        """Messages that could not be sent, by kind of failure."""
         self._config = config
         self._job_id = job_id
         self._info: dict[str, wire.Value] = {}
@@ -93,7 +93,7 @@ class RunReporter:
         return self._written
 
     def _waits(self, started: float) -> bool:
-        """Whether there was a reply lately, and the one that the files are written may still come."""
+        """Whether there was a reply recently, so that the reply that all files are written may still come."""
         silent_s = STARTING_S if self._answer is None else ANSWER_S
         return time.monotonic() < min(self._heard + silent_s, self._waits_at + WORD_S, started + REPORT_S)
 

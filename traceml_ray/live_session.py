@@ -25,7 +25,7 @@ from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.codec import ready
 from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
-from traceml_ray.launchers.ray_train import leave_trainers
+from traceml_ray.launchers.ray_train import unwatch_trainers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.config import About, ActorConfig, current_config, forget
@@ -81,7 +81,7 @@ def stop_session(calls: SessionCalls, timeout: float) -> None:
         return  # what has its name by now is another session
     forget(name)
     if current_config() is None:
-        leave_trainers()
+        unwatch_trainers()
     finished = _end_actors(calls, timeout)
     while find_aggregator(name) is not None or relay_nodes(name):
         if time.monotonic() > deadline:

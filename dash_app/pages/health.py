@@ -1,4 +1,4 @@
-"""How the monitor itself is doing: what was produced, stored and dropped, what it costs, what went wrong."""
+"""Health of the monitor itself: rows produced, stored and dropped, its cost, its errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _clock(relay: Mapping[str, Any]) -> str:
 
 
 def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> html.Div:
-    """Return what became of the rows: of all ranks, then of each one that lost any or is cut short."""
+    """Return the ledger of rows: of all ranks together, then of each rank that lost rows or was cut short."""
     if ledger is None:
         missing = html.P("Not known while the aggregator does not answer.", className="empty")
         return html.Div(missing, id="health-ledger")
@@ -78,7 +78,7 @@ def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> html.Div:
         ">stored": lambda row: f"{row[1]['stored']:,}",
         ">in flight": lambda row: f"{row[1]['in_flight']:,}",
         ">dropped": lambda row: f"{sum(row[1]['dropped'].values()):,}",
-        "dropped where": lambda row: health.places(row[1]["dropped"]),
+        "dropped where": lambda row: health.dropped_text(row[1]["dropped"]),
         "after the last report": lambda row: "unknown" * (over and row[1].get("unreported", 0) is None),
     }
     rows = table(

@@ -23,7 +23,7 @@ from ..route import Route
 from ..session_cache import SessionCache
 
 PATH = "/layers"
-"""Of what the form posts."""
+"""URL that the form posts to."""
 _BESIDE = 20
 """Layers that are shown rank beside rank."""
 _KEYS: listing.Keys = {
@@ -74,7 +74,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         nothing = marked(f"{NOTHING}{', or on this page' * asks}.")
         return html.Div([*body, part(html.P(nothing, id="layers-missing", className="empty"))])
     body += [
-        part(html.Div(_found(layers), id="layers-found")),
+        part(html.Div(_findings(layers), id="layers-found")),
         _icicle(layers, route),
         panel("Layers", part(html.Div(_layers(view, route), id="layers-table"))),
     ]
@@ -121,8 +121,8 @@ def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
     return html.Div(message, id="layers-asked", **aria(live="polite"))
 
 
-def _found(layers: Layers) -> list[Any]:
-    """Return which layer takes longer on a rank, or that none does, and what that is of."""
+def _findings(layers: Layers) -> list[Any]:
+    """Return the sentences that name a slow layer, or say that none is slow, and what they are based on."""
     sentences = layers_sentences(layers)
     tone = "warning" if layers.findings else "good" if sentences else "info"
     about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]

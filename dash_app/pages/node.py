@@ -37,7 +37,7 @@ from ..session_cache import SessionCache
 
 _SPARK = 120
 SAMPLES = 170
-"""That are drawn."""
+"""Largest number of samples drawn in a chart."""
 HELD = 5
 """
 Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only. So many
@@ -45,7 +45,7 @@ more are asked for than drawn, as a rate needs those before: a chart that goes o
 as it was.
 """
 _DEVICES = 16
-"""Of a process, that its newest samples of memory are looked for."""
+"""Largest number of a process's devices whose newest memory samples are searched."""
 _TABS = 24
 _SEEN_IN = {
     "thermal": "gpu-temperature_c",

@@ -15,7 +15,7 @@ from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Compared, Difference
 from traceml_ray.traces.key_averages import Operation
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import whole
+from traceml_ray.views.values import whole_number
 
 from .. import listing, profiles, zone
 from ..components import (
@@ -72,7 +72,7 @@ def data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
     """
     answer = cache.ask(query.Profiles())
     info = next((info for info in answer.done if info.profile.id == route.key), None) if answer else None
-    made = cache.breakdowns.of(info) if info else None
+    made = cache.breakdowns.get(info) if info else None
     shown: dict[str, Any] = {"info": info, "known": answer is not None, "made": made}
     if info is None or not isinstance(made, Breakdown):
         return shown
@@ -108,7 +108,7 @@ def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference |
 
 def _sides(profile: Profile, made: Breakdown, route: Route) -> tuple[int | None, int | Literal["median"]]:
     ranks = {rank_times.rank for rank_times in made.ranks}
-    rank, beside = whole(route.get("of")), whole(route.get("beside"))
+    rank, beside = whole_number(route.get("of")), whole_number(route.get("beside"))
     if rank not in ranks:
         rank = profile.suspect if profile.suspect in ranks else made.slowest()
     return rank, beside if beside in ranks and beside != rank and beside is not None else MEDIAN
@@ -127,7 +127,11 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         way,
         html.H1(title),
         facts("profile-facts", _facts(info)),
-        *([part(html.P(_found(profile), id="profile-found", className="callout"))] if profile.found else []),
+        *(
+            [part(html.P(_explanation(profile), id="profile-found", className="callout"))]
+            if profile.found
+            else []
+        ),
     ]
     if not isinstance(made, Breakdown):
         state = f"▲ Its traces cannot be read: {made}." if made else "Its traces are being read …"
@@ -138,7 +142,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div([*body, *([_operations(view, route)] if isinstance(made, Breakdown) else [])])
 
 
-def _found(profile: Profile) -> list[Any]:
+def _explanation(profile: Profile) -> list[Any]:
     sentences = (sentence[:1].upper() + sentence[1:] for sentence in profile.found)
     return [html.B("Why, by operation: "), *marked(" ".join(sentences))]
 

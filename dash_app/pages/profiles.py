@@ -25,7 +25,7 @@ _MORE = {
     "shapes": "the shapes of its inputs",
 }
 _RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
-"""What a browser lets through; the server reads it again."""
+"""Pattern for the form's field of ranks in the browser; the server parses the text itself."""
 _MOST = 100
 _COSTS = (
     "start, stop, export: for how long training stood still, on the rank where that was longest; a step: all "

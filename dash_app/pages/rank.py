@@ -18,7 +18,7 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
 from traceml_ray.views.ranks import position
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import by_rank, by_stage, mean, number, whole
+from traceml_ray.views.values import by_rank, by_stage, mean, number, whole_number
 
 from .. import axis, figures, profiles
 from ..components import (
@@ -99,7 +99,7 @@ def _bubble(run: RunState, role: str | None) -> float | None:
 
 def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
     """Return the newest profiles that have the rank."""
-    of_run = (info.profile for info in profiles.found(cache, run) if info.profile.run == run.id)
+    of_run = (info.profile for info in profiles.newest_first(cache, run) if info.profile.run == run.id)
     return [one for one in of_run if any(captured.rank == rank for captured in one.captured)][:_PROFILES]
 
 
@@ -128,11 +128,11 @@ def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> 
         "stages": {"steps": numbers, **by_stage(steps["stages"])},
         "median": by_stage(steps["median"]),
         "host": None if steps["host"] is None else by_stage(steps["host"]),
-        "spans": [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans],
+        "spans": [{**span, "share": _share_of_stage(span["ms"], mean[span["stage"]])} for span in spans],
     }
 
 
-def _of_stage(ms: float, stage_ms: float) -> float | None:
+def _share_of_stage(ms: float, stage_ms: float) -> float | None:
     return min(1.0, ms / stage_ms) if stage_ms > 0 else None
 
 
@@ -144,7 +144,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     title = [f"Rank {number} on ", node_link(rank["node_key"], rank["node"], route)]
     around = [link("← previous", route.to("rank", number - 1), "chip")] if number else []
     around.append(link("next →", route.to("rank", number + 1), "chip"))
-    asked = whole(route.get("step"))
+    asked = whole_number(route.get("step"))
     step = view["step"] if asked is None else asked
     if step is not None:
         around.append(link(f"step {step:,} of all ranks", route.to("step", step, rank=number), "chip"))
@@ -312,7 +312,7 @@ def _role_facts(rank: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
-    """Return how the rank died; of one that lives, what it is suspected of."""
+    """Return how the rank died, or, of a living rank, what it is suspected of."""
     death = next((death for death in view["deaths"] if death["rank"] == number), None)
     if death is None:
         return None if view["suspect"] is None else _suspect(view["suspect"])

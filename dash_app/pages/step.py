@@ -14,7 +14,7 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import OneStep
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import whole
+from traceml_ray.views.values import whole_number
 
 from .. import gantt
 from ..components import Columns, chart, facts, link, part, rank_link, table, trail
@@ -33,10 +33,10 @@ _LISTED = 200
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return one step of all ranks, and where they run."""
 
-    def whole(step: OneStep) -> bool:
+    def has_all_ranks(step: OneStep) -> bool:
         return len(step["ranks"]) >= run.world
 
-    step = cache.ask(query.Step(run.id, int(route.key)), settled=whole)
+    step = cache.ask(query.Step(run.id, int(route.key)), settled=has_all_ranks)
     nodes = {rank: run.node_of(rank) or text.NA for rank in run.ranks}
     return {"one": step, "nodes": nodes, "world": run.world, "named": [*run.named["ranks"]]}
 
@@ -74,13 +74,13 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _marked(view: Mapping[str, Any], route: Route) -> set[int]:
-    """Return the ranks that the verdict names, and the one that a person came from."""
-    chosen = whole(route.get("rank"))
+    """Return the ranks to mark: those the verdict names, and the rank that the link came from."""
+    chosen = whole_number(route.get("rank"))
     return {*view["named"], *([] if chosen is None else [chosen])}
 
 
 def _trail(view: Mapping[str, Any], number: int, route: Route) -> Any:
-    rank = whole(route.get("rank"))
+    rank = whole_number(route.get("rank"))
     node = None if rank is None else view["nodes"].get(rank)
     between = [(node, route.to("node", node)), (f"rank {rank}", route.to("rank", rank))] if node else []
     return trail(route, *between, (f"step {number:,}", None))
@@ -141,7 +141,7 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
         ">rank": lambda rank: rank_link(rank, route),
         "node": lambda rank: view["nodes"].get(rank),
         ">after the median": lambda rank: text.ms(late[rank]),
-        **{f">{name}": _of_stage(sums, index) for index, name in enumerate(STAGES)},
+        **{f">{name}": _stage_cell(sums, index) for index, name in enumerate(STAGES)},
         "spans, mean": lambda rank: ", ".join(spans.get(rank, ())),
     }
     rest = len(step["ranks"]) - len(shown)
@@ -149,5 +149,5 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
     return html.Div([table(columns, shown, label="The step, by rank"), more])
 
 
-def _of_stage(sums: Mapping[int, Any], stage: int) -> Any:
+def _stage_cell(sums: Mapping[int, Any], stage: int) -> Any:
     return lambda rank: text.number(float(sums[rank][stage]), aligned=True)

@@ -161,9 +161,9 @@ def test_refresh_with_any_browser_state_is_answered(
 @given(st.text(max_size=60) | paths, st.text(max_size=200) | queries)
 def test_route_of_any_address_round_trips_or_is_none(path: str, search: str) -> None:
     with bounded(mib=16):
-        route = Route.of(path, search)
+        route = Route.parse(path, search)
         if route is not None:
-            again = Route.of(*route.here().partition("?")[::2])
+            again = Route.parse(*route.here().partition("?")[::2])
             assert again is None or again.page == route.page
             msgspec.json.encode(route)
 

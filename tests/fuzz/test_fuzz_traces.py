@@ -21,7 +21,7 @@ from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import Source, of_files
+from traceml_ray.traces.sources import Source, sources_of_files
 from traceml_ray.traces.spent import RecordingError
 
 SECONDS = 60.0
@@ -74,7 +74,7 @@ def made_of(folder: Path) -> None:
     """All that is made of traces is made of those in the folder, or there is a reason."""
     with bounded(SECONDS), limited(MEMORY_MIB):
         try:
-            sources = of_files([folder])
+            sources = sources_of_files([folder])
             operations = key_averages(sources, by_shape=True)
             merge(sources, folder / "merged")
             compared(sources)

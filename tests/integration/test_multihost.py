@@ -29,7 +29,7 @@ from sessions import check_ledger
 from traceml_ray.store.profiles import profiles_of
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.sources import sources_of_profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ("--layers", "2", "--width", "64", "--context", "32", "--batch-size", "4")
@@ -324,7 +324,7 @@ def test_profile_over_two_hosts_whose_clocks_differ_is_on_one_clock(hosts: Hosts
     offset, bound = clocks["host-b"]
     assert offset is not None and bound is not None
     assert abs(offset + AHEAD_S * 1e9) <= bound < 0.1e9, clocks
-    merged = merge(of_profile(stored), hosts.folder / "merged.json.gz", stored.profile)
+    merged = merge(sources_of_profile(stored), hosts.folder / "merged.json.gz", stored.profile)
     assert merged.collectives >= stored.profile.n_steps and merged.apart == 0, merged
     assert [rank.rank for rank in merged.ranks] == [0, 1, 2, 3]
 

@@ -15,7 +15,7 @@ from trace_format import check
 from traceml_ray.store.profiles import ProfileStep
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import Source, of_files
+from traceml_ray.traces.sources import Source, sources_of_files
 
 RANKS = 3
 
@@ -46,7 +46,7 @@ def test_collectives_of_all_ranks_are_found_in_one_valid_trace(job: list[Source]
     document = check(tmp_path / "m.json.gz")
     arrows = [event for event in document["traceEvents"] if event.get("cat") == "collective"]
     assert len(arrows) == 2 * 2 * (RANKS - 1)
-    of_users = merge(of_files([source.path for source in job]), tmp_path / "u.json.gz")
+    of_users = merge(sources_of_files([source.path for source in job]), tmp_path / "u.json.gz")
     assert [rank.rank for rank in of_users.ranks] == [0, 1, 2] and of_users.collectives >= 2
 
 

@@ -14,7 +14,7 @@ from watched_job import Job
 from traceml_ray.monitor import captures
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import of_files, of_profile
+from traceml_ray.traces.sources import sources_of_files, sources_of_profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rpc_pipeline.py"
 
@@ -24,7 +24,7 @@ def test_pipeline_is_recorded_on_all_workers(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "3", "--recorded", "2", "--profile", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "step 3: loss" in done.stdout, done.stderr
-    sources = of_files([tmp_path])
+    sources = sources_of_files([tmp_path])
     calls = {(operation.rank, operation.name): operation.calls for operation in key_averages(sources)}
     assert calls[0, "rpc_async#run_stage(trainer0 -> stage1)"] == 2 * 4
     assert calls[0, "rpc_async#run_stage(trainer0 -> stage2)"] == 2 * 4
@@ -58,7 +58,7 @@ def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_
         assert first is not None and all(
             [step.step for step in rank.steps] == [first, first + 1] for rank in ranks
         )
-        sources = of_profile(stored)
+        sources = sources_of_profile(stored)
         calls = {(operation.rank, operation.name): operation.calls for operation in key_averages(sources)}
         for stage, layers in ((1, 3), (2, 1)):
             assert calls[0, f"rpc_async#run_stage(trainer0 -> stage{stage})"] == 2 * 4

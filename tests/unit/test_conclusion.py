@@ -24,7 +24,7 @@ from traceml_ray.reports.conclusion import conclude
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.terminal.panel import line, panel
-from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 
@@ -104,7 +104,7 @@ def test_pages_and_terminal_begin_with_the_same(leaking: Path) -> None:
     assert f"\\u25c6 {headline}" in shown, "the title of the browser's tab"
     poll = SessionPoll(StoredSource(leaking))
     poll.poll()
-    _, newest = poll.made(lambda: take(poll, poll.newest, Choice("nodes")))
+    _, newest = poll.make(lambda: take_snapshot(poll, poll.newest, Choice("nodes")))
     lines = [line.plain for line in panel(newest, Choice(), 100, 40)]
     assert any(f"Verdict  ◆ {headline}" in one for one in lines)
     assert any("Steps    ✓ healthy" in one for one in lines)
@@ -136,7 +136,7 @@ def faces(source: Any) -> dict[str, str]:
     pages.poll()
     poll = SessionPoll(source)
     poll.poll()
-    _, newest = poll.made(lambda: take(poll, poll.newest, Choice()))
+    _, newest = poll.make(lambda: take_snapshot(poll, poll.newest, Choice()))
     shown = {
         path: to_json_plotly(Refresher(pages).refresh(path, "", {})).replace("\\u002f", "/")
         for path in ("/", "/events", "/rank/5")

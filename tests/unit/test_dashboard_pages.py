@@ -361,7 +361,7 @@ class TestRoute:
     @given(st.text(min_size=1, max_size=20), st.text(max_size=20))
     def test_link_is_read_as_the_route_it_was_made_of(self, key: str, value: str) -> None:
         path, _, search = Route(query=(("run", "r1"),)).to("node", key, a=value or None).partition("?")
-        route = Route.of(path, "?" + search)
+        route = Route.parse(path, "?" + search)
         assert route is not None
         assert (route.page, route.key, route.get("run")) == ("node", key, "r1")
         assert route.get("a") == (value or None)

@@ -17,7 +17,7 @@ from traceml_ray.reports.profile_text import render_operations
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
-from traceml_ray.traces.sources import Source, of_files
+from traceml_ray.traces.sources import Source, sources_of_files
 from traceml_ray.traces.trace import read_trace
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,7 @@ def test_calls_and_times_are_those_of_torch(tmp_path: Path, with_stack: bool) ->
     }
     ours = {
         operation.name: (operation.calls, operation.self_cpu_ms * 1e3, operation.cpu_ms * 1e3)
-        for operation in key_averages(of_files([path]))
+        for operation in key_averages(sources_of_files([path]))
         if operation.kind != "memory"
     }
     assert ours.keys() == expected.keys() and "Optimizer.step#AdamW.step" in ours
@@ -129,15 +129,15 @@ def test_ranks_of_foreign_traces_come_from_the_trace_then_from_its_name(tmp_path
     written(tmp_path / "job.rank-2.json.gz", EVENTS)
     written(tmp_path / "x.json", EVENTS, distributedInfo={"rank": "three"})
     (tmp_path / "readme.txt").write_text("x")
-    operation = of_files([tmp_path, tmp_path / "x.json"])
-    assert [(operation.rank, operation.label) for operation in operation] == [
+    sources = sources_of_files([tmp_path, tmp_path / "x.json"])
+    assert [(source.rank, source.label) for source in sources] == [
         (2, "rank 2"),
         (4, "gpu-a / rank 4"),
         (None, "x.json"),
     ]
     written(tmp_path / "again.json", EVENTS, distributedInfo=info)
     with pytest.raises(TraceError, match="both of rank 4"):
-        of_files([tmp_path])
+        sources_of_files([tmp_path])
 
 
 EVENTS = [operation("aten::mm", 0, 30), operation("aten::add", 100, 10), operation("a,b\n", 200, 20)]

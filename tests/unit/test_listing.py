@@ -101,11 +101,11 @@ def test_long_list_comes_in_pages() -> None:
     ],
 )
 def test_search_box_finds_ranks_nodes_and_steps(pages: SessionPages, text: str, expected: list[str]) -> None:
-    assert [*Refresher(pages).places(text, "/events", "?kind=exit")] == expected
+    assert [*Refresher(pages).search_targets(text, "/events", "?kind=exit")] == expected
 
 
 def test_search_box_leads_to_pages_of_the_same_run(pages: SessionPages) -> None:
-    places = Refresher(pages).places("5", "/events", "?run=job&kind=exit")
+    places = Refresher(pages).search_targets("5", "/events", "?run=job&kind=exit")
     assert places == {"rank 5 on host-1": "/rank/5?run=job", "step 5": "/step/5?run=job"}
 
 

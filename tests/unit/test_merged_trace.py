@@ -58,7 +58,7 @@ def test_real_traces_become_one_that_is_valid(tmp_path: Path) -> None:
     for rank in (0, 1):
         profiled(tmp_path / f"rank{rank}.json", run, profile_memory=True, record_shapes=True)
     done: list[float] = []
-    merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz", progress=done.append)
+    merged = merge(sources.sources_of_files([tmp_path]), tmp_path / "m.json.gz", progress=done.append)
     document = check(tmp_path / "m.json.gz")
     assert sorted(processes(document).values()) == [rank.label for rank in merged.ranks]
     assert sum(event["name"] == "aten::mm" for event in document["traceEvents"]) == 2 * 2 * 3
@@ -154,7 +154,7 @@ def test_numbers_of_torch_tell_collectives_of_groups_apart(tmp_path: Path) -> No
     ):
         info = {"rank": rank, "world_size": 3, "pg_config": listed}
         written(tmp_path / f"{rank}.json", [operation("aten::mm", 0, 1), *events], distributedInfo=info)
-    merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz")
+    merged = merge(sources.sources_of_files([tmp_path]), tmp_path / "m.json.gz")
     assert (merged.collectives, merged.unmatched) == (2, 1)
     document = check(tmp_path / "m.json.gz")
     assert [(arrow[0], arrow[2]) for arrow in _arrows(document)] == [
@@ -188,7 +188,7 @@ def test_ids_and_threads_of_ranks_stay_apart(tmp_path: Path) -> None:
 def test_traces_without_a_wall_clock_begin_together_and_it_is_said(tmp_path: Path) -> None:
     for rank, begin in enumerate((5000, 900)):
         written(tmp_path / f"rank{rank}.json", [operation("a", begin, 2)], baseTimeNanoseconds=0)
-    merged = merge(sources.of_files([tmp_path]), tmp_path / "m.json.gz")
+    merged = merge(sources.sources_of_files([tmp_path]), tmp_path / "m.json.gz")
     document = check(tmp_path / "m.json.gz")
     assert [event["ts"] for event in document["traceEvents"] if event["ph"] == "X"] == [0, 0]
     assert [note for note in merged.notes if "rank 1: its times are not of the wall clock" in note]
@@ -220,7 +220,7 @@ def test_profile_says_who_and_why(tmp_path: Path) -> None:
         traceml_ray="0",
     )
     merged: Merged = merge(
-        sources.of_profile(StoredProfile(tmp_path, profile)), tmp_path / "m.json.gz", profile
+        sources.sources_of_profile(StoredProfile(tmp_path, profile)), tmp_path / "m.json.gz", profile
     )
     assert merged.profile == "p1" and [rank.label for rank in merged.ranks] == ["node-1 / rank 5"]
     assert check(tmp_path / "m.json.gz")["traceml_ray"]["why"] == "it was asked for."

@@ -23,7 +23,7 @@ from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.screen import Screen
-from traceml_ray.terminal.snapshot import PANES, Choice, Snapshot, take
+from traceml_ray.terminal.snapshot import PANES, Choice, Snapshot, take_snapshot
 from traceml_ray.terminal.top import Control, Keys, press
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
@@ -42,7 +42,7 @@ def followed(played: Played, seconds: int = 18) -> SessionPoll:
 
 def seen(poll: SessionPoll, choice: Choice | None = None) -> Snapshot:
     chosen = choice or Choice()
-    return poll.made(lambda: take(poll, poll.newest, chosen))[1]
+    return poll.make(lambda: take_snapshot(poll, poll.newest, chosen))[1]
 
 
 def text(newest: Snapshot, width: int, height: int, choice: Choice | None = None) -> str:

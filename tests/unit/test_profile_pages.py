@@ -31,7 +31,7 @@ from traceml_ray.traces import breakdown as made_of
 from traceml_ray.traces.breakdown import Breakdown
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
-from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.views.source import StoredSource
 
 SENTENCE = "rank 5 spends 4 ms a step of `forward` more in `aten::copy_` (8 calls more) than rank 1."
@@ -89,9 +89,9 @@ def shown(pages: SessionPages, path: str, search: str = "") -> str:
 
 
 def wait_for(pages: SessionPages, info: ProfileInfo, until: threading.Event) -> Breakdown:
-    assert pages.breakdowns.of(info) is None or until.wait(0)
+    assert pages.breakdowns.get(info) is None or until.wait(0)
     assert until.wait(60)
-    breakdown = pages.breakdowns.of(info)
+    breakdown = pages.breakdowns.get(info)
     assert isinstance(breakdown, Breakdown), breakdown
     return breakdown
 
@@ -99,7 +99,7 @@ def wait_for(pages: SessionPages, info: ProfileInfo, until: threading.Event) -> 
 def test_breakdown_is_what_table_and_difference_say(played: Played) -> None:
     aimed(played)
     (one,) = profiles.profiles_of(played.folder)
-    sources = of_profile(one)
+    sources = sources_of_profile(one)
     breakdown = made_of.decode(made_of.encode(made_of.breakdown(sources)))
     assert breakdown.operations == key_averages(sources) and breakdown.n_operations == 7
     for beside, stage in (("median", None), (1, None), (1, "forward")):
@@ -114,7 +114,7 @@ def test_trace_that_cannot_be_read_is_a_problem_and_no_other_is_lost(played: Pla
     profile = aimed(played)
     (one,) = profiles.profiles_of(played.folder)
     one.trace(profile.captured[0]).write_bytes(b"no gzip")
-    breakdown = made_of.breakdown(of_profile(one))
+    breakdown = made_of.breakdown(sources_of_profile(one))
     assert [rank.rank for rank in breakdown.ranks] == [2, 5] and len(breakdown.problems) == 1
     assert breakdown.problems[0].startswith("node-0 / rank 1: ")
 
@@ -142,7 +142,7 @@ def test_page_of_a_profile_is_made_meanwhile_and_kept_beside_it(played: Played) 
     again = SessionPages(played.source)
     done = threading.Event()
     again.breakdowns._renew = done.set
-    assert wait_for(again, info, done).operations == pages.breakdowns.of(info).operations
+    assert wait_for(again, info, done).operations == pages.breakdowns.get(info).operations
 
 
 def test_traces_on_another_node_are_fetched_in_pieces(
@@ -161,9 +161,9 @@ def test_traces_on_another_node_are_fetched_in_pieces(
     done, results = threading.Event(), list[Any]()
     errors = Errors()
     made = Breakdowns(played.source, errors, done.set)
-    results.append(made.of(away))
+    results.append(made.get(away))
     assert results == [None] and done.wait(60)
-    assert made.of(away) == f"profile {profile.id} has been removed" and errors.total() == 1
+    assert made.get(away) == f"profile {profile.id} has been removed" and errors.total() == 1
 
 
 def test_job_that_fails_says_why(tmp_path: Path) -> None:

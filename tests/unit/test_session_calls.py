@@ -64,7 +64,7 @@ class Cluster:
         monkeypatch.setattr(live_session, "relay_nodes", lambda _: [])
         monkeypatch.setattr(live_session, "find_relay", lambda *_: None)
         monkeypatch.setattr(live_session, "cluster_nodes", list)
-        monkeypatch.setattr(live_session, "leave_trainers", lambda: None)
+        monkeypatch.setattr(live_session, "unwatch_trainers", lambda: None)
         timer = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         for module in (live_session, live_session, live_session):
             monkeypatch.setattr(module, "time", timer)
@@ -298,7 +298,7 @@ def test_stopping_a_session_whose_name_is_another_ones_leaves_that_alone(
 ) -> None:
     replaced(cluster)
     touched: list[object] = []
-    for name in ("find_relays", "forget", "leave_trainers"):
+    for name in ("find_relays", "forget", "unwatch_trainers"):
         monkeypatch.setattr(live_session, name, touched.append)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: touched.append("killed"))
     session.stop()

@@ -35,7 +35,7 @@ from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.terminal.panel import panel
-from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.text import natural
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
@@ -986,7 +986,7 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
     ],
 )
 def test_moments_are_those_of_the_reader(of_browser: str, shown: str) -> None:
-    with zone.shown_in(of_browser):
+    with zone.timezone_of(of_browser):
         assert zone.clock("2023-11-14T22:13:25+00:00") == shown
 
 
@@ -1010,7 +1010,7 @@ def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None
     assert "rank-hours" in shown["/events"]
     poll = SessionPoll(StoredSource(played.folder))
     poll.poll()
-    _, newest = poll.made(lambda: take(poll, poll.newest, Choice()))
+    _, newest = poll.make(lambda: take_snapshot(poll, poll.newest, Choice()))
     shown["top"] = "\n".join(row.plain for row in panel(newest, Choice(), 120, 60))
     shown |= {name: (played.folder / name).read_text() for name in ("report.txt", "report.html")}
     for face, words in shown.items():

@@ -38,7 +38,7 @@ from traceml_ray.store.excerpt import cut
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.terminal.panel import panel
-from traceml_ray.terminal.snapshot import Choice, take
+from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 
@@ -194,7 +194,7 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
     for _ in range(2):
         poll.poll()
         memory = Choice(pane="memory")
-        shown = poll.made(lambda chosen=memory: take(poll, poll.newest, chosen))[1]
+        shown = poll.make(lambda chosen=memory: take_snapshot(poll, poll.newest, chosen))[1]
     lines = " ".join(line.plain.strip() for line in panel(shown, memory, 120, 40))
     assert "HSDP" in lines and "SHARDS" in lines and "Ranks 0 and 2 hold 2 MB each" in lines
 

@@ -28,7 +28,7 @@ from traceml_ray.launchers.cluster import (
 )
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.monitor import private_folders as folders
-from traceml_ray.ray.connection import _lacks_token, find_token, own_address
+from traceml_ray.ray.connection import _lacks_token, find_token, node_address
 from traceml_ray.settings import check_session_name
 from traceml_ray.store.session import prepare
 
@@ -182,8 +182,8 @@ def test_first_node_of_a_rendezvous_is_the_one_that_hosts_it() -> None:
 def test_launchers_on_one_machine_have_addresses_of_their_own() -> None:
     local = read("--nnodes", "2", "--master-port", "7000")
     assert local.head == "127.0.0.2:7001"
-    assert [own_address(local.head, rank) for rank in (0, 1)] == ["127.0.0.2", "127.0.0.3"]
-    assert own_address("10.1.1.1:7001", 5, "10.1.1.2") == "10.1.1.2"
+    assert [node_address(local.head, rank) for rank in (0, 1)] == ["127.0.0.2", "127.0.0.3"]
+    assert node_address("10.1.1.1:7001", 5, "10.1.1.2") == "10.1.1.2"
 
 
 def test_cluster_token_is_searched_as_ray_does(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_sighup_that_is_ignored_stays_ignored() -> None:
     args = torchrun._parse([SCRIPT])
     if not hasattr(args, "signals_to_handle"):
         pytest.skip("this torchrun cannot be told which signals it handles")
-    torchrun._take_signals(args)
+    torchrun._catch_signals(args)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert args.signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
 

@@ -112,5 +112,5 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _of_a_step(logs: Any) -> bool:
-    """Is it the Trainer's own log of training steps? Others are what `evaluate()` and `train()` return."""
+    """Return whether `logs` is about training steps, not the result of `evaluate()` or `train()`."""
     return isinstance(logs, dict) and "loss" in logs and "learning_rate" in logs

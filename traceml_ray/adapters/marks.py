@@ -1,4 +1,4 @@
-"""What all callbacks do: steps as the framework counts them, spans, and the verdict for its log."""
+"""Shared by all callbacks: steps as the framework counts them, spans, and the verdict for its log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hook(method: Method) -> Method:
 
 
 class Marks:
-    """Of one callback; its methods are for what `hook` guards, so in a process that is watched."""
+    """State of one callback. Its methods are called through `hook`, so only in a watched process."""
 
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}

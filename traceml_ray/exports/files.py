@@ -64,7 +64,7 @@ def export(
         for number, (name, table) in enumerate(TABLES.items()):
             printing.advance(f"writing {name}.{kind}", number / len(TABLES))
             files.append(out / f"{name}.{kind}")
-            with appearing(files[-1]) as temporary, _of_table(name):
+            with appearing(files[-1]) as temporary, _table_in_errors(name):
                 write(temporary, table, table.batches(session, chosen))
         return files
 
@@ -140,8 +140,8 @@ def _column(pyarrow: Any, values: Any, field: Any) -> Any:
 
 
 @contextmanager
-def _of_table(name: str) -> Iterator[None]:
-    """Say of which table a value is that does not fit its column."""
+def _table_in_errors(name: str) -> Iterator[None]:
+    """Add the table's name to the error about a value that does not fit its column."""
     try:
         yield
     except _KindError as error:

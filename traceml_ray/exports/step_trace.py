@@ -40,11 +40,11 @@ class _Line:
     node: str
     length_ns: int = 0
     edges: dict[int, int] = field(default_factory=dict)
-    """When steps were over, by their number."""
+    """End of each step in ns, by step number."""
     first: int | None = None
     steps: Int64 = field(default_factory=lambda: np.zeros(1, np.int64))
     offsets: Int64 = field(default_factory=lambda: np.zeros(1, np.int64))
-    """What is added to its times, at these steps, to have them on the axis of all ranks."""
+    """Offsets at `steps`, in ns, that move its times onto the axis of all ranks."""
     alone: bool = False
     """There is no step to compare it by."""
 
@@ -58,7 +58,7 @@ def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
     for chunk, share in _slices(session):
         lines.add(chunk)
         printing.advance("reading steps", share / 2)
-    if not lines.place(session.ranks()):
+    if not lines.align(session.ranks()):
         return False
     header = {
         "schemaVersion": 1,
@@ -113,8 +113,8 @@ class _Lines:
             line.edges = {step: end for step, end in line.edges.items() if step % self._every == 0}
         self._edges = sum(len(line.edges) for line in self.of.values())
 
-    def place(self, ranks: dict[int, RankProcess]) -> bool:
-        """Learn where on one axis each rank is; False where there is none."""
+    def align(self, ranks: dict[int, RankProcess]) -> bool:
+        """Compute the offset of each rank on one axis; return False if there are no rows."""
         if not self.of:
             return False
         longest = max(self.of.values(), key=lambda line: (len(line.edges), -line.rank))

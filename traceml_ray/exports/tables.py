@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 
 
 class Chosen(NamedTuple):
-    """Which rows of `steps` are wanted."""
+    """The rows of `steps` to export."""
 
     ranks: RankFilter = RankFilter()
     first: int = 0
@@ -215,13 +215,13 @@ def _kind(annotation: Any) -> Kind:
     return "real" if parts[0] is float else "integer" if parts[0] in (int, bool) else "text"
 
 
-def _of_ranks() -> dict[str, Kind]:
+def _rank_columns() -> dict[str, Kind]:
     hints = typing.get_type_hints(RankProcess)
     identity = _kinds(RankIdentity)
     return {name: identity[name] if name in identity else _kind(hints[name]) for name in OF_RANKS}
 
 
-def _of_nodes() -> dict[str, Kind]:
+def _node_columns() -> dict[str, Kind]:
     hints = typing.get_type_hints(Node)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(Node)}
 
@@ -236,8 +236,8 @@ _NODE: dict[str, Kind] = {"node_id": "text"}
 _CLOCK: dict[str, Kind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
 TABLES: dict[str, Table] = {
     "steps": Table(_STEPS, _steps),
-    "ranks": _stored("rank_process", _of_ranks()),
-    "nodes": _stored("node", _of_nodes()),
+    "ranks": _stored("rank_process", _rank_columns()),
+    "nodes": _stored("node", _node_columns()),
     "process_samples": _stored("process_sample", _PROCESS | _kinds(wire.ProcessSample)),
     "memory_samples": _stored("memory_sample", _PROCESS | _kinds(wire.MemorySample)),
     "node_samples": _stored("node_sample", _NODE | _kinds(wire.NodeSample)),

@@ -37,7 +37,7 @@ class ActorCalls:
 
     def __init__(self, find: Callable[[], Any | None]) -> None:
         self.handles_found = 0
-        """How often a handle was found, as of the last `poll`: what was sent before may be lost."""
+        """Number of times a handle was found, as of the last `poll`: messages sent before may be lost."""
         self._find = find
         self._actor: Any | None = None
         self._new: Any | None = None

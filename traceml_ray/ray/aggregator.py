@@ -108,7 +108,7 @@ class Aggregator:
             self._wake.clear()
         try:
             if self._core.fenced:
-                self._leave_to_other()
+                self._end_superseded()
                 return
             if self._core.over:
                 time.sleep(LINGER_S)
@@ -140,7 +140,7 @@ class Aggregator:
         if self._config.everywhere or not alive:
             self._core.node_state(node_id, hostname, address, alive)
 
-    def _leave_to_other(self) -> None:
+    def _end_superseded(self) -> None:
         """
         End this process: another one has taken the session over. Where the session has ended there, the actor
         ends for good; otherwise the other process is this actor, restarted by Ray.

@@ -31,7 +31,7 @@ from traceml_ray.ray.connection import attach, raylet_answers, set_environ
 from traceml_ray.store.session import read_json
 
 ATTACH_S = 2.0
-"""How long the end of the process waits for an attaching that is under way."""
+"""How long the process waits at its end for an attach that is under way, in s."""
 SHUTDOWN_S = 1.0
 TURN_S = 0.0005
 _LOOK_S = 0.2

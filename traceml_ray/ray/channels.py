@@ -1,4 +1,4 @@
-"""Which way a rank takes to the relay of its node."""
+"""Chooses how a rank reaches the relay of its node."""
 
 from __future__ import annotations
 

@@ -27,17 +27,17 @@ class ActorConfig(msgspec.Struct, frozen=True):
     session: str
     settings: Settings
     folder: str = ""
-    """The session folder, where a launcher has made it; else the aggregator makes it under `settings.out`."""
+    """Folder of the session's files."""
     socket: str = ""
-    """Where the relay listens; "" is in `discovery.relay_folder`, which every node has for itself."""
+    """Path of the relay's socket; "" is one in `discovery.relay_folder`, which every node has for itself."""
     spool: str = ""
-    """Where agents leave what they could not deliver; "" as above."""
+    """Folder for what agents could not deliver; "" is one in `discovery.relay_folder`."""
     info: dict[str, str | int | float | None] = {}
-    """What the launcher knows of the run."""
+    """Facts about the run that the launcher knows."""
     everywhere: bool = False
     """Whether the aggregator keeps a relay on every node of the cluster, also on those that join later."""
     runtime_env: str = ""
-    """Of the relays that it makes, as JSON."""
+    """Runtime environment of the relays that the aggregator creates, as JSON."""
     launch: str = ""
     """
     Which launch of the job the relay is of, where its node has a relay of another one: "." and hex digits.
@@ -100,11 +100,11 @@ FILE = "attach.json"
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """What is in `attach.json`."""
+    """Contents of `attach.json`."""
 
     address: str
     """host:port of the cluster's head."""
     temp_dir: str = ""
-    """Of this node's raylet, where it is the launcher's own."""
+    """Folder of this node's raylet, if the launcher started it."""
     environ: dict[str, str | None] = {}
-    """What to have in the environment while attaching; None: what not to have."""
+    """Environment variables to set while attaching; None: to remove."""

@@ -29,10 +29,10 @@ _GIVE_TOKEN = (
     "names, or in ~/.ray/auth_token"
 )
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""How a connection of HTTP/2, which gRPC is, begins."""
+"""First bytes of an HTTP/2 connection, which gRPC uses."""
 _AGAIN_S = 0.05
 _NOBODY = "192.0.2.1"
-"""Which of our addresses leads there is all that is asked; nothing is sent."""
+"""Address that only serves to find the local address that routes there; nothing is sent."""
 
 
 def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = lambda _ray: None) -> None:
@@ -47,7 +47,7 @@ def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = 
     Raises ConnectionError when the cluster cannot be reached or does not take our token, and what `ray.init`
     raises.
     """
-    address, _ = reach(where.address, timeout_s)
+    address, _ = resolve_address(where.address, timeout_s)
     set_environ(
         {
             # A lost head does not end this process a minute later.
@@ -137,7 +137,7 @@ def set_environ(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def reach(address: str, timeout_s: float) -> tuple[str, str]:
+def resolve_address(address: str, timeout_s: float) -> tuple[str, str]:
     """
     Return (ip:port of the head, own address on the way to it) once something listens at `address`.
 
@@ -189,7 +189,7 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def own_address(head: str, rank: int, source: str = "") -> str:
+def node_address(head: str, rank: int, source: str = "") -> str:
     """
     Return the address under which the others reach this node.
 

@@ -1,4 +1,4 @@
-"""What an agent needs in a process that is Ray's own: its session, its way to the relay, its name."""
+"""What an agent needs in a process that Ray started: its session, its channel to the relay, its name."""
 
 from __future__ import annotations
 

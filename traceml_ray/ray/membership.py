@@ -57,13 +57,13 @@ def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -
 
 
 CHECK_S = 2.0
-"""How often the cluster is checked; a node that joins has its relay within twice that."""
+"""How often the cluster is checked, in s; a joining node has its relay within twice that."""
 MOST_S = 300.0
 """A relay that does not stay is made again after 2, 4, 8, … s, but after so many at most."""
 STAYS_S = 60.0
 """A relay that is there so long after that has started; it has its name before."""
 AT_ONCE = 5
-"""How often in a row a relay is made at once where an agent has found none."""
+"""How many times in a row a relay is created immediately when an agent has found none."""
 _REPORTED = 3
 """A relay that was made so often in a row and did not stay is an error: a single one may have been killed."""
 
@@ -89,7 +89,7 @@ class Membership:
     def __post_init__(self) -> None:
         self._alive: dict[str, bool] = {}
         self._made: dict[str, tuple[int, float]] = {}
-        """By node id: how often in a row its relay was made, and when it may be made again."""
+        """By node id: how many times in a row its relay was created, and when it may be created again."""
         self._wake = threading.Event()
         self._ended = threading.Event()
         self._checking = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a terminal is told, free of what draws: a launcher imports it."""
+"""Escape sequences of a terminal. Imports nothing that draws: a launcher uses it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def wrap(line: str, width: int, style: str = "") -> list[Text]:
 
 
 def cut(lines: Sequence[Text], most: int) -> list[Text]:
-    """Return at most so many lines; … at the end of the last says that there are more."""
+    """Return at most `most` lines; if some are left out, the last one ends with "…"."""
     if len(lines) <= most:
         return [*lines]
     kept = [line.copy() for line in lines[: max(0, most)]]

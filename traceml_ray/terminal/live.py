@@ -27,7 +27,7 @@ from rich.text import Text
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.settings import Settings
 from traceml_ray.terminal.codes import LEAVE, RESTORE, SAVE
-from traceml_ray.terminal.screen import Screen, look
+from traceml_ray.terminal.screen import Screen, terminal_colours
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource
 
@@ -38,9 +38,9 @@ from .top import SLOW_LINE_BPS, Feed, is_slow
 _LEAST = 12, 40
 """Lines and cells of a terminal that has room for a panel."""
 _SHARE = 2 / 5
-"""Of the lines of a terminal,"""
+"""Largest share of the terminal's lines that the panel may take."""
 _MOST_LINES = 20
-"""and at most so many."""
+"""Largest height of the panel, in lines."""
 
 
 class Beneath:
@@ -57,11 +57,11 @@ class Beneath:
         self._screen = Screen(self._add, colours, plain)
         self._size = (0, 0)
         self._height = 0
-        """Of the panel, where it is on the terminal."""
+        """Height of the panel on the terminal, in lines; 0: it is not shown."""
 
     @property
     def resized(self) -> bool:
-        """Whether the terminal has another size than when `room` was asked."""
+        """Whether the size of the terminal has changed since `room` was called."""
         size = os.get_terminal_size(self._fd)
         return self._size != (size.lines, size.columns)
 
@@ -95,7 +95,7 @@ class Beneath:
         return self._write(f"{before}{SAVE}{region}{self._frame}{RESTORE}")
 
     def leave(self) -> None:
-        """Give the panel's lines back."""
+        """Clear the panel and give its lines back to the job's output."""
         self._leave()
 
     def _leave(self) -> None:
@@ -116,7 +116,7 @@ class Beneath:
 
 _INTERVAL_S = 1.0
 _LOOK_S = 0.05
-"""How often it looks whether the terminal has another size: then all its lines scroll, also the panel's."""
+"""How often the size of the terminal is checked, in s: a change scrolls all lines, the panel's too."""
 _WHOLE_S = 15.0
 """All of it is sent anew so often: the job may have cleared the terminal."""
 _BLOCKED = 20
@@ -128,7 +128,7 @@ _STOPPED = "stopped (SIGSTOP)"
 def main(arguments: Sequence[str]) -> NoReturn:
     """Show the session in the folder `arguments[0]` on stdout until stdin is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    seen = look()
+    seen = terminal_colours()
     terminal = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):  # a warning of a library would stand in the midst of the panel
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     wake, code = os.pipe(), 1
     try:
         feed.follow(_INTERVAL_S, lambda: os.write(wake[1], b"\0"))
-        _show(feed, under, wake[0])
+        _draw_until_ended(feed, under, wake[0])
         code = 0
     finally:
         with contextlib.suppress(OSError):  # a terminal that is gone
@@ -151,7 +151,7 @@ def _session(folder: Path) -> SessionPoll:
     return SessionPoll(source, thresholds=Settings.load().thresholds)
 
 
-def _show(feed: Feed, under: Beneath, wake: int) -> None:
+def _draw_until_ended(feed: Feed, under: Beneath, wake: int) -> None:
     """Draw what is new until stdin is closed."""
     job, free_at, whole_at, new = os.getppid(), 0.0, 0.0, True
     while True:

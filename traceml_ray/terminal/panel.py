@@ -256,7 +256,7 @@ def _ledger_rows(ledger: Mapping[str, Any] | None, over: bool, width: int) -> li
     for rank, rows in [("all", ledger), *health.losing(ledger, over)]:
         dropped = sum(rows["dropped"].values())
         numbers = [*(rows[name] for name in counts), dropped]
-        body.append([rank, *(f"{number:,}" for number in numbers), health.places(rows["dropped"])])
+        body.append([rank, *(f"{number:,}" for number in numbers), health.dropped_text(rows["dropped"])])
     return table(body, width, range(5))
 
 
@@ -329,7 +329,7 @@ DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
     "health": health_pane,
     "help": help_pane,
 }
-"""By pane; the overview is in `panel`."""
+"""Function that draws each pane, by name; the overview is drawn by `panel`."""
 assert {*DRAWN} >= {*PANES[1:]}
 
 

@@ -37,7 +37,7 @@ _NOT_SHOWN = "\ufffd"
 _Cell = tuple[str, str]
 """A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
 _BLANK: _Cell = (" ", "")
-"""Of a cleared screen."""
+"""Cell of a cleared screen."""
 
 
 class Screen:
@@ -66,7 +66,7 @@ class Screen:
         self._texts, self._cells = [], []
 
     def draw(self, lines: Sequence[Text]) -> int:
-        """Show lines, the first at the top; return how many characters were sent."""
+        """Show lines, the first at the top; return the number of characters sent."""
         frame = "" if len(lines) == len(self._texts) else self._cleared(len(lines))
         if frame:
             self.forget()
@@ -161,8 +161,8 @@ _READ = 4096
 _SMALLEST = 4
 
 
-def look() -> tuple[ColorSystem | None, bool]:
-    """Return which colours the terminal at stdout has, None for none, and whether it has ASCII only."""
+def terminal_colours() -> tuple[ColorSystem | None, bool]:
+    """Return the colours that the terminal at stdout has (None: none), and whether it shows only ASCII."""
     console = Console(file=sys.stdout)
     colours = None if console.no_color or not console.color_system else _system(console.color_system)
     return colours, "utf" not in (sys.stdout.encoding or "").lower()
@@ -180,14 +180,14 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self.screen = Screen(self._write, *look())
+        self.screen = Screen(self._write, *terminal_colours())
         self.ended = False
         """A signal has asked for the end."""
         self._out = -1
         self._modes: Any = None
         self._wake = os.pipe()
         self._before: dict[int, Any] = {}
-        self._found: set[int] = set()
+        self._signals: set[int] = set()
         self._saved: list[tuple[int, int]] = []
 
     def __enter__(self) -> Window:
@@ -197,15 +197,15 @@ class Window:
             os.set_blocking(end, False)
         self._before = {number: signal.getsignal(number) for number in _HANDLED}
         self._wakeup = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        self.take_signals()
+        self.catch_signals()
         self._silence()
-        self._learn()
-        self._take()
+        self._save_modes()
+        self._enter()
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
-            self._leave()
+            self._restore()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -214,10 +214,10 @@ class Window:
             os.close(saved)
         os.close(self._out)  # the pipe stays: the thread that asks may still write to it
 
-    def take_signals(self) -> None:
-        """Have signals come here: Ray puts handlers of its own there when it attaches."""
+    def catch_signals(self) -> None:
+        """Install this window's signal handlers; again after Ray, which installs its own when it attaches."""
         for number in _HANDLED:
-            signal.signal(number, lambda number, _frame: self._found.add(number))
+            signal.signal(number, lambda number, _frame: self._signals.add(number))
 
     def wake(self) -> None:
         """Have `wait` return; may be called by any thread."""
@@ -231,7 +231,7 @@ class Window:
         if self._wake[0] in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], _READ)
-        self._heed()
+        self._handle_signals()
         if self._in is None or self._in not in ready or self.ended:
             return b""
         try:
@@ -244,7 +244,7 @@ class Window:
         return typed
 
     def size(self) -> tuple[int, int]:
-        """Return its width and height."""
+        """Return the width and height of the terminal."""
         size = os.get_terminal_size(self._out)
         return max(_SMALLEST, size.columns or 80), max(_SMALLEST, size.lines or 24)
 
@@ -252,32 +252,32 @@ class Window:
         """Show lines; return how many characters were sent."""
         return self.screen.draw(lines)
 
-    def _heed(self) -> None:
-        signals, self._found = self._found, set()
+    def _handle_signals(self) -> None:
+        signals, self._signals = self._signals, set()
         self.ended = self.ended or bool(signals & {*_ENDS})
         if signal.SIGWINCH in signals:
             self.screen.forget()
         if signal.SIGTSTP in signals and not self.ended:
             self._stop()
         elif signal.SIGCONT in signals and not self.ended:  # it was stopped without being asked
-            self._take()
+            self._enter()
 
     def _stop(self) -> None:
         """Leave the terminal to the shell until this process goes on."""
-        self._leave()
+        self._restore()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        self.take_signals()
-        self._found.discard(signal.SIGCONT)
-        self._learn()
-        self._take()
+        self.catch_signals()
+        self._signals.discard(signal.SIGCONT)
+        self._save_modes()
+        self._enter()
 
-    def _learn(self) -> None:
-        """Note the modes that the terminal is left in."""
+    def _save_modes(self) -> None:
+        """Save the modes of the terminal, to be restored at the end."""
         if self._in is not None:
             self._modes = termios.tcgetattr(self._in)
 
-    def _take(self) -> None:
+    def _enter(self) -> None:
         if self._in is not None:
             modes = termios.tcgetattr(self._in)
             modes[3] &= ~(termios.ICANON | termios.ECHO)
@@ -286,7 +286,7 @@ class Window:
         self._write(ENTER)
         self.screen.forget()
 
-    def _leave(self) -> None:
+    def _restore(self) -> None:
         try:
             self._write(LEAVE)
         finally:

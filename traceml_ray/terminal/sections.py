@@ -24,7 +24,7 @@ from .lines import HEAD, MARK, QUIET, TONES, Section, cut, fit, flow, table, wra
 from .snapshot import Choice, Snapshot
 
 MOST_CELLS = 32
-"""Of a larger job the grid shows only so many ranks, the slowest."""
+"""Largest number of ranks in the grid; of a larger job it shows the slowest."""
 _LABEL = 9
 _FIRST = 3
 """Parts of the verdict that have a line in any case: what, why, next."""
@@ -33,7 +33,7 @@ _MANY, _WORST = 16, 8
 _SEEN = 0.005
 """%: less is written as 0."""
 _LEAST_SHARE = 0.005
-"""Of a step: a stage with less is not listed."""
+"""Smallest share of a step that a stage needs to be listed."""
 _STAGES = {
     "post_sync": ("▒", "magenta"),
     "data": ("█", "yellow"),

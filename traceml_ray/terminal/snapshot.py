@@ -43,7 +43,7 @@ SORTS = ("rank", "time")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a person has chosen to see."""
+    """The view that the person has selected: pane, sorting, rank, scroll position."""
 
     pane: str = PANES[0]
     sort: str = SORTS[0]
@@ -68,9 +68,9 @@ class Snapshot:
     tone: str = "unsure"
     sign: str = ""
     verdict: Mapping[str, Any] | None = None
-    """With its `headline`, `why` without notes, `began`, `cost` and `sure` in words."""
+    """The verdict, with `headline`, `why` (without notes), `began`, `cost` and `sure` as text."""
     first: Conclusion | None = None
-    """What to read first: the verdict, or what is more severe."""
+    """The conclusion to show first: the verdict, or a more severe one."""
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """The first and the last step that `times`, `nodes` and `rows` are of; None: the newest, or all."""
@@ -80,24 +80,24 @@ class Snapshot:
     named: Sequence[int] = ()
     """The ranks that the verdict names,"""
     dead: Sequence[int] = ()
-    """and those that died."""
+    """Ranks that died."""
     rows: Sequence[Mapping[str, Any]] = ()
     """One for each rank, see `views.ranks`; only where they are shown."""
     memory: Memory | None = None
-    """Only where it is shown."""
+    """Answer about memory; None if the pane does not show it."""
     sharding: ShardingInfo | None = None
-    """Only where memory is a pane of its own."""
+    """Answer about sharding; None unless the memory pane is open."""
     layers: Layers | None = None
-    """Only where it is shown; None: not known yet."""
+    """Answer about layers; None if the pane does not show it, or before the first answer."""
     health: Mapping[str, Any] | None = None
-    """See `views.health`; only where it is shown."""
+    """Health of the monitor, see `views.health`; None if the pane does not show it."""
     events: Sequence[Mapping[str, Any]] = ()
     output: LastOutput | None = None
-    """What a rank printed last: the chosen one, else the one that is named; only where it is shown."""
+    """Last output of the selected rank, else of the named one; None if the pane does not show it."""
 
 
-def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
-    """Return what is known of a run, and have asked what is missing; called with the lock of `poll`."""
+def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
+    """Return the newest answers about a run; request missing ones. Called with the lock of `poll`."""
     state = state_of(poll, run)
     fields: dict[str, Any] = {
         "state": state,
@@ -110,7 +110,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         return Snapshot(**fields)
     first = concluded(poll, run, state)
     tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
-    steps = _shown(run, state)
+    steps = _judged_steps(run, state)
     times = run.times if steps is None else poll.ask(query.Times(run.id, True, *steps))
     if steps is not None and not (times and times["steps"]):  # not known one by one
         times, steps = run.times, None
@@ -144,7 +144,7 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     )
 
 
-def _shown(run: RunState, state: str) -> tuple[int, int] | None:
+def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
     """
     Return the steps that the numbers are of: in a run that is over, those of what is named. Over all steps,
     what was late in a part of them would hardly be seen.
@@ -154,7 +154,7 @@ def _shown(run: RunState, state: str) -> tuple[int, int] | None:
 
 
 def _subject(run: RunState, choice: Choice) -> int:
-    """Return the rank that a person looks at: the chosen one, else the named one, else the slowest."""
+    """Return the rank to show: the selected one, else the named one, else the slowest."""
     worst = run.times.get("worst_rank") if run.times else None
     among = choice.rank, *run.named["ranks"][:1], worst, min(run.ranks, default=0)
     return next(int(rank) for rank in among if rank is not None)

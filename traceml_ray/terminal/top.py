@@ -32,7 +32,7 @@ from traceml_ray.views.state import OVER
 
 from .lines import fit
 from .panel import line, panel
-from .snapshot import PANES, SORTS, Choice, Snapshot, take
+from .snapshot import PANES, SORTS, Choice, Snapshot, take_snapshot
 
 _LETTERS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end", "Z": "back_tab"}
 _NUMBERS = {"1": "home", "4": "end", "5": "page_up", "6": "page_down", "7": "home", "8": "end"}
@@ -138,9 +138,9 @@ def _moved(choice: Choice, key: str, page: int) -> Choice:
 SLOW_LINE_BPS = 2000
 """Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
 _WAIT_S = 30.0
-"""How long it waits for a session to begin."""
+"""How long to wait for a session to begin, in s."""
 _WIDTH = 100
-"""Of the overview that is written once, where stdout is no terminal."""
+"""Width of the overview that is printed once if stdout is not a terminal."""
 
 
 def run(arguments: Namespace) -> int:
@@ -215,7 +215,7 @@ class Feed:
     def renew(self) -> Snapshot:
         """Ask for what is new; return what is known then."""
         self.poll.poll()
-        self.newest = self._take()
+        self.newest = self._snapshot()
         return self.newest
 
     def choose(self, choice: Choice) -> None:
@@ -224,7 +224,7 @@ class Feed:
         if self.newest is not None:
             run = self.poll.selected(self._run)
             with self.poll.lock:
-                self.newest = take(self.poll, run, choice)
+                self.newest = take_snapshot(self.poll, run, choice)
         self._asked.set()
 
     def pause(self, on: bool) -> None:
@@ -253,7 +253,7 @@ class Feed:
                     self.held = False
                     self.poll.poll()
                     due = time.monotonic() + interval_s
-                self.newest = self._take()
+                self.newest = self._snapshot()
                 self.held = self._paused
             except Exception as error:
                 self.poll.errors.note("top", error)
@@ -266,9 +266,9 @@ class Feed:
             self._asked.wait(interval_s if self._paused else max(0.0, due - time.monotonic()))
             self._asked.clear()
 
-    def _take(self) -> Snapshot:
+    def _snapshot(self) -> Snapshot:
         run = self.poll.selected(self._run)
-        return self.poll.made(lambda: take(self.poll, run, self.choice))[1]
+        return self.poll.make(lambda: take_snapshot(self.poll, run, self.choice))[1]
 
 
 def _lines(feed: Feed, interval_s: float) -> int:
@@ -305,7 +305,7 @@ def _windowed(feed: Feed, interval_s: float) -> int:
                 wait_s = 0.0
             for key in keys.feed(window.wait(wait_s if wait_s > 0 else None)):
                 control = press(control, key, window.size()[1])
-            window.take_signals()
+            window.catch_signals()
             feed.pause(control.paused)
             if control.choice != feed.choice:
                 feed.choose(control.choice)

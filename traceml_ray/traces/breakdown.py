@@ -1,4 +1,4 @@
-"""What pages show of a profile, from one reading of its traces: the table, and what each rank spends."""
+"""Data of a profile page, read once from its traces: table of operations, time of each rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from traceml_ray.codec import ready
 from traceml_ray.stages import STAGES
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, compare
-from traceml_ray.traces.key_averages import Operation, of_trace, sort
+from traceml_ray.traces.key_averages import Operation, operations_of_trace, sort
 from traceml_ray.traces.nesting import nest
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.spent import RecordingError, Spent, spent_in
 from traceml_ray.traces.trace import read_trace
 
 MAX_BYTES = 64 << 20
-"""Of an encoded one."""
+"""Largest size of an encoded Breakdown, in bytes."""
 MOST = 3000
 """Operations in the table."""
 
 
 class RankSpent(msgspec.Struct, frozen=True):
-    """What one rank spends."""
+    """Time of one rank, by operation."""
 
     rank: int
     all: Spent
@@ -98,7 +98,7 @@ def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
         try:
             trace = read_trace(source.path, source.window)
             nesting = nest(trace)
-            operations += of_trace(source, trace, nesting, by_shape)
+            operations += operations_of_trace(source, trace, nesting, by_shape)
             if source.rank is None:
                 continue
             stages = {}

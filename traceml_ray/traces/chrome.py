@@ -21,7 +21,7 @@ from traceml_ray.files import open_file
 from traceml_ray.text import count, size
 
 MAX_BYTES = 4 << 30
-"""Of a trace, unpacked."""
+"""Largest size of an unpacked trace, in bytes."""
 MAX_EVENTS = 3_000_000
 _MAX_VALUE = 2 << 20
 """Characters of one event, and of all that stands beside the events."""
@@ -56,7 +56,9 @@ class ChromeTrace:
     ) -> None:
         self.path, self._window = path, window
         self.header: dict[str, Any] = {}
-        """What stands beside the events: what comes before them from the first event on, all at the end."""
+        """
+        Fields beside the events: those before them once the first event is read, all of them at the end.
+        """
         self._max_bytes, self._max_events = max_bytes, max_events
 
     def __iter__(self) -> Generator[dict[str, Any], None, None]:
@@ -75,17 +77,17 @@ class ChromeTrace:
 
     def _events(self, text: _Text) -> Iterator[dict[str, Any]]:
         self.header = {}
-        if text.take("["):
+        if text.skip("["):
             yield from self._listed(text, whole=False)
             return
-        if not text.take("{"):
+        if not text.skip("{"):
             raise TraceError("it is no trace: it begins with neither { nor [")
         size_of_header, has_events = 0, False
-        while not text.take("}"):
+        while not text.skip("}"):
             key, length = text.value()
-            if not isinstance(key, str) or not text.take(":"):
+            if not isinstance(key, str) or not text.skip(":"):
                 raise TraceError(f"it is damaged: a name is missing at character {text.position:,}")
-            if key == "traceEvents" and text.take("["):
+            if key == "traceEvents" and text.skip("["):
                 has_events = True
                 yield from self._listed(text, whole=True)
                 continue
@@ -100,7 +102,7 @@ class ChromeTrace:
     def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
         """Yield the events of an array; where it need not be `whole`, its end may be missing."""
         number = 0
-        while not text.take("]"):
+        while not text.skip("]"):
             if not whole and text.at_end():
                 return
             event, _ = text.value()
@@ -113,7 +115,7 @@ class ChromeTrace:
                 yield event
 
     def _is_inside(self, event: dict[str, Any], begin_ns: int, end_ns: int) -> bool:
-        """Return whether an event is of the time that is wanted, or has none."""
+        """Return whether an event lies in the requested time, or has no time."""
         at_us, base_ns = event.get("ts"), self.header.get("baseTimeNanoseconds")
         if event.get("ph") == "M" or not isinstance(at_us, int | float) or not isinstance(base_ns, int):
             return True
@@ -121,7 +123,7 @@ class ChromeTrace:
 
 
 class _Text:
-    """The characters of a file, of which only those of the value at hand are kept."""
+    """Reads the characters of a file; holds only those of the current value."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, max_bytes: int) -> None:
         self._file, self._left, self._max_bytes = file, max_bytes, max_bytes
@@ -131,17 +133,17 @@ class _Text:
 
     @property
     def position(self) -> int:
-        """How many characters have been read."""
+        """Number of characters read so far."""
         return self._before + self._at
 
-    def take(self, expected: str) -> bool:
-        """Pass white space, commas, and `expected` where that is next; return whether it was."""
+    def skip(self, expected: str) -> bool:
+        """Skip white space and commas, and `expected` if it is next; return whether it was."""
         matches = self._next() == expected
         self._at += matches
         return matches
 
     def at_end(self) -> bool:
-        """Return whether nothing more comes."""
+        """Whether all characters have been read."""
         return self._next() == ""
 
     def _next(self) -> str:
@@ -154,7 +156,7 @@ class _Text:
                 return ""
 
     def value(self) -> tuple[Any, int]:
-        """Return the JSON value that is next, and how many characters it has."""
+        """Return the next JSON value, and its length in characters."""
         if self.at_end():
             raise TraceError("it is cut off, its end is missing")
         while True:

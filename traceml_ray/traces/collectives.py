@@ -1,4 +1,4 @@
-"""What ranks do with each other: which operations are collectives, and which parts belong to one."""
+"""Recognises collectives in traces, and matches the parts of one collective across ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def exchanges(name: str) -> bool:
 
 
 class Part(NamedTuple):
-    """What one rank did of a collective; times on the clock of all traces."""
+    """The part of one rank in a collective; times in ns on the clock of all traces."""
 
     place: int
-    """Of its trace among all."""
+    """Index of the rank's trace among all traces."""
     lane: tuple[str, str]
     """Process and thread, as its trace calls them."""
     begin_ns: int
@@ -59,13 +59,13 @@ class Collective:
 
     @property
     def all_wait(self) -> bool:
-        """Whether no part can end before all have begun."""
+        """Whether no part can end before all parts have begun."""
         name = _plain(self.name)
         return any(name.startswith(prefix) for prefix in _ALL_WAIT)
 
 
 class Key(NamedTuple):
-    """What the parts of one collective have in common."""
+    """The fields that all parts of one collective share."""
 
     name: str
     group: str

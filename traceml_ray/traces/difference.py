@@ -31,15 +31,15 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """`OUTSIDE`: the time in which no operation runs."""
     kind: Kind | Literal["outside"]
     more_ms: float
-    """How much more the rank spends in it than the others, on threads or on the device, where it is more."""
+    """Additional time of the rank, in ms a step: of its threads or of the device, whichever is larger."""
     on_device: bool
-    """Where that is."""
+    """Whether `more_ms` is time of the device."""
     calls: float
     other_calls: float
     self_cpu_ms: float
     other_self_cpu_ms: float
     self_device_ms: float | None
-    """None where no device was recorded."""
+    """Device time of the rank in ms; None if no device was recorded."""
     other_self_device_ms: float | None
 
 
@@ -50,18 +50,22 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     others: list[int]
     """One rank, or those whose median is compared."""
     stage: str | None
-    """Only operations that begin in this stage."""
+    """Stage that the comparison is limited to: only operations that begin in it."""
     steps: int
-    """Of the rank that were recorded, whole; 0: the trace has no steps, and numbers are of all of it."""
+    """
+    Number of completely recorded steps of the rank; 0: the trace has no steps, the numbers cover all of it.
+    """
     step_ms: float
     other_step_ms: float
     waiting_ms: float
     """In collectives, and for a device,"""
     other_waiting_ms: float
     operations: list[Compared]
-    """What explains most first."""
+    """Operations, the one that explains most first."""
     waits: list[Compared]
-    """What `waiting_ms` consists of: of a collective in a thread of its own, what no work hides."""
+    """
+    Operations that make up `waiting_ms`. Of a collective in its own thread: the time that no work hides.
+    """
     sentences: list[str]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from traceml_ray.store.profiles import StoredProfile, change, read_profile
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import Difference, difference
-from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.traces.spent import RecordingError
 
 
@@ -25,18 +25,18 @@ def explain(stored: StoredProfile) -> list[str]:
     profile, compared = stored.profile, None
     if profile.suspect is None or profile.median is None:
         return []
-    sources = of_profile(stored)
+    sources = sources_of_profile(stored)
     for stage in dict.fromkeys((profile.stage, None)):
         try:
             compared = difference(sources, profile.suspect, profile.median, stage)
         except (RecordingError, TraceError):
             continue
-        if _says_something(compared):
+        if _names_an_operation(compared):
             break
     return [] if compared is None else compared.sentences
 
 
-def _says_something(difference: Difference) -> bool:
+def _names_an_operation(difference: Difference) -> bool:
     return any(f"`{row.name}`" in difference.sentences[0] for row in difference.operations)
 
 

@@ -33,12 +33,12 @@ _STEP, _STEPS = "ProfilerStep", "ProfilerStep#"
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one operation took on one rank, all its calls together. None is not known, or was not recorded."""
+    """Totals of one operation on one rank, over all its calls. None: not known, or not recorded."""
 
     node_id: str | None
     """Ray's,"""
     node: str | None
-    """and as it is shown, or the name of the host."""
+    """Label of the node, or the name of the host."""
     rank: int | None
     name: str
     kind: Kind
@@ -48,15 +48,15 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     self_cpu_ms: float
     """Time of a thread, without the operations inside it,"""
     cpu_ms: float
-    """and with them."""
+    """Time of threads in ms, with the operations inside."""
     self_device_ms: float | None = None
     """Time of a device for it, without the operations inside it,"""
     device_ms: float | None = None
-    """and with them."""
+    """Time of the device in ms, with the operations inside."""
     self_cpu_bytes: int | None = None
     """Memory of the host that was allocated in it and not freed, without the operations inside it,"""
     cpu_bytes: int | None = None
-    """and with them."""
+    """Host memory allocated and not freed, in bytes, with the operations inside."""
     self_device_bytes: int | None = None
     """Memory of a device, in the same way."""
     device_bytes: int | None = None
@@ -69,25 +69,27 @@ NUMBERS = tuple(
 
 
 class ColumnError(ValueError):
-    """There is no such column to sort by."""
+    """The table has no such column to sort by."""
 
 
 def kind_of(category: str) -> Kind:
-    """Return what operations of a category are."""
+    """Return the kind of operation that a category of the trace stands for."""
     return _KINDS.get(category, "operation")
 
 
 def key_averages(sources: Iterable[Source], by_shape: bool = False) -> list[Operation]:
-    """Return what each operation took on each rank, the longest first. Raises TraceError."""
+    """Return the totals of each operation on each rank, the longest first. Raises TraceError."""
     operations = []
     for source in sources:
         trace = read_trace(source.path, source.window)
-        operations += of_trace(source, trace, nest(trace), by_shape)
+        operations += operations_of_trace(source, trace, nest(trace), by_shape)
     return sort(operations, "self_cpu_ms")
 
 
-def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = False) -> list[Operation]:
-    """Return what each operation of one trace took."""
+def operations_of_trace(
+    source: Source, trace: Trace, nesting: Nesting, by_shape: bool = False
+) -> list[Operation]:
+    """Return the totals of each operation of one trace."""
     counted = np.flatnonzero(nesting.counted)
     keys: dict[tuple[str, Kind, str | None], int] = {}
     names = [f"{_STEP}*" if name.startswith(_STEPS) else name for name in trace.names]
@@ -114,7 +116,7 @@ def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = Fa
 
 
 def _columns(trace: Trace, nesting: Nesting) -> dict[str, Ints]:
-    """Return what was recorded of each operation, by the column of the table; times in ns."""
+    """Return the values of each operation, by column of the table; times in ns."""
     device, memory = bool(trace.on_device.any()), len(trace.memory.t_ns) > 0
     columns = {
         "calls": np.ones(len(trace), np.int64),

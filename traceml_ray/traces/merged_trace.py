@@ -53,9 +53,9 @@ class Calls:
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, str], list[Part]] = defaultdict(list)
-        """By the worker that is called and the function."""
+        """Calls, by called worker and function."""
         self._done: dict[tuple[int, str], list[Part]] = defaultdict(list)
-        """By the place of a trace and the name of a range."""
+        """Ranges that serve calls, by index of their trace and name."""
         self._workers: dict[str, int] = {}
         self._ranks: dict[int, int] = {}
         self._bounds_ns: dict[int, int] = {}
@@ -66,7 +66,7 @@ class Calls:
         self._bounds_ns[source_index] = source.clock_bound_ns or 0
         if source.rank is not None:
             self._ranks[source.rank] = source_index
-        ranges = np.flatnonzero(trace.of_category(_RANGES) & ~trace.on_device)
+        ranges = np.flatnonzero(trace.has_category(_RANGES) & ~trace.on_device)
         ends_ns: dict[tuple[int, int], int] = {}
         for event in ranges[np.argsort(trace.begin_ns[ranges], kind="stable")][: self._left].tolist():
             self._left -= 1
@@ -86,7 +86,7 @@ class Calls:
         """Return the calls of which it is known what they have run."""
         calls = []
         for (callee, name), asked in self._asked.items():
-            callee_index = self._place_of(callee)
+            callee_index = self._source_index(callee)
             waiting = iter(sorted(asked, key=lambda part: part.begin_ns))
             call = next(waiting, None)
             for done in self._done.get((callee_index, name), ()) if callee_index is not None else ():
@@ -98,8 +98,11 @@ class Calls:
                     call = next(waiting, None)
         return calls
 
-    def _place_of(self, worker: str) -> int | None:
-        """Return where a worker's trace is; of one that calls nobody, by the rank at the end of its name."""
+    def _source_index(self, worker: str) -> int | None:
+        """
+        Return the index of a worker's trace. A worker that calls nobody is recognised by the rank at the end
+        of its name.
+        """
         number = _NUMBER.search(worker)
         return self._workers.get(worker, self._ranks.get(int(number[1])) if number else None)
 
@@ -119,16 +122,16 @@ _BOUND: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}
 
 
 class MergedRank(msgspec.Struct, frozen=True):
-    """A trace that went into one of many. None is not known."""
+    """Summary of a merged trace; stored in the trace itself under `traceml_ray`."""
 
     label: str
     file: str
     rank: int | None
     node_id: str | None
     clock_offset_ns: int | None
-    """What was added to its times,"""
+    """Offset added to the times of the rank's trace, in ns."""
     clock_bound_ns: int | None
-    """and how far off that is at most."""
+    """Largest error of that offset, in ns."""
     operations: int
 
 
@@ -158,19 +161,19 @@ class _Rank:
     place: int
     source: Source
     base_ns: int = 0
-    """What its time stamps are counted from, on the clock of all traces."""
+    """Time on the clock of all traces that the trace's time stamps are counted from, in ns."""
     begin_ns: int | None = None
-    """Its first event; None where its times are not of the wall clock."""
+    """Time of its first event in ns; None if the trace has no wall-clock times."""
     first_ns: int = 0
-    """The same as it has it."""
+    """Time of its first event by the trace's own clock, in ns."""
     main: str = ""
     """The process that trains, as the trace calls it,"""
     devices: frozenset[str] = frozenset()
-    """and those that stand for devices."""
+    """Process ids in the trace that stand for devices."""
     pids: dict[str, int] = field(default_factory=dict)
     tids: dict[tuple[str, str], int] = field(default_factory=dict)
     names: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Of threads."""
+    """Names of threads."""
 
 
 def merge(

@@ -1,4 +1,4 @@
-"""What an operation took by itself: without those inside it, with what it had a device do."""
+"""Own time and memory of each operation: without operations inside it, with its device work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Nesting:
-    """Of each operation of a trace, [n]; times in ns, memory in bytes."""
+    """Values of each operation of a trace, arrays of shape [n]; times in ns, memory in bytes."""
 
     counted: Mask
     """False: it is only a step inside one of the same name, or one that torch's own table leaves out."""
@@ -33,21 +33,21 @@ class Nesting:
     launched: Mask
     """Work of a device that an operation has launched, and has as its own."""
     host_ns: Ints
-    """What a thread spent in it; 0 of what a device did,"""
+    """Time of the thread in the operation; 0 for work of a device."""
     self_host_ns: Ints
-    """and without the operations inside it."""
+    """`host_ns` without the operations inside."""
     device_ns: Ints
-    """What a device did for it; of what a device did, that,"""
+    """Time of the device for the operation; for work of a device, its own length."""
     self_device_ns: Ints
-    """and without what it did for the operations inside it."""
+    """`device_ns` without that of the operations inside."""
     memory: Ints
-    """What was allocated in it and not freed: of the host, of a device; [n, 2],"""
+    """Bytes allocated and not freed in the operation, [n, 2]: of the host, of a device."""
     self_memory: Ints
-    """and without the operations inside it."""
+    """`memory` without that of the operations inside."""
     outside: Ints
     """Memory that no operation has allocated: of the host, of a device; [2],"""
     outside_calls: int
-    """in so many events."""
+    """Number of allocations outside of all operations."""
 
 
 def nest(trace: Trace) -> Nesting:
@@ -118,8 +118,8 @@ def _device_work(trace: Trace) -> tuple[Ints, Mask]:
     """Return what a device did of what each operation launched by itself, ns, and what that was; [n] each."""
     device_ns, launched = np.zeros(len(trace), np.int64), np.zeros(len(trace), bool)
     named = trace.external >= 0
-    work = np.flatnonzero(named & trace.on_device & ~trace.of_category(ANNOTATIONS))
-    ours = np.flatnonzero(named & trace.of_category(_LAUNCHING) & ~trace.on_device)
+    work = np.flatnonzero(named & trace.on_device & ~trace.has_category(ANNOTATIONS))
+    ours = np.flatnonzero(named & trace.has_category(_LAUNCHING) & ~trace.on_device)
     if len(work) and len(ours):
         ours = ours[np.argsort(trace.external[ours], kind="stable")]
         positions = np.searchsorted(trace.external[ours], trace.external[work])

@@ -1,4 +1,4 @@
-"""Which traces are read, and what is known of the ranks that they are of."""
+"""The traces to read, and what is known about the rank of each."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Source:
     path: Path
     rank: int | None = None
     node_id: str | None = None
-    """Ray's,"""
+    """Ray's id of the node."""
     node: str | None = None
-    """and as it is shown: `node-1`, or the name of a host."""
+    """Label of the node, `node-1`, or the name of its host."""
     clock_offset_ns: int | None = None
-    """What is added to its times to have them on the clock of all traces,"""
+    """Offset to add to its times to get the clock of all traces, in ns."""
     clock_bound_ns: int | None = None
-    """and how far off that is at most."""
+    """Largest error of that offset, in ns."""
     steps: tuple[ProfileStep, ...] = ()
-    """The steps that were recorded, by its node's clock."""
+    """The recorded steps, by its node's clock."""
     window: tuple[int, int] | None = None
-    """What begins outside of this time, by its node's clock, is no part of it; None: all is."""
+    """Time by its node's clock, in ns, outside of which events are ignored; None: no limit."""
 
     @property
     def label(self) -> str:
@@ -43,13 +43,13 @@ class Source:
         return f"{self.node} / rank {self.rank}" if self.node else f"rank {self.rank}"
 
 
-def of_profile(stored: StoredProfile) -> list[Source]:
+def sources_of_profile(stored: StoredProfile) -> list[Source]:
     """Return the traces of a profile, in order of ranks."""
     ranks = sorted(stored.profile.captured, key=lambda rank: rank.rank)
-    return [_of_rank(stored, rank) for rank in ranks]
+    return [_source_of_rank(stored, rank) for rank in ranks]
 
 
-def _of_rank(stored: StoredProfile, rank: RankProfile) -> Source:
+def _source_of_rank(stored: StoredProfile, rank: RankProfile) -> Source:
     return Source(
         path=stored.trace(rank),
         rank=rank.rank,
@@ -68,7 +68,7 @@ def _window(rank: RankProfile) -> tuple[int, int] | None:
     return min(step.begin_ns for step in rank.steps), max(step.end_ns for step in rank.steps)
 
 
-def of_files(paths: Sequence[Path]) -> list[Source]:
+def sources_of_files(paths: Sequence[Path]) -> list[Source]:
     """
     Return traces that somebody has taken, in order of ranks, those in folders too. Who is who is taken from
     what a trace says of itself, else from its name; a folder that is a profile has it in its manifest. Raises
@@ -76,7 +76,7 @@ def of_files(paths: Sequence[Path]) -> list[Source]:
     """
     sources: list[Source] = []
     for path in _files(paths):
-        sources += _of_folder(path) if path.is_dir() else [_of_file(path)]
+        sources += _sources_of_folder(path) if path.is_dir() else [_source_of_file(path)]
     if not sources:
         given = ", ".join(map(str, paths))
         raise TraceError(
@@ -104,14 +104,14 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
                 raise TraceError(f"{given}: there are more than {_MOST_FILES:,} files")
 
 
-def _of_folder(path: Path) -> list[Source]:
+def _sources_of_folder(path: Path) -> list[Source]:
     try:
-        return of_profile(StoredProfile(path, read_profile(path)))
+        return sources_of_profile(StoredProfile(path, read_profile(path)))
     except (OSError, ValueError) as error:
         raise TraceError(f"{path / MANIFEST}: {error}") from None
 
 
-def _of_file(path: Path) -> Source:
+def _source_of_file(path: Path) -> Source:
     header = first_header(path)
     rank = rank_in_name(path.name) if header.rank is None else header.rank
     return Source(path, rank, node=path.name if rank is None else header.hostname)

@@ -1,4 +1,4 @@
-"""What a rank spends a step in, operation by operation, and how much of it is waiting."""
+"""Time of a rank in a step, operation by operation, and how much of it is waiting."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SYNCHRONISES = "Synchronize"
 """In the names of the calls of CUDA's runtime in which a thread waits for its device."""
 _STEP = "ProfilerStep#"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
-"""Of an object, in the name of a Python function: another one in each process."""
+"""Address of an object in the name of a Python function; it differs from process to process."""
 
 
 class RecordingError(ValueError):
-    """What is asked for was not recorded; the message says what was."""
+    """The requested step or stage was not recorded; the message says what was."""
 
 
 @dataclass
 class Spent:
-    """What one rank spends of a step, or of one stage of it."""
+    """Time that one rank spends in a step, or in one stage of it."""
 
     steps: int
-    """How many were recorded whole; 0: none are known, and all numbers are of the whole trace."""
+    """Number of completely recorded steps; 0: the trace has no steps, all numbers cover the whole trace."""
     step_ns: float
-    """Mean length,"""
+    """Mean length of a step, in ns."""
     waiting_ns: float = 0.0
-    """of which a thread waits for other ranks, or for its device."""
+    """Part of `step_ns` in which a thread waits for other ranks or for its device."""
     device: bool = False
     """Whether work of a device was recorded."""
     operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class Spent:
     collective in a thread of its own is the time in which the rank does nothing but wait for it.
     """
     waits: set[Key] = field(default_factory=set)
-    """Those in which it waits."""
+    """Operations in which the rank waits."""
 
     def of(self, key: Key) -> tuple[float, float, float]:
-        """Return what it spends in an operation."""
+        """Return (calls, thread ns, device ns) of one operation in a step."""
         return self.operations.get(key, (0.0, 0.0, 0.0))
 
 

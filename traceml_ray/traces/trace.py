@@ -59,18 +59,18 @@ class Trace:
     name: Ints
     category: Ints
     shape: Ints
-    """Of the inputs, where they were recorded."""
+    """Index of the operation's input shapes in `shapes`; -1 if they were not recorded."""
     external: Ints
     """Id by which a device's work names the operation that launched it."""
     begin_ns: Ints
     end_ns: Ints
     memory: Memory
     communications: Mapping[int, Communication]
-    """Of the operations that a rank does with others, where the trace says with whom."""
+    """Details of an operation between ranks, by index of the event; only where the trace has them."""
 
     @property
     def wall_clock(self) -> bool:
-        """Whether its times are of the wall clock, and so comparable with those of other traces."""
+        """Whether its times are wall-clock times, comparable with those of other traces."""
         return len(self) > 0 and int(self.begin_ns.min()) > _EARLIEST_WALL_NS
 
     def __len__(self) -> int:
@@ -79,17 +79,17 @@ class Trace:
 
     @property
     def on_device(self) -> npt.NDArray[np.bool_]:
-        """Which operations a device did, [n]."""
-        return self.of_category(DEVICE)
+        """Which events are work of a device, shape [n]."""
+        return self.has_category(DEVICE)
 
-    def of_category(self, wanted: frozenset[str]) -> npt.NDArray[np.bool_]:
+    def has_category(self, wanted: frozenset[str]) -> npt.NDArray[np.bool_]:
         """Return which operations are of one of these categories, [n]."""
         return np.array([name in wanted for name in self.categories], bool)[self.category]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a trace says of itself; None is not known."""
+    """Header of a trace; None: not known."""
 
     base_ns: int
     """What its time stamps are counted from."""
@@ -102,20 +102,20 @@ class Header:
 
 @dataclass(frozen=True)
 class Communication:
-    """What torch says of a collective; "" and -1 are not known."""
+    """torch's details of a collective; "" and -1: not known."""
 
     name: str
     """`allreduce`"""
     group: str
     seq: int
-    """Its number in the group."""
+    """Sequence number of the collective in its group."""
     source: int
     destination: int
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What was allocated and freed, where that was recorded: [m] events, by thread and time."""
+    """Allocations and frees, where they were recorded: [m] events, sorted by thread and time."""
 
     lane: Ints
     t_ns: Ints

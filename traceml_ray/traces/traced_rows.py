@@ -36,7 +36,7 @@ class TracedRow(NamedTuple):
 
     step: int
     begin_ns: int
-    """Where the row before it ends."""
+    """End of the row before it, in ns."""
     stages_ns: tuple[int, ...]
     """The time in each of `stages.STAGES`."""
 

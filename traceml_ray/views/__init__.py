@@ -1,1 +1,1 @@
-"""What every view of a session shows: where it is asked, and the newest answers, renewed once a tick."""
+"""Data that every view of a session shows: where the session is asked, and its newest answers."""

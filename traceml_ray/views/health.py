@@ -1,4 +1,4 @@
-"""How the monitor itself is doing: what was produced, stored and dropped, what it costs, what went wrong."""
+"""Health of the monitor itself: rows produced, stored and dropped, its cost, its errors."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def facts(health: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def places(dropped: Mapping[str, int]) -> str:
+def dropped_text(dropped: Mapping[str, int]) -> str:
     """Return where rows were dropped: "agent 12, relay 3"."""
     return ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items() if rows)

@@ -19,7 +19,7 @@ from .values import as_dict
 
 MAX_EVENTS = 2000
 SLOW_RANKS, SLOW_S = 256, 5.0
-"""From so many ranks on, ranks and nodes are asked for only this often."""
+"""From `SLOW_RANKS` ranks on, ranks and nodes are asked for only every `SLOW_S` seconds."""
 
 
 class RunState:
@@ -31,27 +31,27 @@ class RunState:
         self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
         self.throughput: Throughput | None = None
-        """How much it gets through, see `analysis.throughput`."""
+        """Throughput of the run, see `analysis.throughput`."""
         self.verdict: Mapping[str, Any] | None = None
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
-        """How many ranks the job has, as far as known."""
+        """Number of ranks of the job, as far as known."""
         self._reporting: frozenset[int] = frozenset()
         self.nodes: list[NodeInfo] = []
         self.labels: dict[str, str] = {}
-        """How nodes are shown, by id."""
+        """Label of each node, by id."""
         self.samples: dict[str, dict[str, Any]] = {}
-        """The newest of each node, by its id."""
+        """Newest sample of each node, by id."""
         self.events: deque[EventRow] = deque(maxlen=MAX_EVENTS)
         self.verdicts: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._seen = 0, 0
-        """Up to which events, and changes of verdict."""
+        """Cursors of the newest event and the newest change of verdict that were read."""
         self._asked_ranks = float("-inf")
 
     @property
-    def whole(self) -> bool:
-        """Whether all that is stored has been read."""
+    def is_read_to_end(self) -> bool:
+        """Whether all stored rows have been read."""
         return self.times is not None and bool(self.times["whole"])
 
     @property
@@ -60,7 +60,7 @@ class RunState:
         return self.times["last_step"] if self.times else None
 
     def questions(self, now: float) -> list[Request[Any]]:
-        """Return what to ask; `take` takes the answers."""
+        """Return the questions to ask; `update` takes their answers."""
         asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
         asked.append(query.Throughput(self.id))
         asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
@@ -71,8 +71,8 @@ class RunState:
             asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(node_ids, last=1)]
         return asked
 
-    def take(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
-        """Take the answers; return whether anything is new."""
+    def update(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
+        """Apply the answers to `questions`; return whether anything is new."""
         answer_to = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
         events, verdicts = answer_to[query.Events], answer_to[query.Verdicts]
         self._seen = events.cursor, verdicts.cursor
@@ -90,16 +90,16 @@ class RunState:
             self.labels = {node["node_id"]: node["label"] for node in nodes}
             self.samples = {node: as_dict(sample) for node, sample in answer_to[query.NodeSamples]}
         self.throughput = answer_to[query.Throughput]
-        return self.take_times(answer_to[query.Times]) or new
+        return self.update_times(answer_to[query.Times]) or new
 
-    def take_times(self, times: StepTimes) -> bool:
-        """Take the numbers of its steps; return whether there are new ones."""
+    def update_times(self, times: StepTimes) -> bool:
+        """Replace the numbers of the run's steps; return whether there are new ones."""
         before, self.times = self.times, times
         return before is None or _state(before) != _state(times)
 
     @property
     def died(self) -> bool:
-        """Whether the verdict is of a rank that died."""
+        """Whether the verdict names a rank that died."""
         return self.verdict is not None and self.verdict["label"] in DEATHS
 
     @property
@@ -109,7 +109,7 @@ class RunState:
         return {name: verdict.get(name) or () for name in ("ranks", "nodes")}
 
     def reporting(self) -> frozenset[int]:
-        """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
+        """Return the ranks that may still deliver: not ended, and not silent for long while others report."""
         return self._reporting
 
     def node_of(self, rank: int | None) -> str | None:

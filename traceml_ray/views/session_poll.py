@@ -29,25 +29,25 @@ from .source import Source
 
 _MAX_KEPT = 64
 _ABOUT = ("by", "ranks", "nodes")
-"""Of columns: only in an answer that is whole."""
+"""Fields of Columns that only a complete answer has."""
 _MAX_RUNS = 3
-"""Runs that are polled at the same time: the newest, and those that were viewed"""
+"""Largest number of runs polled at a time: the newest, and those viewed in the last `_VIEWED_S` seconds."""
 _VIEWED_S = 60.0
-"""this recently."""
+"""How long a viewed run is polled, in s."""
 _SLICE_S = 0.5
-"""How long one tick reads on in a long run."""
+"""How long one tick may read rows of a long run, in s."""
 _QUICK_S, _SHARE = 0.25, 5
-"""A source that takes longer to answer is not asked for so many times as long."""
+"""A source that takes longer than `_QUICK_S` to answer rests `_SHARE` times as long as the answer took."""
 _OF_STEPS = query.Cell, query.Spans, query.Step
-"""Questions about certain steps: the next tick's are of others."""
+"""Questions about certain steps; the next tick asks about other steps."""
 _ROUNDS = 3
-"""What a view asks may depend on an answer."""
+"""Rounds of questions for one view: a question may depend on an earlier answer."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
-def keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    """Keep a value, and of all no more than the newest."""
+def keep_newest(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    """Store a value and drop the oldest ones beyond `_MAX_KEPT`."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > _MAX_KEPT:
@@ -71,7 +71,7 @@ _NO_ANSWER = _Answer(-1, None, float("-inf"))
 
 class SessionPoll:
     """
-    What views are made of. Any thread may call `poll` and `made`; none holds `lock` while the source is
+    What views are made of. Any thread may call `poll` and `make`; none holds `lock` while the source is
     asked, so one that is slow holds up only who needs its answer.
 
     Args:
@@ -91,24 +91,24 @@ class SessionPoll:
     ) -> None:
         self.source = source
         self.version = self.answered = 0
-        """Changes so far, and answers to questions of views."""
+        """`version`: changes of the session so far; `answered`: answered questions of views."""
         self.errors = Errors()
-        """What went wrong in here, by place."""
+        """Errors of this poller, by place."""
         self.status: Status = {}
         self.runs: list[RunInfo] = []
         self.poll_ms: deque[float] = deque(maxlen=300)
         self.stale_since_ns: int | None = None
         self.trouble = ""
-        """Why the source does not answer."""
+        """Why the source does not answer; "" if it does."""
         self.clock = clock
         self.lock = threading.RLock()
-        """Held while what is here is read or changed."""
+        """Held while the state of this object is read or changed."""
         self._answers: OrderedDict[Request[Any], _Answer] = OrderedDict()
-        """To questions of views."""
+        """Newest answers to questions of views."""
         self._wanted: _Wanted = {}
-        """What the views that were just made would like to have asked."""
+        """Questions of the views that were just made."""
         self._used: dict[Request[Any], float] = {}
-        """What the views that are looked at have asked, and when (s, of `timer`) it is due again."""
+        """Questions of the views that are open, with the time at which each is due again (s, of `timer`)."""
         self.timer = timer
         self._limits = thresholds or Thresholds()
         self._polled: dict[str, RunState] = {}
@@ -149,11 +149,11 @@ class SessionPoll:
         return changed
 
     def _renewed(self) -> None:
-        """Make anew what is looked at: there is another version. What is looked at asks again."""
+        """Called for each new version: views that are open ask again."""
         with self.lock:
             self._used = {}
 
-    def made(self, make: Callable[[], _V]) -> tuple[int, _V]:
+    def make(self, make: Callable[[], _V]) -> tuple[int, _V]:
         """
         Return what `make` makes of what is known (with `lock`), and as of which version; again once what it
         asked is answered.
@@ -167,7 +167,7 @@ class SessionPoll:
         return version, value
 
     def renew(self) -> None:
-        """Have all views made anew: something that the source has not said is new."""
+        """Make all views again: something is new that the source has not reported."""
         with self.lock:
             self.version += 1
 
@@ -197,11 +197,14 @@ class SessionPoll:
         return self.ask(query.Deaths(run.id)) or () if run.died else ()
 
     def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
-        """Ask the source, without `lock`; a view that stays open is no use of the session, and says so."""
+        """
+        Ask the source without holding `lock`. `watching` says that an open view asks, which is no use by a
+        person.
+        """
         return query.ask(self.source.reply, requests, watching=True)
 
     def _fetch(self, wanted: _Wanted) -> bool:
-        """Ask what views want to know, unless the source does not answer; return whether it did."""
+        """Ask what views want to know; return whether there are answers: not while the source is silent."""
         if not wanted or self.stale_since_ns is not None or self.trouble:
             return False
         version = self.version
@@ -216,7 +219,7 @@ class SessionPoll:
         return True
 
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
-        """Return questions as they are asked: of columns, only for those that are not here."""
+        """Return the questions as they are sent: of columns, only for those that are missing here."""
         return [
             msgspec.structs.replace(request, since=self._answers[request].value["next"])
             if isinstance(request, query.Columns) and request in self._answers
@@ -225,7 +228,7 @@ class SessionPoll:
         ]
 
     def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
-        """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
+        """Store answers that belong to `version`; return whether one is new. Called with `lock` held."""
         new, now = False, self.timer()
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
@@ -234,7 +237,7 @@ class SessionPoll:
             new |= before is None or (
                 merged is not before and query.encode([merged]) != query.encode([before])
             )
-            keep(self._answers, request, _Answer(version, merged, now))
+            keep_newest(self._answers, request, _Answer(version, merged, now))
         return new
 
     @property
@@ -270,7 +273,7 @@ class SessionPoll:
                 changed |= self.runs != answers[1]
                 self.runs, self._asked_runs = answers[1], now
             for run, part in parts:
-                changed |= run.take(part, answers[position : position + len(part)])
+                changed |= run.update(part, answers[position : position + len(part)])
                 position += len(part)
             changed |= self._keep_answers(used, answers[position:], self.version + 1)
         newest = status["run"]
@@ -287,7 +290,7 @@ class SessionPoll:
             questions = run.questions(now + again)
             answers = self._question(questions)
             with self.lock:
-                run.take(questions, answers)
+                run.update(questions, answers)
         run.viewed_at = now
         with self.lock:
             self._polled[run_id] = run
@@ -301,15 +304,15 @@ class SessionPoll:
     def _catch_up(self, run: RunState, began: float) -> bool:
         """Read on in a run that has more stored than one answer holds, for a while."""
         changed, more = False, True
-        while more and not run.whole and self.timer() - began < _SLICE_S:
+        while more and not run.is_read_to_end and self.timer() - began < _SLICE_S:
             (times,) = self._question([query.Times(run.id)])
             with self.lock:
-                more = run.take_times(times)
+                more = run.update_times(times)
             changed |= more
         return changed
 
     def _caught_up(self) -> bool:
-        return all(run.whole for run in [*self._polled.values()])
+        return all(run.is_read_to_end for run in [*self._polled.values()])
 
     def selected(self, named: str | None) -> RunState | None:
         """

@@ -35,9 +35,9 @@ from traceml_ray.store.session import (
 )
 
 ASK_S = 2.0
-"""How long an answer may take; the first one,"""
+"""How long an answer may take, in s."""
 ATTACH_S = 15.0
-"""for which Ray has to be attached to."""
+"""How long the first answer may take, in s: it includes attaching to Ray."""
 START = (
     "Start one with `python -m traceml_ray.launch --nproc-per-node 4 train.py` in place of torchrun, "
     "or with `traceml_ray.start()` after `ray.init()`."

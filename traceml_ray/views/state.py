@@ -85,7 +85,7 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         ended = "was never finished" if status == "running" else f"has ended: {status}"
         if cache.trouble:
             return f"This session {ended}. Not all of it can be read: {cache.trouble}."
-        reading = "" if run is None or run.whole else " It is still being read."
+        reading = "" if run is None or run.is_read_to_end else " It is still being read."
         return f"This session {ended}; nothing changes any more.{reading}"
     world = run.world if run else 0
     seen = sorted(run.ranks) if run else []
@@ -205,9 +205,11 @@ def began_text(
 
 
 MEMORY_S = 5.0
-"""How often memory is asked for, at most, while a run goes on and nobody looks at it,"""
+"""Least time between two questions about memory, in s, while a run goes on and no view of memory is open."""
 LAYERS_S, LAYERS_S_A_RANK, LAYERS_RANKS = 30.0, 2.0, 32
-"""and layers, of how many ranks: a rank takes the aggregator up to 18 ms of an answer."""
+"""
+The same for layers: `LAYERS_S`, or `LAYERS_S_A_RANK` per rank; up to `LAYERS_RANKS` ranks are asked for.
+"""
 
 
 def concluded(cache: SessionPoll, run: RunState, state: str) -> Conclusion | None:

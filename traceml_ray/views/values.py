@@ -1,4 +1,4 @@
-"""Numbers on their way to a page: None where nothing is known."""
+"""Conversion of numbers for pages; None: not known."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Array = np.ndarray[Any, Any]
 
 
 def number(value: Any, digits: int = 4) -> float | None:
-    """Return a number as JSON has it."""
+    """Return a number for JSON, rounded; None if it is not finite."""
     return round(float(value), digits) if value is not None and np.isfinite(value) else None
 
 
-def whole(text: str | None, most: int = 9) -> int | None:
-    """Return a whole number that a URL or a person has, of `most` digits at most; None: it is none."""
+def whole_number(text: str | None, most: int = 9) -> int | None:
+    """Parse a whole number of at most `most` digits from a URL or an input; None if it is not one."""
     return int(text) if text and text.isdecimal() and len(text) <= most else None
 
 
 def age_s(now_ns: int, then_ns: int | None) -> float | None:
-    """Return how long ago something was; 0 where the clocks of two nodes say later."""
+    """Return the time from `then_ns` to `now_ns` in s; 0 if two clocks disagree."""
     return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)
 
 
 def mean(values: Array) -> float:
-    """Return the mean of what is known, NaN without any."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else np.nan
 
 
 def rounded(values: Iterable[float | None] | Array, digits: int = 3) -> list[float | None]:
-    """Return numbers as JSON has them."""
+    """Return numbers for JSON, rounded; None where one is not finite."""
     shown = np.round(np.asarray(values, dtype=float), digits)
     return [value if value == value and abs(value) != np.inf else None for value in shown.tolist()]
 
