@@ -19,8 +19,7 @@ from pathlib import Path
 
 from figures import Figure, machine, table
 
-from traceml_ray.reports.comparison import Comparison, compare
-from traceml_ray.reports.comparison_text import render_comparison
+from traceml_ray.reports.comparison import Comparison, compare, render_comparison
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 OTHERS = ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis import row_layout
+from traceml_ray.analysis import row_table
 from traceml_ray.reports import drawing
 from traceml_ray.stages import STAGES
 from traceml_ray.views.values import Array, rounded
@@ -124,7 +124,7 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
 def _begins(whose: Sequence[int], stages: Array) -> Array:
     """Return when each stage of each row begins: a rank's second row follows its first."""
     ranks = np.asarray(whose)
-    return row_layout.begins(stages, np.r_[False, ranks[1:] == ranks[:-1]][: len(ranks)])
+    return row_table.begins(stages, np.r_[False, ranks[1:] == ranks[:-1]][: len(ranks)])
 
 
 def _span_bars(

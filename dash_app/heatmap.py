@@ -15,9 +15,8 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
-from traceml_ray.reports import drawing, heat_rows
-from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, css
-from traceml_ray.reports.heat_rows import HEIGHT, Row
+from traceml_ray.reports import drawing
+from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, HEIGHT, Row, css
 
 from . import figures
 from .components import Columns, table
@@ -37,10 +36,10 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     Return what is drawn. In the URL `order` is `cost`, or by default by node; `open` and `shut` are nodes
     that a person has opened or closed. By itself one is open where ranks are few, or the verdict names it.
     """
-    named = heat_rows.suspects(heat, verdict)
+    named = drawing.suspects(heat, verdict)
     if route.get("order") == "cost":
-        return [_linked(heat, row, route) for row in heat_rows.by_cost(heat, named)]
-    drawn = heat_rows.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
+        return [_linked(heat, row, route) for row in drawing.by_cost(heat, named)]
+    drawn = drawing.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
     several = heat["by"] != "node" and sum(row.first for row in drawn) > 1
     return [_linked(heat, row, route, several and row.first) for row in drawn]
 
@@ -72,7 +71,7 @@ def figure(
     heights = [row.height for row in drawn]
     edges = [0, *accumulate(heights)]
     ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
-    z = heat_rows.worst(heat, drawn)
+    z = drawing.worst(heat, drawn)
     # Lines of one height: plotly.js paints others cell by cell, in twice the time.
     z = np.repeat(z, heights, axis=0)
     grey = 254.01 / 255
@@ -182,7 +181,7 @@ def scale() -> html.Div:
 
 def as_table(heat: Mapping[str, Any], drawn: Sequence[Row]) -> html.Div:
     """Return the newest columns in numbers, the worst rows first."""
-    z = heat_rows.worst(heat, drawn)
+    z = drawing.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
     order = sorted(
         range(len(drawn)), key=lambda index: (-over[index] if over[index] == over[index] else math.inf, index)

@@ -13,7 +13,7 @@ from traceml_ray import printing, text
 from traceml_ray.files import write_file
 from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.printing import say, show
-from traceml_ray.reports.profile_text import render_difference, render_operations
+from traceml_ray.reports.profiles import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError

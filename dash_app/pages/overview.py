@@ -14,7 +14,7 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.codec import ready
 from traceml_ray.reports import drawing
-from traceml_ray.reports.heat_rows import ordered
+from traceml_ray.reports.drawing import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query

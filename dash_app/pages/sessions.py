@@ -11,7 +11,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.reports import comparison, drawing
-from traceml_ray.reports.comparison_text import change, label, range_of, render_value
+from traceml_ray.reports.comparison import change, label, range_of, render_value
 from traceml_ray.reports.listing import Entry, entries, found_in, names
 from traceml_ray.reports.severity import severity
 from traceml_ray.store import query

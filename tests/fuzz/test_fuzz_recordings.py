@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from stormlog_example import BEGAN_NS, MIB, events, level
 
 from traceml_ray.identity import RankFilterError, rank_filter
-from traceml_ray.reports.analyze import AnalyzeError, analyze, to_json
-from traceml_ray.reports.analyze_text import render_analysis
+from traceml_ray.reports.analyze import AnalyzeError, analyze, render_analysis, to_json
 
 SECONDS = 60.0
 MEMORY_MIB = 512

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import WALL_NS, operation
 
-from traceml_ray.reports.profile_text import render_difference, render_operations
+from traceml_ray.reports.profiles import render_difference, render_operations
 from traceml_ray.traces import breakdown, tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import difference

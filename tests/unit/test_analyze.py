@@ -18,8 +18,7 @@ import traceml_ray
 from traceml_ray import cli, wire
 from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
 from traceml_ray.identity import RankFilterError
-from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze
-from traceml_ray.reports.analyze_text import render_analysis
+from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze, render_analysis
 
 
 def played() -> Analysis:

@@ -16,8 +16,15 @@ from traceml_ray.analysis import resampling
 from traceml_ray.analysis.comparison import MemorySeries, compare_memory
 from traceml_ray.cli import main
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.comparison import Comparison, ask_side, compare, compared, regressed, to_json
-from traceml_ray.reports.comparison_text import render_comparison
+from traceml_ray.reports.comparison import (
+    Comparison,
+    ask_side,
+    compare,
+    compared,
+    regressed,
+    render_comparison,
+    to_json,
+)
 from traceml_ray.stages import DATA
 from traceml_ray.store.session import SessionError
 

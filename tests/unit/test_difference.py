@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import WALL_NS, operation, written
 
-from traceml_ray.reports.profile_text import render_difference
+from traceml_ray.reports.profiles import render_difference
 from traceml_ray.store.profiles import ProfileStep
 from traceml_ray.traces import interval_sets as sets
 from traceml_ray.traces.difference import Difference, difference

@@ -13,7 +13,7 @@ import pytest
 from recorded import WALL_NS, operation, profiled, training, written
 
 from traceml_ray.identity import rank_filter
-from traceml_ray.reports.profile_text import render_operations
+from traceml_ray.reports.profiles import render_operations
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort

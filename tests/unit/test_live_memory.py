@@ -17,7 +17,7 @@ from sessions import LIMITS, aggregation, ask, identity
 
 from traceml_ray import wire
 from traceml_ray.analysis.labels import Label
-from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.judge import judge
 from traceml_ray.analysis.memory.kept import SIZE, KeptSamples
 from traceml_ray.analysis.memory.shapes import Memory, Series
@@ -336,11 +336,11 @@ def test_oom_of_a_host_names_the_rank_that_took_its_memory() -> None:
     live, _ = _live(3, leaking=2)
     memory = live.fresh("run", _ranks(3))
     assert memory is not None
-    sentence = words.cause(memory, [0], "node-a")
+    sentence = sentences.cause(memory, [0], "node-a")
     assert sentence.startswith(
         "It was on the same node as rank 2, whose host memory had grown by 2.1 MB a step"
     )
-    assert words.cause(memory, [0], "node-b").startswith("Its memory had not grown")
+    assert sentences.cause(memory, [0], "node-b").startswith("Its memory had not grown")
 
 
 @pytest.mark.parametrize(("label", "reason"), [("oom", "MemoryError"), ("rank_lost", "SIGKILL")])
@@ -350,10 +350,10 @@ def test_rank_that_took_memory_in_its_last_second_is_not_said_to_have_had_its_le
     ends = 400 * MIB * (np.arange(40) >= 39)
     memory = judge([on_host(0, flat(40)), on_host(1, flat(40, 1) + ends)], expected=2)
     verdict = Verdict(label=label, ranks=(1,), why="Rank 1 ended first.", exit_reason=reason)
-    took = words.with_memory(verdict, memory).why
+    took = sentences.with_memory(verdict, memory).why
     assert took.startswith("Rank 1 ended first. Rank 1's host memory was 4")
     assert took.endswith(" MB above its usual level at the end.")
-    other = words.with_memory(replace(verdict, ranks=(0,)), memory).why
+    other = sentences.with_memory(replace(verdict, ranks=(0,)), memory).why
     assert ("had not grown" in other) == (label == "oom")
 
 

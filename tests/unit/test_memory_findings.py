@@ -11,8 +11,8 @@ import pytest
 from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, on_host
 
 from traceml_ray.analysis.memory.judge import judge
+from traceml_ray.analysis.memory.sentences import left as left_of
 from traceml_ray.analysis.memory.shapes import Collective, Finding, Memory, Series
-from traceml_ray.analysis.memory.words import left as left_of
 
 N = 300
 KIB = 1 << 10

@@ -10,7 +10,7 @@ import pytest
 from recorded import WALL_NS, operation, profiled, training, written
 from trace_format import check, processes
 
-from traceml_ray.analysis.row_layout import begins
+from traceml_ray.analysis.row_table import begins
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 from traceml_ray.traces import sources

@@ -22,8 +22,8 @@ from traceml_ray.errors import Errors
 from traceml_ray.reports import drawing, files
 from traceml_ray.reports.charted import Charted, charted
 from traceml_ray.reports.html import page
+from traceml_ray.reports.html.charts import png
 from traceml_ray.reports.html.elements import Markup, sentence, tag
-from traceml_ray.reports.html.heatmap import png
 from traceml_ray.reports.summary import report_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionFolder

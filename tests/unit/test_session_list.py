@@ -12,7 +12,7 @@ from sessions import SECOND, Clock
 
 from traceml_ray.cli import main
 from traceml_ray.reports import listing
-from traceml_ray.reports.session_list import listed, to_go
+from traceml_ray.reports.listing import listed, to_go
 from traceml_ray.store.session import SessionError, prepare, remove
 
 DAY = 86_400

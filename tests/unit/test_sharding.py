@@ -27,7 +27,7 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.shard_traffic import ShardTraffic, part_of_fsdp2
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.analysis.parallelism import mode
+from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.sharding import models
 from traceml_ray.cli import main
 from traceml_ray.dash_app.app import Refresher

@@ -11,7 +11,7 @@ from unit.test_step_history import check_stats
 
 from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.tally import Histograms
+from traceml_ray.analysis.step_stats import Histograms
 from traceml_ray.analysis.thresholds import Thresholds
 
 LIMITS = Thresholds()

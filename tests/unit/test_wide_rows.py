@@ -16,10 +16,9 @@ from unit.sample_windows import held_bytes
 
 from traceml_ray import wire
 from traceml_ray.analysis.reduction import begun
-from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.row_table import WIDTH, RowTable, Who, from_wire, host_part, is_wide, widen
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_times import span
-from traceml_ray.analysis.wide_rows import WIDTH, from_wire, host_part, is_wide, widen
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.row_table import Who
-from traceml_ray.analysis.step_stats import StepStats
+from traceml_ray.analysis.step_stats import StepStats, Tally
 from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped, stages_in
-from traceml_ray.analysis.tally import Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS

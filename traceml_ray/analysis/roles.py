@@ -3,12 +3,14 @@ Which ranks do the same work, and how long each waits for ranks that do other wo
 
 A *role* is a rank's place in all dimensions of the job that are not data parallel: the stage of a pipeline,
 the coordinate among tensor-parallel ranks. Ranks of the same role, its *replicas*, have the same work.
+
+How a job is parallel, from what each of its ranks has seen of that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
-from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, INFERRED, SEGMENT_BITS, SYNC_WAIT
 
 DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
@@ -157,3 +159,26 @@ def shares(window: Window) -> tuple[RoleShare, ...]:
         )
         for role, places in [*of.items()][:_MOST]
     )
+
+
+_DATA = ("deepspeed", "hsdp", "fsdp2", "fsdp", "ddp")
+"""Ways to exchange gradients: a job that has several is called by the first of these."""
+_MODEL = ("tp", "pp")
+"""Ways to divide a model beside that, in the order in which they are written."""
+
+
+def mode(strategies: Iterable[str | None]) -> str | None:
+    """
+    Return the mode of a job: `single`, `ddp`, `fsdp`, `fsdp2`, `hsdp`, `deepspeed`, or the function
+    that gradients are inferred to be exchanged by, with `+tp` and `+pp`; None where no rank has said.
+
+    Args:
+        strategies: of the ranks, see `wire.RankBatch.strategy`; parts that are not known here come last.
+    """
+    parts = {part for strategy in strategies if strategy for part in strategy.split("+")}
+    if not parts:
+        return None
+    inferred = sorted(part for part in parts if part.endswith(INFERRED))
+    data = [name for name in (*_DATA, *inferred) if name in parts]
+    others = sorted(parts.difference(_DATA, _MODEL, inferred, ("single",)))
+    return "+".join([*data[:1], *(name for name in _MODEL if name in parts), *others]) or "single"

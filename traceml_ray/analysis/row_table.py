@@ -1,17 +1,134 @@
-"""The newest rows of a job's ranks side by side: each row is put into its place once, when it arrives."""
+"""
+The newest rows of a job's ranks side by side: each row is put into its place once, when it arrives.
+
+Rows of a rank that are in no statistic: of how many steps, and how long they took, in bounded memory.
+
+Rows of ranks that have a device clock, with their host's part beside them in one array.
+
+A wide row is WIDTH int64: the row, the same row on the CPU's clock, and its leads as one number, -1 where the
+rank process has no device clock. Where no rank has one, rows stay as narrow as they come.
+
+When the stages of a row happen: one after the other, in the order of `STAGES`.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.analysis.set_aside import SetAside
-from traceml_ray.analysis.wide_rows import host_part, is_wide, widen, without_device
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
-from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, SEGMENT_BITS
+
+WIDTH = 2 * N_STAGES + 1
+_SHIFTS = 8 * np.arange(LEAD_BYTES)
+_UNKNOWN = int((LEAD_UNKNOWN << _SHIFTS).sum())
+Chunk = tuple[bytes, bytes, bytes]
+"""Rows, host rows and leads as on the wire."""
+
+
+def is_wide(rows: Int64) -> bool:
+    """Whether `rows` (…, 6 or WIDTH) have a host's part."""
+    return bool(rows.shape[-1] > N_STAGES)
+
+
+def from_wire(chunks: Sequence[Chunk]) -> Int64:
+    """Return the rows (n, 6) of some chunks, wide (n, WIDTH) if there are host rows in one."""
+    rows = _stages([rows for rows, _, _ in chunks])
+    if not any(host for _, host, _ in chunks):
+        return rows
+    leads = np.concatenate([_leads(*chunk) for chunk in chunks])
+    return np.hstack([rows, _stages([host or rows for rows, host, _ in chunks]), leads[:, None]])
+
+
+def widen(rows: Int64) -> Int64:
+    """Return wide rows (…, WIDTH) of those (…, 6) of ranks without a device clock."""
+    return np.concatenate([rows, rows, np.full((*rows.shape[:-1], 1), -1)], axis=-1)
+
+
+def without_device(rows: Int64, flags: UInt8) -> Bool:
+    """Return which wide rows (…, WIDTH) the rank's device clock has no times for."""
+    missing: Bool = (flags & FLAG_DEVICE_CLOCK == 0) & (rows[..., -1] >= 0)
+    return missing
+
+
+def host_part(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
+    """
+    Return the host rows (…, 6) and leads (…, 3; LEAD_UNKNOWN where not known) of `rows` (…, 6 or WIDTH).
+
+    Both are None where rows on a device's clock have no host row, or there are none.
+    """
+    if not is_wide(rows):
+        return None, None
+    packed = rows[..., -1]
+    known = packed[flags & FLAG_DEVICE_CLOCK != 0]
+    if not len(known) or known.min() < 0:
+        return None, None
+    return rows[..., N_STAGES:-1].copy(), (packed[..., None] >> _SHIFTS).astype(np.uint8)
+
+
+def _stages(parts: Sequence[bytes]) -> Int64:
+    return np.frombuffer(b"".join(parts), "<i8").reshape(-1, N_STAGES)
+
+
+def _leads(rows: bytes, host: bytes, leads: bytes) -> Int64:
+    """Return the leads of a chunk as one number each (n,)."""
+    if leads:
+        three = np.frombuffer(leads, np.uint8).reshape(-1, LEAD_BYTES).astype(np.int64)
+        packed: Int64 = (three << _SHIFTS).sum(axis=1)
+        return packed
+    return np.full(len(rows) // (8 * N_STAGES), _UNKNOWN if host else -1)
+
+
+MOST = 64
+"""Entries of a rank; of more steps some share one."""
+_FIRST = attrgetter("first")
+
+
+class Aside(NamedTuple):
+    """Steps that follow one another."""
+
+    first: int
+    last: int
+    steps: int
+    """How many of them are set aside: all, but where a rank has very many."""
+    ns: int
+    """How long they took together."""
+
+
+class SetAside:
+    """The steps of one rank that are set aside, ascending."""
+
+    def __init__(self) -> None:
+        self.entries: list[Aside] = []
+
+    def add(self, step: int, ns: int) -> None:
+        """Add a row of a step that took `ns`; the rows of one step are one."""
+        at = bisect_right(self.entries, step, key=_FIRST)
+        before = self.entries[at - 1] if at else None
+        if before is not None and step <= before.last:
+            self.entries[at - 1] = before._replace(ns=before.ns + ns)
+            return
+        self.entries.insert(at, Aside(step, step, 1, ns))
+        if len(self.entries) > MOST:
+            self._join_nearest()
+
+    def count(self, other: set[int]) -> int:
+        """Return how many steps these are, without those that are `other` ones as well."""
+        both = sum(any(entry.first <= step <= entry.last for entry in self.entries) for step in other)
+        return sum(entry.steps for entry in self.entries) - both
+
+    def _join_nearest(self) -> None:
+        """Make one of the two entries with the fewest steps between them, the oldest of these."""
+        entries = self.entries
+        at = min(range(len(entries) - 1), key=lambda i: entries[i + 1].first - entries[i].last)
+        one, two = entries[at], entries[at + 1]
+        entries[at : at + 2] = [Aside(one.first, two.last, one.steps + two.steps, one.ns + two.ns)]
+
 
 CELLS = 1 << 18
 _LEAST, _MOST = 192, 8192
@@ -329,3 +446,18 @@ def _cross(places: npt.NDArray[np.intp], columns: Places) -> Any:
     if (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1), columns
     return places if isinstance(columns, slice) else places[:, None], columns
+
+
+def begins(stages: npt.NDArray[Any], follows: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[Any]:
+    """
+    Return when each stage begins, counted from where its row begins, [n, STAGES].
+
+    Args:
+        stages: how long each takes, [n, STAGES].
+        follows: rows that go on where the one before them ends, and are counted from where that begins, [n].
+    """
+    ends = np.cumsum(stages, axis=1)
+    for row in [] if follows is None else np.flatnonzero(follows).tolist():
+        ends[row] += ends[row - 1, -1]
+    found: npt.NDArray[Any] = ends - stages
+    return found

@@ -15,12 +15,10 @@ from traceml_ray.analysis.busy import busy_ns, frontiers, idle_ns
 from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.kept_steps import KeptSteps
 from traceml_ray.analysis.roles import on_the_way, several
-from traceml_ray.analysis.row_table import RowTable, Who
-from traceml_ray.analysis.set_aside import Aside, SetAside
+from traceml_ray.analysis.row_table import Aside, RowTable, SetAside, Who, is_wide
 from traceml_ray.analysis.step_sums import IDLE, UNREAD, Array, Block
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.wide_rows import is_wide
 from traceml_ray.analysis.window import Bool, Group, Int64, RankRows, UInt8, Window, missing_of
 from traceml_ray.stages import (
     BACKWARD,

@@ -1,14 +1,169 @@
-"""Statistics of steps, exact where they are kept one by one: what report, web app and metrics show."""
+"""
+Statistics of steps, exact where they are kept one by one: what report, web app and metrics show.
+
+Times of steps that are no longer kept one by one: their sums, and how they are distributed.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from traceml_ray.analysis.spread import quantiles
-from traceml_ray.analysis.step_sums import IDLE, StepSums
-from traceml_ray.analysis.tally import Tally, busy_of, stages_of
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.analysis.spread import Values, quantiles
+from traceml_ray.analysis.step_sums import IDLE, Array, StepSums
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import N_STAGES
+
+_LEAST_MS = 1e-3
+_FINEST = math.log1p(0.01) / 8
+"""Of up to `_FINE_RANKS` ranks a quantile is within 0.125 %, of twice as many within 0.25 %, …"""
+_FINE_RANKS = 64
+_WITHIN_1 = 512, 4096
+"""It is within 1 % from the first number of ranks to the second: beyond, memory matters more."""
+_AT_ONCE = 256
+"""Histograms that are looked at at a time."""
+UInt32 = npt.NDArray[np.uint32]
+
+
+class Histograms:
+    """
+    `count` histograms of durations (ms). Bins grow by e^`width`: a quantile is off by that factor at most.
+
+    What is shorter than 1 µs counts as 0. Adding in any order and in any pieces gives the same.
+    """
+
+    def __init__(self, count: int, width: float, longest_ms: float) -> None:
+        self.width = width
+        bins = 2 + math.ceil(math.log(longest_ms / _LEAST_MS) / width)
+        self._counts: UInt32 = np.zeros((count, bins), dtype=np.uint32)
+
+    def add(self, values: Values) -> None:
+        """Add `values` (n, count); NaN is none."""
+        self._add(self._counts, values)
+
+    def quantile(self, share: float, more: Values) -> Float:
+        """Return the quantile (0..1) of each histogram and of `more` values (n, count), ms (count,)."""
+        found = np.empty(len(self._counts))
+        for first in range(0, len(found), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            counts = self._counts[part].astype(np.int64)
+            self._add(counts, more[:, part])
+            found[part] = self._place(counts, share)
+        return found
+
+    def quantile_of_all(self, share: float, more: Values) -> float:
+        """Return the quantile of the values of all histograms together, and of `more` values, ms."""
+        counts = self._counts.sum(axis=0, dtype=np.int64)[None]
+        self._add(counts, more.reshape(-1, 1))
+        return float(self._place(counts, share)[0])
+
+    def wider(self, places: Array, count: int) -> None:
+        """Make room for more histograms; those that are there move to `places`."""
+        before, self._counts = self._counts, np.zeros((count, self._counts.shape[1]), np.uint32)
+        self._counts[places] = before
+
+    def coarser(self) -> None:
+        """Let the bins be twice as wide."""
+        inner = self._counts[:, 1:]
+        inner = np.pad(inner, ((0, 0), (0, inner.shape[1] % 2)))
+        pairs = inner.reshape(len(inner), -1, 2).sum(axis=2, dtype=np.uint32)
+        self._counts = np.concatenate([self._counts[:, :1], pairs], axis=1)
+        self.width *= 2
+
+    def _add(self, counts: Array, values: Values) -> None:
+        """Add values (n, m) to `counts` (m, bins)."""
+        size, known = counts.shape[1], ~np.isnan(values)
+        ms = np.fmax(values, _LEAST_MS, dtype=float)
+        bins = (np.log(ms / _LEAST_MS) / self.width).astype(np.int64)
+        bins += values >= _LEAST_MS
+        np.minimum(bins, size - 1, out=bins)
+        bins += np.arange(len(counts)) * size
+        np.add.at(counts.reshape(-1), bins.ravel() if known.all() else bins[known], counts.dtype.type(1))
+
+    def _place(self, counts: Int64, share: float) -> Float:
+        """Return the quantile of each of some histograms (m, bins), NaN where one is empty."""
+        below = np.cumsum(counts, axis=1)
+        place = share * np.maximum(below[:, -1] - 1, 0)
+        at = (below > place[:, None]).argmax(axis=1)
+        row = np.arange(len(at))
+        before = np.where(at > 0, below[row, at - 1], 0)
+        inside = np.minimum(1, (place - before + 0.5) / np.maximum(counts[row, at], 1))
+        ms = np.where(at > 0, _LEAST_MS * np.exp((at - 1 + inside) * self.width), 0.0)
+        return np.where(below[:, -1] > 0, ms, np.nan)
+
+
+class Tally:
+    """
+    Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
+    `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
+    (R,) steps, and of `idle` (R, 2), see `StepSums.device`. In histograms: the `step`, the `busy` time of
+    each rank and, where asked for, its `stages`.
+    """
+
+    def __init__(self, ranks: int, limits: Thresholds, *, stages: bool) -> None:
+        self.steps = self.rows = self.first = self.last = 0
+        self.exposed, self.d, self.counts = np.zeros(N_STAGES), np.zeros((ranks, N_STAGES)), np.zeros(ranks)
+        self.idle = np.zeros((ranks, 2))
+        sizes = _width(ranks), limits.max_step_ns / 1e6
+        self.step, self.busy = Histograms(1, *sizes), Histograms(ranks, *sizes)
+        self.stages = Histograms(ranks * N_STAGES, *sizes) if stages else None
+
+    @property
+    def error_pct(self) -> float:
+        """By how much a median may be off."""
+        return 100 * math.expm1(self.busy.width)
+
+    def add(self, store: StepSums, part: slice) -> None:
+        """Add some columns of `store`, of one step each."""
+        at = part.start + np.flatnonzero(store.warm[part])
+        if not len(at):
+            return
+        self.first, self.last = self.first if self.steps else int(store.first[at[0]]), int(store.last[at[-1]])
+        self.steps += len(at)
+        self.rows += int(store.rows[at].sum())
+        self.exposed += store.exposed[at].sum(axis=0)
+        self.d += store.d[:, at].sum(axis=1, dtype=float)
+        self.counts += (store.count[:, at] > 0).sum(axis=1)
+        if store.device is not None:
+            self.idle += store.device[:, at, IDLE].sum(axis=1, dtype=float)
+        self.step.add(store.exposed[at].sum(axis=1)[:, None])
+        self.busy.add(busy_of(store, at))
+        if self.stages is not None:
+            self.stages.add(stages_of(store, at))
+
+    def wider(self, places: Array, ranks: int) -> None:
+        """Make room for more ranks; those that are there move to `places`."""
+        for name in ("d", "counts", "idle"):
+            before = getattr(self, name)
+            setattr(self, name, np.zeros((ranks, *before.shape[1:])))
+            getattr(self, name)[places] = before
+        self.busy.wider(places, ranks)
+        if self.stages is not None:
+            stages = places[:, None] * N_STAGES + np.arange(N_STAGES)
+            self.stages.wider(stages.ravel(), ranks * N_STAGES)
+        for _ in range(round(math.log2(_width(ranks) / self.busy.width))):
+            for each in filter(None, (self.step, self.busy, self.stages)):
+                each.coarser()
+
+
+def busy_of(store: StepSums, at: Int64) -> Array:
+    """Return the busy time in some columns, of one step each (n, R) ms; NaN where a rank has none."""
+    return np.where(store.count[:, at] > 0, store.busy[:, at], np.nan).T
+
+
+def stages_of(store: StepSums, at: Int64) -> Array:
+    """Return the stages likewise (n, R * 6) ms."""
+    d = np.where((store.count[:, at] > 0)[..., None], store.d[:, at], np.nan)
+    return d.transpose(1, 0, 2).reshape(len(at), -1)
+
+
+def _width(ranks: int) -> float:
+    low, high = _WITHIN_1
+    times = max(1, min(low, ranks) / _FINE_RANKS, low / _FINE_RANKS * ranks / high)
+    return _FINEST * float(2 ** math.ceil(math.log2(times)))
 
 
 class StepStats:

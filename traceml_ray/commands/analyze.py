@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
     from traceml_ray.identity import RankFilterError
     from traceml_ray.reports import analyze as over_files
-    from traceml_ray.reports.analyze_text import render_analysis
+    from traceml_ray.reports.analyze import render_analysis
 
     paths, unknown = _resolved(arguments.paths, Settings.load(out=arguments.out).out)
     _print_refused(unknown)

@@ -50,8 +50,7 @@ def percent(given: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print how B differs from A; return the exit code."""
-    from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, to_json
-    from traceml_ray.reports.comparison_text import render_comparison
+    from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, render_comparison, to_json
 
     gate = arguments.fail_on_regression
     a, b = (which.awaited(name, arguments) for name in (arguments.a, arguments.b))

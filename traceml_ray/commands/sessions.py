@@ -15,7 +15,7 @@ from traceml_ray.store import session
 from traceml_ray.text import one_line
 
 if TYPE_CHECKING:
-    from traceml_ray.reports.session_list import Listed
+    from traceml_ray.reports.listing import Listed
 
 _SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGE = re.compile(r"(\d{1,6})\s*(min|h|d|w)", re.ASCII)
@@ -57,7 +57,7 @@ def number(given: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the sessions, or those that can go, and remove these where that is asked for."""
-    from traceml_ray.reports.session_list import listed, render_sessions, to_json, total
+    from traceml_ray.reports.listing import listed, render_sessions, to_json, total
     from traceml_ray.settings import Settings
 
     limits = arguments.older_than, arguments.keep
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
-    from traceml_ray.reports.session_list import render_sessions, to_go, to_json, total
+    from traceml_ray.reports.listing import render_sessions, to_go, to_json, total
 
     chosen = to_go(found, arguments.older_than, arguments.keep)
     what = "Removing" if arguments.yes else "To be removed:"

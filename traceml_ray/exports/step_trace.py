@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import __version__, printing
-from traceml_ray.analysis.row_layout import begins
+from traceml_ray.analysis.row_table import begins
 from traceml_ray.analysis.window import Int64, RankRows
 from traceml_ray.exports.tables import Chosen
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS, STAGES

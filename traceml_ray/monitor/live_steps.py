@@ -15,10 +15,9 @@ from itertools import islice
 import numpy as np
 
 from traceml_ray import wire
-from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.row_table import Who, from_wire
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS

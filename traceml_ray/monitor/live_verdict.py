@@ -15,7 +15,7 @@ from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
-from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.peers import median_rank
 from traceml_ray.analysis.reasons import has_reason, is_imbalance, with_reason
@@ -332,7 +332,7 @@ class LiveJudge:
         if memory is None or events is None:
             return verdict, False
         sure = memory if verdict.label in DEATHS else events.lasting(memory)
-        with_memory = words.with_memory(verdict, sure)
+        with_memory = sentences.with_memory(verdict, sure)
         return with_memory, with_memory is not verdict
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from traceml_ray import text, wire
 from traceml_ray.analysis.memory.limits import MEMORY
+from traceml_ray.analysis.memory.sentences import GROWTH
 from traceml_ray.analysis.memory.shapes import Finding, FirstCause, Memory, Value
-from traceml_ray.analysis.memory.words import GROWTH
 
 KIND = "memory"
 _Key = tuple[Value, ...]

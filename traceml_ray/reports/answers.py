@@ -21,9 +21,9 @@ from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.step_answers import OF_STEPS
-from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.throughput import StoredWork
+from traceml_ray.reports.whole import spans_of
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.reports.heat_rows import ordered
+from traceml_ray.reports.drawing import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.reports.run_facts import alike, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS

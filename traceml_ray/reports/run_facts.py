@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
-from traceml_ray.analysis.parallelism import mode
+from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.identity import RankIdentity

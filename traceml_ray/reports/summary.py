@@ -20,7 +20,7 @@ from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.reasons import is_imbalance
 from traceml_ray.analysis.span_rates import with_span
@@ -35,7 +35,6 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
-from traceml_ray.reports.first_rows import first_steps_of
 from traceml_ray.reports.layer_report import layers_answer, layers_block
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
@@ -51,8 +50,7 @@ from traceml_ray.reports.run_facts import (
 )
 from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.stored_reason import with_stored_reason
-from traceml_ray.reports.stored_spans import StoredSpans
-from traceml_ray.reports.whole import Whole, reduce
+from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
@@ -213,7 +211,7 @@ def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdic
     if not found or facts.fact("status") in ("finished", "stopped"):
         return None
     verdict = headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
-    return words.with_memory(verdict, memory)
+    return sentences.with_memory(verdict, memory)
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:

@@ -1,24 +1,35 @@
-"""What a report takes from the rows of a run, however long: they are read once, into its step history."""
+"""
+What a report takes from the rows of a run, however long: they are read once, into its step history.
+
+The rows of the first steps of a run, which are in no statistic, from the session file.
+
+The named spans of the stages in the summary, from what is stored of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from traceml_ray.analysis import reduction
 from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.first_steps import LEAST_SHARE, FirstSteps, first_steps
 from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis.span_rates import MAX_PEERS, SpanRate, SpanRates
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.uneven_work import MIN_STEPS
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, RankRows, Window
-from traceml_ray.stages import SEGMENT_BITS
+from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.stages import FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.kept import unpack
-from traceml_ray.store.session_file import Folded, SessionFile
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import Folded, SessionFile, columns_of
 
 MAX_ROWS = 2_000_000
 """Of more rows (steps × ranks) a report of the newest is made first."""
@@ -145,3 +156,132 @@ def folded_steps(counts: Int64, first: Int64, last: Int64, following: int | Int6
     before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
     spans = np.minimum(last, following - 1) - np.maximum(first, before + 1) + 1
     return int(np.clip(np.minimum(spans, counts), 0, None).sum())
+
+
+_MAX_RANKS = 1024
+"""Of larger jobs the first steps are not read."""
+
+
+def first_steps_of(facts: RunFacts, whole: Whole | None) -> FirstSteps | None:
+    """
+    Return what the first steps of a run that is over cost; None where that is little, or they are not there
+    any more. Raises `SessionFileError`.
+    """
+    if (
+        facts.fact("status") in ("running", None)
+        or whole is None
+        or whole.stats is None
+        or not 0 < len(facts.ranks) <= _MAX_RANKS
+    ):
+        return None
+    lines = [line for line in whole.lines.values() if len(line.first)]
+    run_ns = float(np.mean([line.took.sum() for line in lines])) if lines else 0.0
+    usual_ns, warmup = 1e6 * float(whole.stats.exposed.sum()), facts.thresholds.warmup_steps
+    before = [line.took[line.first < whole.first_step + warmup].sum() for line in lines]
+    if not usual_ns or max(before, default=0) < LEAST_SHARE * run_ns:
+        return None
+    processes = {process.id: rank for rank, process in sorted(facts.ranks.items()) if process.stored}
+    d, flags = [], []
+    for step in range(whole.first_step, whole.first_step + warmup):
+        found = _step(facts, processes, step)
+        if found is None:
+            break
+        d.append(found[0])
+        flags.append(found[1])
+        if found[0][:, 1:].sum(axis=1).max() < 2 * usual_ns:
+            break
+    if not d:
+        return None
+    split = (np.array(flags) & FLAG_NO_SPLIT == 0).all(axis=0)
+    return first_steps(np.array(d), split, np.array([*processes.values()]), usual_ns, run_ns)
+
+
+def _step(facts: RunFacts, processes: dict[int, int], step: int) -> tuple[Int64, Int64] | None:
+    """Return a step of all ranks, ns (R, 6), and their flags (R,); None where some rank lacks it."""
+    chunks = facts.session.step_chunks(processes.keys(), step)
+    d, flags = [], []
+    for process in processes:
+        if process not in chunks:
+            return None
+        keys, marks, rows = columns_of(chunks[process])
+        own = keys >> SEGMENT_BITS == step
+        if not own.any():
+            return None
+        d.append(rows[own, :N_STAGES].sum(axis=0))
+        flags.append(int(np.bitwise_or.reduce(marks[own])))
+    return np.array(d), np.array(flags)
+
+
+_MAX_SPANS = 100
+
+
+class StoredSpans:
+    """The stored spans of a run's ranks; `ranks` holds the process of each rank."""
+
+    def __init__(self, session: SessionFile, ranks: Mapping[int, RankProcess]) -> None:
+        self._session = session
+        self._ranks = {process.id: rank for rank, process in ranks.items()}
+
+    def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, SpanRates]:
+        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.span_rates.Find`."""
+        alone = next(iter(self._ranks)) if len(self._ranks) == 1 else None
+        stored = self._session.spans(first, last, alone)
+        known: dict[int, int] = {}
+        for row in stored:
+            known[row["process"]] = max(known.get(row["process"], -1), min(row["last_step"], last))
+        found: dict[int, dict[tuple[str, int], SpanRate]] = {}
+        for row in stored:
+            rank, steps = self._ranks.get(row["process"]), known[row["process"]] - first + 1
+            if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
+                rate = SpanRate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
+                found.setdefault(rank, {})[row["name"], row["stage"]] = rate
+        return {rank: found[rank] for rank in ranks if rank in found}
+
+    def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[dict[str, Any]]:
+        """
+        Return the spans over the steps `first` to `last`, the largest on any rank first; `stages` is the
+        mean of each stage then, ns, by rank.
+        """
+        known = self.find(list(stages), first, last)
+        block: list[dict[str, Any]] = []
+        for name, stage in {key for rates in known.values() for key in rates}:
+            of = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
+            worst = max(of, key=lambda rank: of[rank].ns)
+            rate = of[worst]
+            block.append(
+                {
+                    "stage": STAGES[stage],
+                    "name": name,
+                    "median_ms": float(np.median([of[r].ns if r in of else 0.0 for r in known])) / 1e6,
+                    "max_ms": rate.ns / 1e6,
+                    "worst_rank": worst,
+                    "share": min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
+                    "times_per_step": rate.times,
+                    "bytes": rate.bytes,
+                }
+            )
+        return sorted(block, key=lambda span: (-span["max_ms"], span["name"]))[:_MAX_SPANS]
+
+
+def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dict[str, Any]]:
+    """
+    Return the spans of a rank over the steps `first` to `last`, the longest first (`step_shapes.SpanTimes`);
+    in a small job, each with the median of all ranks.
+    """
+    ranks = session.ranks()
+    known = ranks if len(ranks) <= MAX_PEERS else {rank: ranks[rank]} if rank in ranks else {}
+    found = StoredSpans(session, known).find([*known], first, last)
+    spans = []
+    for (name, stage), rate in sorted(found.get(rank, {}).items(), key=lambda span: -span[1].ns):
+        every = [rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in found.values()]
+        spans.append(
+            {
+                "stage": STAGES[stage],
+                "name": name,
+                "ms": rate.ns / 1e6,
+                "median_ms": float(np.median(every)) if known is ranks else None,
+                "times_per_step": rate.times,
+                "bytes": rate.bytes,
+            }
+        )
+    return spans

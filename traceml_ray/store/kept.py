@@ -11,8 +11,8 @@ from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.reduction import Reduction, processes_of
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import Mark, StepHistory
+from traceml_ray.analysis.step_stats import Histograms, Tally
 from traceml_ray.analysis.step_sums import Bins, StepSums
-from traceml_ray.analysis.tally import Histograms, Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Recurring, Track
 from traceml_ray.analysis.verdict import Verdict

@@ -22,7 +22,7 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.wide_rows import from_wire
+from traceml_ray.analysis.row_table import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.codec import ready
 from traceml_ray.stages import N_STAGES

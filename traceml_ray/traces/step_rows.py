@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from traceml_ray.analysis.row_layout import begins
+from traceml_ray.analysis.row_table import begins
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import ProfileStep
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layers
-from traceml_ray.analysis.parallelism import mode
+from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.headlines import coverage, restarted, since

@@ -7,9 +7,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.growing import Growth, Sharing, Spot, finding_of, is_large, severity_of
-from traceml_ray.analysis.memory.growth import Rise, floor_growth, least_growth, rises
-from traceml_ray.analysis.memory.levels import Full, fragmentation, fullness
+from traceml_ray.analysis.memory.growth import (
+    Growth,
+    Rise,
+    Sharing,
+    Spot,
+    finding_of,
+    floor_growth,
+    is_large,
+    least_growth,
+    rises,
+    severity_of,
+)
 from traceml_ray.analysis.memory.limits import MemoryLimits
 from traceml_ray.analysis.memory.robust import median
 from traceml_ray.analysis.memory.shapes import (
@@ -22,7 +31,7 @@ from traceml_ray.analysis.memory.shapes import (
     Severity,
     Value,
 )
-from traceml_ray.analysis.memory.shifts import Shift, Spikes, shifts, spikes
+from traceml_ray.analysis.memory.shifts import Full, Shift, Spikes, fragmentation, fullness, shifts, spikes
 from traceml_ray.analysis.memory.tracks import Place, Track, places
 from traceml_ray.analysis.memory.trend import Forecast, Ramp, forecast, free, ramp, slope_of_all
 

@@ -15,8 +15,8 @@ from traceml_ray.reports.heading import about_session, bundles_in, run_of
 from traceml_ray.reports.headlines import also, cost, named, part_of, since
 from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.html import charts
+from traceml_ray.reports.html.charts import heatmap
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
-from traceml_ray.reports.html.heatmap import heatmap
 from traceml_ray.reports.layer_report import layers_facts, layers_table
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.memory import memory_facts
