@@ -49,7 +49,7 @@ def percent(given: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print how B differs from A; return the exit code."""
+    """Say whether session B is better or worse than A, by how much, and which stage and ranks moved."""
     from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, render_comparison, to_json
 
     gate = arguments.fail_on_regression

@@ -20,7 +20,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what a shell evaluates at its start; return the exit code."""
+    """Print what makes a shell complete subcommands, options and sessions."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:

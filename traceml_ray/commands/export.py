@@ -43,7 +43,7 @@ def steps(given: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files; return the exit code."""
+    """Write a session as parquet or CSV, or as one trace for Perfetto."""
     from traceml_ray.exports.files import TRACE_SUFFIX, ExportError, export
     from traceml_ray.exports.tables import Chosen
     from traceml_ray.identity import RankFilterError, rank_filter

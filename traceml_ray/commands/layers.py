@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was measured; return the exit code."""
+    """Say where the time of a step goes inside the model, layer by layer, and on which rank."""
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
     from traceml_ray.reports.layer_report import render_layers
     from traceml_ray.store import session

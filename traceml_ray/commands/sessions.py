@@ -56,7 +56,7 @@ def number(given: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the sessions, or those that can go, and remove these where that is asked for."""
+    """List the sessions of a folder, or remove old ones."""
     from traceml_ray.reports.listing import listed, render_sessions, to_json, total
     from traceml_ray.settings import Settings
 

@@ -58,6 +58,14 @@ def add_wait(command: argparse.ArgumentParser, about: str = _WAITS) -> None:
     command.add_argument("--wait", type=_patience, metavar="S", help=about)
 
 
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Add `--run` and `--ray-address`: for commands that follow a session until they are ended."""
+    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="of the cluster of a live session (default: RAY_ADDRESS)"
+    )
+
+
 def add_output(command: argparse.ArgumentParser, about: str) -> None:
     """Add `-o/--output PATH`."""
     command.add_argument("-o", "--output", type=Path, metavar="PATH", help=about)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from traceml_ray import printing, text, wire
+from traceml_ray.commands import which
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.printing import say, show
@@ -21,6 +21,7 @@ _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray profile`."""
+    which.add_session(command)
     command.add_argument(
         "--ranks", default="all", metavar="0,4-7", help="whom to profile, or to show (default: all)"
     )
@@ -107,18 +108,21 @@ def _contradiction(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
-    """Do what the arguments ask for; return the exit code. `find` returns the session's folder."""
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Profile some steps of a live session with torch's profiler: all named ranks, the same steps; or show what
+    was profiled.
+    """
     if (wrong := _contradiction(arguments)) is not None:
         say(wrong)
         return 2
     shows = _views(arguments)
     if shows:
-        from traceml_ray.launchers import profile_views
+        from traceml_ray.commands import profile_views
 
         if not _records(arguments):
-            return profile_views.run(find, arguments)
-    folder = find()
+            return profile_views.run(lambda: which.folder_of(arguments), arguments)
+    folder = which.folder_of(arguments)
     if arguments.list:
         show(render_list(listed(folder), folder / FOLDER), end="")
         return 0

@@ -1,0 +1,26 @@
+"""The command `traceml-ray dump`: has a live session keep a bundle."""
+
+from __future__ import annotations
+
+import argparse
+
+from traceml_ray.commands import which
+from traceml_ray.printing import say, show
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray dump`."""
+    which.add_session(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Keep the last minutes of every rank of a live session, with the stacks of all ranks, as a bundle."""
+    from traceml_ray.launchers import control
+
+    folder = which.folder_of(arguments)
+    try:
+        show(control.dump(folder))
+    except control.ControlError as error:
+        say(error)
+        return 1
+    return 0

@@ -1,0 +1,26 @@
+"""The command `traceml-ray stop`: ends a live session."""
+
+from __future__ import annotations
+
+import argparse
+
+from traceml_ray.commands import which
+from traceml_ray.printing import say
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray stop`."""
+    which.add_session(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """End the relay and aggregator of a live session."""
+    from traceml_ray.launchers import control
+
+    folder = which.folder_of(arguments)
+    try:
+        control.stop(folder)
+    except control.ControlError as error:
+        say(error)
+        return 1
+    return 0
