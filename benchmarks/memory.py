@@ -32,7 +32,7 @@ from traceml_ray.analysis.memory.kept import FIELDS
 from traceml_ray.analysis.memory.shapes import Memory, Series
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.live_memory import LiveMemory, Ranks
-from traceml_ray.samples import MemorySample
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.rank_processes import RankProcess
 
 _BEFORE_S = 1800

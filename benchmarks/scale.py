@@ -33,6 +33,7 @@ from traceml_ray.live_session import Session
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import (
     DATA,
     FLAG_DEVICE_CLOCK,
@@ -129,11 +130,11 @@ class Node:
             "memory": [self._memory(step, now)] if self.memory else [],
         }
 
-    def _memory(self, step: int, now: int) -> wire.MemorySample:
+    def _memory(self, step: int, now: int) -> MemorySample:
         """Return a sample of a rank on a device whose allocator's memory varies a little."""
         used = [(30 << 30) + (self.second * 7919 % 64 << 20) + n for n in range(5)]
         allocator = (*used, 0, 0, used[1], 4 * used[0], 80 << 30)
-        return wire.MemorySample(now, step, 0, *allocator, 2 << 30, None, 1 << 40, 64 << 30)
+        return MemorySample(now, step, 0, *allocator, 2 << 30, None, 1 << 40, 64 << 30)
 
 
 def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-from traceml_ray import wire  # noqa: E402
+from traceml_ray.signals.nodes.records import NodeSample  # noqa: E402
 from traceml_ray.terminal import snapshot  # noqa: E402
 from traceml_ray.terminal.panel import panel  # noqa: E402
 from traceml_ray.views.session_poll import SessionPoll  # noqa: E402
@@ -40,7 +40,7 @@ SECONDS, RATE = 90, 28
 class Lively(Played):
     """Machines that are not all alike, and not the same each second."""
 
-    def _sample(self, node: int) -> wire.NodeSample:
+    def _sample(self, node: int) -> NodeSample:
         sample, t = super()._sample(node), self._seconds
         gpus = [
             msgspec.structs.replace(

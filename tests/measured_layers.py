@@ -7,7 +7,7 @@ from typing import Any
 from played import Played
 
 from traceml_ray.analysis.layer_times import REST
-from traceml_ray.layer_messages import OTHERS, LayerSum, LayerWindow
+from traceml_ray.signals.layers.records import OTHERS, LayerSum, LayerWindow
 
 MS = 1_000_000
 NAMES = {

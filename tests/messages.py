@@ -7,14 +7,50 @@ import struct
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.agent.size_log import packed
 from traceml_ray.identity import RankIdentity
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.kinds import encoded
+from traceml_ray.signals.layers.records import LayerSum, LayerWindow
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import GpuSample, NodeSample
+from traceml_ray.signals.output.records import Output
+from traceml_ray.signals.sharding.records import Sharding, UnevenShard
+from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
 NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
-MEMORY = wire.MemorySample(1_800_000_000_000_000_000, 7, 0, *range(1, 15))
+MEMORY = MemorySample(1_800_000_000_000_000_000, 7, 0, *range(1, 15))
 EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, FORWARD, "boom", {"code": 1, "why": None})
+
+
+LAYER = LayerSum("a.b", "Linear", "", 40, 0, 1, 2, 3.5, 4, 5, None)
+RECORDS = [
+    MEMORY,
+    MemorySample(1, None, None, rss_bytes=1 << 33),
+    StepWork(70_000, 70_001, 2, 2, 64, None, flops=1e12, dtype="bfloat16", device="NVIDIA H200"),
+    *packed([(70_000, 32, 4096), (70_001, 32, -1)]),
+    Output(1, 1_800_000_000_000_000_000, ["one", "two"], "7%", 3),
+    LayerWindow(
+        3,
+        1,
+        8,
+        90,
+        40,
+        2,
+        "device",
+        True,
+        False,
+        5,
+        7,
+        [LayerSum("a.b", "Linear", "", 40, 0, 1, 2, 3.5, 4, 5, None)],
+    ),
+    RouterTokens(63, "router", [1, 2, 1 << 62]),
+    Sharding(1, 2, 3, 0, 4, 2, 1, 1, [2], [], {"stored": "float32"}, {"yes": 1}, [UnevenShard("w", 3, 1, 4)]),
+]
+"""One of every kind that a rank sends, at least."""
 
 
 def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
@@ -51,13 +87,13 @@ def full_rank_batch() -> wire.RankBatch:
         final=True,
         host_rows=bytes(ROW_BYTES * 2),
         leads=bytes(LEAD_BYTES * 2),
-        memory=[MEMORY, wire.MemorySample(1, None, None, rss_bytes=1 << 33)],
+        records=encoded(RECORDS),
         memory_from={"allocated_bytes": "torch"},
     )
 
 
 def relay_batch() -> wire.RelayBatch:
-    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [wire.GpuSample(0, "H200", 98.0, 1, 2)])
+    sample = NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [GpuSample(0, "H200", 98.0, 1, 2)])
     return wire.RelayBatch(
         wire.VERSION,
         NODE,
@@ -66,10 +102,11 @@ def relay_batch() -> wire.RelayBatch:
         2,
         [wire.encode(rank_batch())],
         {"s": 1},
-        sample,
         ["t"],
         [EVENT],
         answer=(5, 9),
+        records=encoded([sample]),
+        of_ranks={"s": encoded([Output(2, 1, ["one"], by_relay=True)])},
     )
 
 

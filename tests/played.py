@@ -13,6 +13,9 @@ from traceml_ray import wire
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
@@ -158,7 +161,7 @@ class Played:
                     batches += held if number not in (*lost, *late) else []
                     if number not in late:
                         held.clear()
-            self.aggregator.ingest(relay.message(*batches, sample=self._sample(node)))
+            self.aggregator.ingest(relay.message(*batches, node=[self._sample(node)]))
         self.step += steps
         if commit:
             assert self.aggregator.commit()
@@ -199,12 +202,12 @@ class Played:
             "spans": [wire.SpanSum("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
             "strategy": "ddp",
-            "work": [wire.StepWork(self.step, last, n, n, 4 * n, 256 * n, device="NVIDIA H200")] if n else [],
+            "work": [StepWork(self.step, last, n, n, 4 * n, 256 * n, device="NVIDIA H200")] if n else [],
         }
         beside = self._beside(rank, rows) if self._device else {}
         return rank.batch(n, rows=rows.tobytes(), **{**usual, **beside, **fields})
 
-    def _memory(self, rank: Rank) -> list[wire.MemorySample]:
+    def _memory(self, rank: Rank) -> list[MemorySample]:
         s, device = self._seconds, rank.identity.local_rank if self._gpus else None
         host = {"rss_bytes": 1400 << 20, "limit_bytes": 512 << 30, "limit_used_bytes": 200 << 30}
         if s % self.memory_s:
@@ -214,7 +217,7 @@ class Played:
             host |= {"allocated_bytes": (40 << 30) + kept, "reserved_bytes": (50 << 30) + kept}
             host["process_bytes"] = host["reserved_bytes"] + (2 << 30)
             host |= {"device_used_bytes": 60 << 30, "device_total_bytes": 140 << 30}
-        return [wire.MemorySample(self.clock(), self.step, device, **host)]
+        return [MemorySample(self.clock(), self.step, device, **host)]
 
     def _beside(self, rank: Rank, rows: np.ndarray) -> dict[str, Any]:
         """What a rank with a device clock sends beside its rows: host rows and leads."""
@@ -234,17 +237,17 @@ class Played:
             return {"flags": flags.tobytes()}
         return {"host_rows": host.tobytes(), "leads": leads.tobytes(), "flags": flags.tobytes()}
 
-    def _sample(self, node: int) -> wire.NodeSample:
+    def _sample(self, node: int) -> NodeSample:
         n, first = self._seconds, self.ranks[node * self._per_node].identity.pid
         gpus = [
-            wire.GpuSample(
+            GpuSample(
                 gpu, "NVIDIA H200", 88.0 + gpu, 60 << 30, 140 << 30, 600.0 + 5 * node, 700.0, 61.0, 1900.0,
                 1980.0, ["sw_power_cap"] if node else [], 0, n << 28, n << 27, n << 30, n << 30,
-                [wire.GpuProcess(first + gpu, 60 << 30)] if n % 5 == 0 else None,
+                [GpuProcess(first + gpu, 60 << 30)] if n % 5 == 0 else None,
             )
             for gpu in range(self._gpus)
         ]  # fmt: skip
-        return wire.NodeSample(
+        return NodeSample(
             self.clock(), 40.0 + 10 * node, 96, 21.0, 200 << 30, 512 << 30, n << 26, n << 24, n << 27,
             n << 27, gpus or None, 0, 0.01, 0.0, 0.02, 0,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.codec import encode_part
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
@@ -23,6 +24,9 @@ from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.membership import Membership
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
+from traceml_ray.signals.kind import Kind, R
+from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
@@ -73,7 +77,10 @@ class Rank:
         self.dropped = 0
 
     def batch(self, steps: int = 1, ms: list[float] | None = None, **fields: Any) -> bytes:
-        """The next batch, `steps` rows of `ms` (default: a balanced 10 ms step)."""
+        """
+        The next batch, `steps` rows of `ms` (default: a balanced 10 ms step). `fields` that are kinds of
+        records (`memory`, `work`, …) are lists of these.
+        """
         row = np.array([1, 2, 0, 3, 3, 1] if ms is None else ms) * MS
         first = self.produced
         keys = np.arange(first, first + steps, dtype="<i8") << SEGMENT_BITS
@@ -88,8 +95,22 @@ class Rank:
         counts = {"seq": self.seq, "produced": self.produced, "dropped": self.dropped}
         default.update(columns, rows=rows, **counts)
         return wire.encode(
-            wire.RankBatch(v=wire.VERSION, process_id=self.process_id, **{**default, **fields})
+            wire.RankBatch(v=wire.VERSION, process_id=self.process_id, **{**default, **with_records(fields)})
         )
+
+
+def with_records(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of a message; those that are kinds of records as it has them."""
+    records = {
+        name: [encode_part(one) for one in fields[name]] for name in KINDS.keys() & fields if fields[name]
+    }
+    rest = {name: value for name, value in fields.items() if name not in KINDS}
+    return {**rest, "records": {**records, **fields.get("records", {})}} if records else rest
+
+
+def records_of(batch: wire.RankBatch | wire.RelayBatch, kind: Kind[R]) -> list[R]:
+    """The records of a kind in a message."""
+    return [kind.decode(raw) for raw in batch.records.get(kind.name, ())]
 
 
 class Relay:
@@ -101,12 +122,13 @@ class Relay:
         self.seq = 0
 
     def message(self, *batches: bytes, seq: int | None = None, sent_ns: int = 0, **fields: Any) -> bytes:
+        """The next message; `fields` that are kinds of records (`node`) are lists of these."""
         if seq is None:
             self.seq += 1
         return wire.encode(
             wire.RelayBatch(
                 v=wire.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=sent_ns,
-                seq=self.seq if seq is None else seq, batches=list(batches), **fields,
+                seq=self.seq if seq is None else seq, batches=list(batches), **with_records(fields),
             )
         )  # fmt: skip
 
@@ -160,9 +182,9 @@ class NoSamples:
     """A node's sampler that has one sample at most: the one that a test puts there."""
 
     errors: Counter[str] = Counter()
-    sample: wire.NodeSample | None = None
+    sample: NodeSample | None = None
 
-    def latest(self) -> wire.NodeSample | None:
+    def latest(self) -> NodeSample | None:
         sample, self.sample = self.sample, None
         return sample
 

@@ -31,7 +31,7 @@ def ready(kind: type[_T]) -> type[_T]:
     return kind
 
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_ITEMS = 1024
 """Entries in any list or map of a message."""
@@ -81,6 +81,11 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 def encode(message: Message) -> bytes:
     """Return `message` as msgpack bytes."""
     return _encoder.encode(message)
+
+
+def encode_part(part: Part) -> msgspec.Raw:
+    """Return a part of a message as it stands in one."""
+    return msgspec.Raw(_encoder.encode(part))
 
 
 def size_of(part: Part) -> int:

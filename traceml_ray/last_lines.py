@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from traceml_ray.masking import Masker, masked
-from traceml_ray.samples import Output
+from traceml_ray.signals.output.records import Output
 
 LINE_CHARS = 400
 """Of a line, that are kept: the first ones."""
@@ -82,11 +81,6 @@ class LastLines:
         self._shown = unfinished
         stream, by_relay = self._stream, self._by_relay
         return Output(2 if stream == 2 else 1, t_ns, lines[::-1], unfinished, skipped, by_relay)
-
-
-def lines_of(output: Iterable[Output]) -> int:
-    """Return how many lines there are."""
-    return sum(len(each.lines) + bool(each.unfinished) for each in output)
 
 
 def _shown(line: str) -> str:

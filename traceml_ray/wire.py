@@ -1,5 +1,5 @@
 """
-What travels between rank, relay and aggregator, version 2. Columns are raw little-endian bytes.
+What travels between rank, relay and aggregator, version 3. Columns are raw little-endian bytes.
 
 Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own monotonic clock;
 `sent_ns` and `t_ns` are wall-clock time since the epoch.
@@ -29,31 +29,16 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.layer_messages import MAX_LAYER_STEPS as MAX_LAYER_STEPS
 from traceml_ray.layer_messages import LayersCommand as LayersCommand
 from traceml_ray.layer_messages import LayersRequest as LayersRequest
-from traceml_ray.layer_messages import LayerSum as LayerSum
-from traceml_ray.layer_messages import LayerWindow as LayerWindow
 from traceml_ray.profile_messages import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
 from traceml_ray.profile_messages import Capture as Capture
 from traceml_ray.profile_messages import ProfileCommand as ProfileCommand
 from traceml_ray.profile_messages import ProfileRequest as ProfileRequest
 from traceml_ray.profile_messages import TracePiece as TracePiece
-from traceml_ray.samples import MAX_SIZES as MAX_SIZES
-from traceml_ray.samples import GpuProcess as GpuProcess
-from traceml_ray.samples import GpuSample as GpuSample
-from traceml_ray.samples import MemorySample as MemorySample
-from traceml_ray.samples import NodeSample as NodeSample
-from traceml_ray.samples import Output as Output
-from traceml_ray.samples import ProcessSample as ProcessSample
-from traceml_ray.samples import Sharding as Sharding
-from traceml_ray.samples import StepSizes as StepSizes
-from traceml_ray.samples import StepWork as StepWork
-from traceml_ray.samples import UnevenShard as UnevenShard
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
-MAX_ROUTERS, MAX_EXPERTS = 64, 512
-"""Routers of one rank process whose tokens are counted, and experts of one of them."""
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
@@ -66,8 +51,24 @@ CLOSED = "off since step"
 """Under DEVICE_CLOCK: it has ended itself; the step, a colon and the reason follow."""
 NOT_MEASURED = "not measured: "
 """How names in `RelayBatch.errors` begin of what a node cannot measure; the count is of its devices."""
+Records = dict[str, Annotated[list[msgspec.Raw], FEW]]
+"""
+What signals have to say, by the name of the kind: records as they were encoded, each by itself. See
+`signals.kinds`; a kind that the receiver does not know is counted there, and left out.
+"""
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]
 """Keys, flags, rows, host rows and leads of some rows, see `RankBatch`."""
+
+
+class ProcessSample(Part, frozen=True):
+    """A sample of a rank's process. `None` is "not known", never 0."""
+
+    t_ns: Int64
+    cpu_pct: float | None
+    rss_bytes: Count | None
+    threads: Count | None
+    read_bytes: Count | None
+    write_bytes: Count | None
 
 
 class OpenStage(Part, frozen=True):
@@ -189,26 +190,18 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     leads: bytes = b""
     """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""
-    memory: Annotated[list[MemorySample], FEW] = []
     memory_from: Annotated[dict[str, str], FEW] = {}
     """
-    Where each field of `memory` that can be known here comes from: torch, nvml, kernel or cgroup. Not in
-    every batch; what it lacks is not known, and `missing` may say why.
+    Where each field of a sample of memory that can be known here comes from: torch, nvml, kernel or cgroup.
+    Not in every batch; what it lacks is not known, and `missing` may say why.
     """
     environment: Annotated[dict[str, str], FEW] = {}
     """Versions and the configuration of torch's allocator, in the first batch."""
     capture: Capture | None = None
     pieces: Annotated[list[TracePiece], FEW] = []
-    output: Annotated[list[Output], FEW] = []
-    sharding: Sharding | None = None
-    """Where FSDP2 is used; not in every batch."""
     placement: Placement | None = None
     """None: the job is only data parallel, as far as is known."""
-    layers: Annotated[list[LayerWindow], FEW] = []
-    work: Annotated[list[StepWork], FEW] = []
-    experts: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
-    """By watched router: the tokens of each expert so far. One batch has some of the routers."""
-    sizes: Annotated[list[StepSizes], FEW] = []
+    records: Annotated[Records, FEW] = {}
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -287,7 +280,6 @@ class RelayBatch(Message, tag="relay", frozen=True):
     sent_ns: Int64
     batches: Annotated[list[bytes], FEW] = []
     dropped: Annotated[dict[str, Rows], FEW] = {}
-    sample: NodeSample | None = None
     lost: Annotated[list[str], FEW] = []
     """Rank processes whose process is gone without a final batch."""
     events: Annotated[list[Event], FEW] = []
@@ -297,8 +289,10 @@ class RelayBatch(Message, tag="relay", frozen=True):
     Of an answer since the message before: its `sent_ns`, and when it was here on the node's clock; of several
     the one that was under way for the least time.
     """
-    output: Annotated[dict[str, Annotated[list[Output], FEW]], FEW] = {}
-    """By rank process: what the relay has read in the files that its output goes to."""
+    records: Annotated[Records, FEW] = {}
+    """Of the node."""
+    of_ranks: Annotated[dict[str, Annotated[Records, FEW]], FEW] = {}
+    """By rank process: what the relay itself has read of it."""
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):

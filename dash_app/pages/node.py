@@ -7,9 +7,10 @@ from typing import Any
 
 from dash import html
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.identity import RankIdentity
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store import query
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import nodes, position
@@ -114,7 +115,7 @@ def _ranks_data(
 
 def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, list[int]]:
     """Return by rank what torch has allocated and reserved last, on all devices together."""
-    samples_of_rank: dict[int, list[wire.MemorySample]] = {}
+    samples_of_rank: dict[int, list[MemorySample]] = {}
     for process, sample in cache.ask(query.MemorySamples(tuple(ranks), last=_DEVICES)) or ():
         if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
             samples_of_rank.setdefault(ranks[process], []).append(sample)

@@ -8,7 +8,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.experts import loads, sentence
+from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
@@ -73,7 +73,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
             "mesh": process.placement.get("mesh") or {},
-            "experts": [sentence(load) for load in loads([process.experts])],
+            "experts": [sentence(load) for load in cache.ask(query.Experts(run.id, rank)) or ()],
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
             **{name: number(by_rank(run.throughput, f"rank_{name}").get(rank)) for name in _RATES},

@@ -15,6 +15,7 @@ from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store import query
 
 MIB = 24.0
@@ -60,7 +61,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AggregatorCore
     span = wire.SpanSum("optimizer", 0, 5, 10, 3, 0, 4)
     process = wire.ProcessSample(clock(), 1.0, 2, 3, None, None)
     for _ in range(6):
-        fields = {"spans": [span], "process": process, "memory": [wire.MemorySample(clock(), 1, None)]}
+        fields = {"spans": [span], "process": process, "memory": [MemorySample(clock(), 1, None)]}
         aggregator.ingest(relay.message(*(rank.batch(5, **fields) for rank in ranks)))
         clock.tick()
         aggregator.judge()

@@ -21,7 +21,7 @@ from integration import loops
 from torch import nn
 
 from traceml_ray.agent.shards import Shards
-from traceml_ray.agent.unsent import Unsent
+from traceml_ray.signals.sharding.records import Sharding
 
 WORLD, STEPS = 4, 3
 COUNTED = STEPS - 1
@@ -112,7 +112,7 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
     played = job.instrumentation.data_parallel.memory  # a device that has one byte more at each look
     played._stat = lambda _: dict.fromkeys(("current", "peak", "allocated"), next(stats))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    shards, unsent = Shards(job.instrumentation.data_parallel), Unsent()
+    shards, sent = Shards(job.instrumentation.data_parallel), list[Sharding]()
     for batch in job.loader(STEPS):
         with torch.no_grad():
             net(batch[:0])  # an evaluation gathers, too, but its memory is not that of a step
@@ -120,11 +120,11 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         job.recorder.settle()
-        shards.turn(unsent, job.recorder.sums.collect(), final=False)
+        sent += shards.collect(job.recorder.sums.collect(), final=False)
     job.recorder.finish()
     for _ in range(2):
-        shards.turn(unsent, job.recorder.sums.collect(), final=True)
+        sent += shards.collect(job.recorder.sums.collect(), final=True)
     ref = weakref.ref(net)
     del net, optimizer
     gc.collect()
-    return {"sharding": msgspec.to_builtins(unsent.sharding), "freed": ref() is None}
+    return {"sharding": msgspec.to_builtins(sent[-1]), "freed": ref() is None}

@@ -29,7 +29,7 @@ from unit.sample_windows import align, judge
 
 from traceml_ray.analysis.roles import role_of
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.samples import Sharding
+from traceml_ray.signals.sharding.records import Sharding
 from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26

@@ -19,6 +19,7 @@ from traceml_ray import cli, wire
 from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
 from traceml_ray.identity import RankFilterError
 from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze, render_analysis
+from traceml_ray.signals.memory.records import MemorySample
 
 
 def played() -> Analysis:
@@ -218,7 +219,7 @@ def test_buffers_of_a_communicator_are_told_from_a_leak_by_the_spans_of_a_sessio
         for rank in ranks:
             number, later = rank.identity.global_rank, second >= 80
             outside = 400 * MIB + 300 * MIB * later + (second * 7 + number) % 5 * 65_536
-            memory = wire.MemorySample(
+            memory = MemorySample(
                 t_ns=clock.now,
                 step=2 * second,
                 device=0,

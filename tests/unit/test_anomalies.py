@@ -26,6 +26,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
+from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
@@ -33,19 +34,19 @@ from traceml_ray.store.session_file import SessionFile
 GIB = 1 << 30
 NODE, GPU = ([quantity.name for quantity in table] for table in (NODE_LIMITED, GPU_LIMITED))
 ALL = (0, 1 << 62)
-Process = wire.GpuProcess
+Process = GpuProcess
 
 
-def gpu(index: int = 0, **fields: Any) -> wire.GpuSample:
+def gpu(index: int = 0, **fields: Any) -> GpuSample:
     """A device at work."""
     normal: dict[str, Any] = {
         "name": "H200", "util_pct": 98.0, "mem_used_bytes": GIB, "mem_total_bytes": 140 * GIB,
         "power_w": 500.0, "power_limit_w": 700.0, "sm_mhz": 1950.0, "sm_max_mhz": 1980.0, "throttle": [],
     }  # fmt: skip
-    return wire.GpuSample(index=index, **{**normal, **fields})
+    return GpuSample(index=index, **{**normal, **fields})
 
 
-def sample(second: float, gpus: list[wire.GpuSample] | None = None, **fields: Any) -> wire.NodeSample:
+def sample(second: float, gpus: list[GpuSample] | None = None, **fields: Any) -> NodeSample:
     """A node at work; counters are given as rates per second."""
     normal: dict[str, Any] = {
         "cpu_pct": 40.0, "cpu_count": 8, "load1": 4.0, "mem_used_bytes": 50 * GIB,
@@ -57,12 +58,12 @@ def sample(second: float, gpus: list[wire.GpuSample] | None = None, **fields: An
     for name in ("disk_read_bytes", "disk_write_bytes", "net_rx_bytes", "net_tx_bytes", "swap_in_bytes"):
         values[name] = int(values[name] * second)
     values["cpu_throttled_ns"] = int(values["cpu_throttled_ns"] * second)
-    return wire.NodeSample(t_ns=int(second * SECOND), gpus=gpus, **values)
+    return NodeSample(t_ns=int(second * SECOND), gpus=gpus, **values)
 
 
 def machine(
     name: str,
-    gpus: list[wire.GpuSample] | None = None,
+    gpus: list[GpuSample] | None = None,
     *,
     named: tuple[int, ...] = (),
     before: dict[str, Any] | None = None,
@@ -190,7 +191,7 @@ def test_device_value_unlike_its_peers_is_an_anomaly(
 
 
 def test_devices_of_the_named_rank_alone_are_examined_where_they_are_known(snapshot: Snapshot) -> None:
-    def node(hot: int) -> list[wire.GpuSample]:
+    def node(hot: int) -> list[GpuSample]:
         """Rank r (pid 70 + r) computes on device 1 - r: CUDA_VISIBLE_DEVICES turned them round."""
         reasons = [["hw_thermal_slowdown"] if index == hot else [] for index in (0, 1)]
         return [gpu(i, throttle=reasons[i], processes=[Process(71 - i, GIB, "python", [9])]) for i in (0, 1)]
@@ -238,8 +239,8 @@ def test_process_of_no_rank_must_stay_to_be_an_anomaly() -> None:
 def test_unknown_value_is_no_anomaly() -> None:
     samples, empty = Samples(), Samples()
     for second in range(20):
-        samples.add(wire.NodeSample(second * SECOND, *[None] * 9, [wire.GpuSample(0, *[None] * 4)]))
-    empty.add(wire.NodeSample(0, *[None] * 9))
+        samples.add(NodeSample(second * SECOND, *[None] * 9, [GpuSample(0, *[None] * 4)]))
+    empty.add(NodeSample(0, *[None] * 9))
     for held in (samples, empty):
         part = held.between(*ALL)
         assert not anomalies([Machine("a", part, part, {}, frozenset({0})), machine("b", [gpu(0)])])
@@ -299,7 +300,7 @@ def test_noise_is_no_anomaly(seed: int, noise: str, level: float, nodes: int, al
                 counters, t_ns=second * SECOND, psi_memory=draw(), mem_used_bytes=int(94 * draw() * GIB)
             )
             values["cpu_throttled_ns"] = int(total[5])
-            samples.add(wire.NodeSample(**values))
+            samples.add(NodeSample(**values))
         return samples.between(*ALL)
 
     named = frozenset() if all_nodes else frozenset({0})
@@ -327,7 +328,7 @@ def test_samples_are_bounded_and_go_back_to_the_beginning() -> None:
 def test_counter_that_is_reset_has_no_rate_there() -> None:
     samples = Samples()
     for second, swapped in enumerate((5_000_000, 6_000_000, 1_000, 2_001_000)):
-        samples.add(wire.NodeSample(second * SECOND, *[None] * 9, swap_in_bytes=swapped))
+        samples.add(NodeSample(second * SECOND, *[None] * 9, swap_in_bytes=swapped))
     rates = samples.between(*ALL).node[:, NODE.index("swap_in_bps")]
     assert rates.tolist() == pytest.approx([np.nan, 1e6, np.nan, 2e6], nan_ok=True)
 
@@ -372,7 +373,7 @@ class Played:
         """Nobody trains yet."""
         for _ in range(seconds):
             for relay in self.relays:
-                self.aggregator.ingest(relay.message(sample=sample(self.clock() / SECOND, [gpu(0), gpu(1)])))
+                self.aggregator.ingest(relay.message(node=[sample(self.clock() / SECOND, [gpu(0), gpu(1)])]))
             self.clock.tick()
 
     def play(self, seconds: int, late: int | None, hot: int | None, **busy: Any) -> None:
@@ -395,7 +396,7 @@ class Played:
                     ms = BALANCED if late is None else LATE if rank == late else WAITING
                     if rank != self.gone:
                         batches.append(self.ranks[rank].batch(10, ms))
-                self.aggregator.ingest(relay.message(*batches, sample=seen, events=xid_events(seen)))
+                self.aggregator.ingest(relay.message(*batches, node=[seen], events=xid_events(seen)))
             self.clock.tick()
             self.aggregator.commit()
             self.aggregator.judge()
@@ -572,7 +573,7 @@ def test_samples_of_a_long_time_are_thinned_and_critical_errors_kept(tmp_path: P
     for second in range(1500):
         xid = [79] if second == 998 else []
         seen = sample(clock() / SECOND, [gpu(0, processes=[], xid=xid)])
-        aggregator.ingest(relay.message(sample=seen, events=xid_events(seen)))
+        aggregator.ingest(relay.message(node=[seen], events=xid_events(seen)))
         clock.tick()
     aggregator.commit()
     aggregator.close()

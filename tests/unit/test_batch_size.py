@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import traceml_ray
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.batch_size import BatchSizes, understood, written
 from traceml_ray.agent.instrument import Instrumentation
@@ -29,6 +28,7 @@ from traceml_ray.agent.work_sums import Counted
 from traceml_ray.analysis.step_sizes import amounts, unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
+from traceml_ray.signals.throughput.records import StepSizes, StepWork
 
 IDS, LABELS, IMAGES = torch.zeros(4, 16, dtype=torch.long), torch.zeros(4), torch.zeros(4, 3, 8, 8)
 Pair = namedtuple("Pair", "x y")
@@ -228,17 +228,19 @@ def test_sizes_of_each_step_are_kept_and_sent_once(watched: Watched) -> None:
     watched.step([torch.ones(3, 2)])  # of no loader
     watched.recorder.count(None, 10)
     watched.step(next(batches))
-    assert report.collect(True)
-    (sizes,) = report.collect_sizes(True)
+    work, sizes = report.collect(True)
+    assert isinstance(work, StepWork) and isinstance(sizes, StepSizes)
     assert (sizes.first_step, sizes.last_step) == (0, 3)
     assert unpacked(sizes).tolist() == [[4, -1], [8, -1], [-1, -1], [4, 10]]
     for batch in batches:
         watched.step(batch)
     watched.step([torch.ones(3, 2)])
-    assert report.collect(True) and report.collect_sizes(False) == []  # not due yet
+    report.tell(total_steps=9)
+    assert [type(record) for record in report.collect(False)] == [StepWork]  # the sizes are not due yet
     now = 60.0
-    assert [unpacked(sizes).tolist() for sizes in report.collect_sizes(False)] == [[[4, -1], [2, -1]]]
-    assert report.collect_sizes(True) == []
+    (sizes,) = report.collect(False)
+    assert isinstance(sizes, StepSizes) and unpacked(sizes).tolist() == [[4, -1], [2, -1]]
+    assert report.collect(True) == []
 
 
 def test_sizes_that_are_not_sent_for_long_have_a_bound_and_are_counted() -> None:
@@ -272,15 +274,15 @@ def test_sizes_of_steps_are_what_was_noted(noted: dict[int, Any], every: int) ->
 @pytest.mark.parametrize(
     "piece",
     [
-        wire.StepSizes(0, 9, b"nonsense"),
-        wire.StepSizes(5, 4, b""),
-        wire.StepSizes(0, 1 << 40, zlib.compress(bytes(160))),
-        wire.StepSizes(0, 9, zlib.compress(bytes(159))),
-        wire.StepSizes(0, 9, zlib.compress(bytes(1 << 24))),
-        wire.StepSizes(0, 9, zlib.compress(bytes(160))[:-2]),
+        StepSizes(0, 9, b"nonsense"),
+        StepSizes(5, 4, b""),
+        StepSizes(0, 1 << 40, zlib.compress(bytes(160))),
+        StepSizes(0, 9, zlib.compress(bytes(159))),
+        StepSizes(0, 9, zlib.compress(bytes(1 << 24))),
+        StepSizes(0, 9, zlib.compress(bytes(160))[:-2]),
     ],
 )
-def test_damaged_sizes_are_refused(piece: wire.StepSizes) -> None:
+def test_damaged_sizes_are_refused(piece: StepSizes) -> None:
     with pytest.raises(ValueError, match="sizes of batches"):
         unpacked(piece)
 
@@ -313,7 +315,8 @@ def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watch
     odd = torch.utils.data.DataLoader([torch.ones(2)] * 8, batch_size=4, collate_fn=kept)
     for _, rows in odd:
         watched.step([torch.stack(rows)])
-    (first,) = report.collect(False)
+    first, sizes = report.collect(False)
+    assert isinstance(first, StepWork) and isinstance(sizes, StepSizes)
     assert (first.steps, first.batches, first.samples) == (2, 2, None)
     assert missing == {"samples": "the tensors of a batch differ in dimension 0"}
     assert (first.total_steps, first.device) == (9, "cpu")
@@ -321,4 +324,5 @@ def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watch
     watched.step([torch.ones(3, 2)])
     report.tell(total_steps=12)
     (work,) = report.collect(False)
+    assert isinstance(work, StepWork)
     assert (work.steps, work.total_steps) == (0, 12)

@@ -20,11 +20,12 @@ from measured_layers import window
 from played import Played
 from sessions import MS, Rank
 
-from traceml_ray import wire
 from traceml_ray.agent.size_log import packed
 from traceml_ray.cli import main
 from traceml_ray.exports import step_trace
 from traceml_ray.exports.tables import TABLES
+from traceml_ray.signals.layers.records import LayerSum
+from traceml_ray.signals.output.records import Output
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.schema import LISTS
 
@@ -54,7 +55,7 @@ class Apart(Played):
         return rows
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
-        output = wire.Output(2, self.clock(), ["one", "two"], skipped=3)
+        output = Output(2, self.clock(), ["one", "two"], skipped=3)
         layers = [window({"": (1, 2), "mlp": (3, 4)}, number=self.step // 5, waits=True)]
         sizes = packed(
             [(self.step + index, 4, -1 if index else 64 * rank.identity.global_rank) for index in range(5)]
@@ -110,7 +111,7 @@ def layers_of(file: sqlite3.Connection) -> list[dict[str, Any]]:
     for row in file.execute("SELECT * FROM layer_window ORDER BY process, number"):
         about = {name: row[name] for name in row.keys() if name not in ("id", "layers")}  # noqa: SIM118
         for layer in msgspec.msgpack.decode(zlib.decompress(row["layers"])):
-            expected.append(about | dict(zip(wire.LayerSum.__struct_fields__, layer, strict=True)))
+            expected.append(about | dict(zip(LayerSum.__struct_fields__, layer, strict=True)))
     assert len(expected) == 3 * 4 * 2
     return expected
 
@@ -138,7 +139,7 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
             {"step": step, "samples": 4, "tokens": None if step % 5 else 64 * rank} for step in range(20)
         ]
         assert [row for owner, row in sizes if owner == process] == wanted
-    assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards"}
+    assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards", "experts"}
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold
         kinds = {"integer": "int64", "real": "double", "text": "string"}
         assert [str(kind) for kind in table.schema.types] == [

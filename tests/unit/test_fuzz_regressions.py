@@ -16,6 +16,7 @@ from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.reports.listing import entries
 from traceml_ray.settings import SettingError, Settings
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
@@ -84,8 +85,8 @@ def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Pa
     aggregator = aggregation(tmp_path / "s", clock)
     nothing = [None] * 8
     for cpu in (float("inf"), 1.7e308, 1.7e308):
-        sample = wire.NodeSample(clock(), cpu, *nothing)  # type: ignore[arg-type]
-        aggregator.ingest(relay.message(Rank(0, 1).batch(1), sample=sample))
+        sample = NodeSample(clock(), cpu, *nothing)  # type: ignore[arg-type]
+        aggregator.ingest(relay.message(Rank(0, 1).batch(1), node=[sample]))
     aggregator.finish(wire.Finish(wire.VERSION, 0))
     aggregator.close()
     assert "n/a" in (tmp_path / "s" / "report.txt").read_text()

@@ -11,8 +11,8 @@ import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation
 from stormlog_example import MIB, events, write
 
-from traceml_ray import wire
 from traceml_ray.recordings.gather import gather
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.bundles import Manifest
 from traceml_ray.store.excerpt import cut
 
@@ -23,7 +23,7 @@ def session(folder: Path, ranks: int = 2) -> Path:
     aggregator, relay = aggregation(folder, clock), Relay()
     every = [Rank(number, ranks) for number in range(ranks)]
     for second in range(5):
-        sample = wire.MemorySample(clock.now, 2 * second, None, rss_bytes=(100 + second) * MIB)
+        sample = MemorySample(clock.now, 2 * second, None, rss_bytes=(100 + second) * MIB)
         aggregator.ingest(relay.message(*(rank.batch(2, memory=[sample]) for rank in every)))
         clock.tick()
     aggregator.commit()

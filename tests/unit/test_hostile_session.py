@@ -17,8 +17,9 @@ from profiled import stored
 from recorded import operation, written
 from rich.text import Text
 
-from traceml_ray import printing, text, wire
+from traceml_ray import printing, text
 from traceml_ray.cli import main
+from traceml_ray.signals.output.records import Output
 from traceml_ray.store.session import DATABASE
 from traceml_ray.terminal import top
 from traceml_ray.terminal.screen import Screen
@@ -47,7 +48,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "sessions" / NAME
     played = Played(folder, 2, per_node=1, late=1, onset=20)
     for second in range(20):
-        lines = [wire.Output(1, played.clock(), [f"line {second}"], "open", 1)]
+        lines = [Output(1, played.clock(), [f"line {second}"], "open", 1)]
         played.play(5, output=lines, layers=[window({"block": (1.0, 2.0)}, number=second)])
     played.dies(1, -9, "RuntimeError: boom")
     played.end(1)

@@ -26,7 +26,8 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.layer_messages import MAX_LAYERS, OTHERS, LayersCommand
+from traceml_ray.layer_messages import LayersCommand
+from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerWindow
 
 
 class Clock:
@@ -412,7 +413,7 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         device = DeviceUse("0", self.patches, self.recorder.steps.rows.ring)
         self.sampler = LayerSampler(self.patches, device, always, CLOCK)
-        self.windows: list[wire.LayerWindow] = []
+        self.windows: list[LayerWindow] = []
 
     def train(self, steps: int, ns: int = 20_000_000, turn_every: int = 1) -> None:
         for step in range(1, steps + 1):

@@ -24,9 +24,9 @@ from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
+from traceml_ray.signals.layers.records import LAYERS, WINDOWS
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
-from traceml_ray.store.layer_windows import WINDOWS
 from traceml_ray.store.runs import why_over
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import LIVE, Live
@@ -127,7 +127,7 @@ def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_pat
 def test_newest_windows_of_a_rank_are_kept(played: Played) -> None:
     measured(played, WINDOWS + 3)
     with SessionFile(played.folder / "session.sqlite") as file:
-        kept = file.layer_windows([1, 99])
+        kept = file.records_of(LAYERS, [1, 99])
     assert [one.number for one in kept[1]] == [*range(3, WINDOWS + 3)] and 99 not in kept
     assert [layer.name for layer in kept[1][0].layers] == [*NAMES]
 
@@ -139,7 +139,7 @@ def test_file_from_before_there_were_layers_is_read_and_gets_them(played: Played
     with sqlite3.connect(path) as connection:
         connection.execute("DROP TABLE layer_window")
     with SessionFile(path) as file:
-        assert file.layer_windows([1]) == {}
+        assert file.records_of(LAYERS, [1]) == {}
     assert cli.main(["layers", str(played.folder)]) == 1
     assert cli.main(["report", str(played.folder)]) == 0
     again = aggregation(played.folder, played.clock, world_size=8)
@@ -157,7 +157,7 @@ def test_window_that_is_damaged_is_said_to_be(played: Played) -> None:
         SessionFile(played.folder / "session.sqlite") as file,
         pytest.raises(SessionFileError, match="damaged"),
     ):
-        file.layer_windows([1])
+        file.records_of(LAYERS, [1])
 
 
 def commands(played: Played) -> list[wire.Command]:

@@ -25,7 +25,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_memory import MAX_FRESH, MAX_PLACES, SHARE, SLICE_S, LiveMemory, Ranks
 from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.reports.answers import Answers
-from traceml_ray.samples import MemorySample
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
@@ -240,7 +240,7 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
     played.leaks[5] = 512 * MIB
     usual = played._memory
 
-    def memory(rank: Any) -> list[wire.MemorySample]:
+    def memory(rank: Any) -> list[MemorySample]:
         return [
             replace(sample, process_bytes=(sample.process_bytes or 0) + GIB * (played._seconds > 20))
             for sample in usual(rank)

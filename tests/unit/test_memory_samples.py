@@ -16,11 +16,11 @@ from fake_memory import GIB, FakeCuda
 from played_nvml import NO_PERMISSION, NOT_SUPPORTED, UNKNOWN_MEMORY, Card, play
 from sessions import Rank, Relay, aggregation
 
-from traceml_ray import wire
 from traceml_ray.agent import driver_memory
 from traceml_ray.agent.device_memory import OF_NVML, OF_TORCH, DeviceMemory
 from traceml_ray.agent.driver_memory import DriverMemory
 from traceml_ray.agent.memory_samples import USS_S, MemorySampler
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -38,7 +38,7 @@ def sampler(cuda: FakeCuda, host_pids: bool = True, **more: Any) -> MemorySample
     return MemorySampler(DeviceMemory(DriverMemory(), cuda.devices, lambda: cuda, host_pids), **more)
 
 
-def one(samples: list[wire.MemorySample]) -> wire.MemorySample:
+def one(samples: list[MemorySample]) -> MemorySample:
     (sample,) = samples
     return sample
 
@@ -309,11 +309,11 @@ def test_uss_is_counted_every_half_minute_and_less_often_where_that_takes_long(t
 # -- in the session file -------------------------------------------------------------------------
 
 
-def stored(folder: Path, *batches: list[wire.MemorySample]) -> SessionFile:
+def stored(folder: Path, *batches: list[MemorySample]) -> SessionFile:
     """Return the file after rank 0 has sent these, and rank 1 a sample of its own."""
     aggregator, relay, ranks = aggregation(folder), Relay(), [Rank(0), Rank(1)]
     for samples in batches:
-        other = [wire.MemorySample(5, None, None, rss_bytes=1)]
+        other = [MemorySample(5, None, None, rss_bytes=1)]
         sources = {"rss_bytes": "kernel"}
         parts = ranks[0].batch(1, memory=samples, memory_from=sources), ranks[1].batch(1, memory=other)
         aggregator.ingest(relay.message(*parts))
@@ -323,7 +323,7 @@ def stored(folder: Path, *batches: list[wire.MemorySample]) -> SessionFile:
 
 
 def test_of_too_many_samples_those_of_the_same_moments_are_read(tmp_path: Path) -> None:
-    ticks = [wire.MemorySample(n * 500_000_000, n, gpu, n) for n in range(60) for gpu in (0, 1)]
+    ticks = [MemorySample(n * 500_000_000, n, gpu, n) for n in range(60) for gpu in (0, 1)]
     with stored(tmp_path, ticks) as file:
         for most, moments in ((121, range(60)), (61, range(0, 60, 2)), (41, range(0, 60, 3))):
             series, _ = file.memory_samples([1], most=most)
@@ -331,8 +331,8 @@ def test_of_too_many_samples_those_of_the_same_moments_are_read(tmp_path: Path) 
 
 
 def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path) -> None:
-    one = [wire.MemorySample(30, 3, device, 10 + device, 1 << 60, ooms=0) for device in (1, 0)]
-    two = [wire.MemorySample(20, None, 0, 7, uss_bytes=9), wire.MemorySample(40, 4, 1, 11)]
+    one = [MemorySample(30, 3, device, 10 + device, 1 << 60, ooms=0) for device in (1, 0)]
+    two = [MemorySample(20, None, 0, 7, uss_bytes=9), MemorySample(40, 4, 1, 11)]
     with stored(tmp_path, one, two) as file:
         (first, second, other), cursor = file.memory_samples()
         assert [(samples.process, samples.device) for samples in (first, second, other)] == [
@@ -362,7 +362,7 @@ def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path
 
 
 def test_samples_for_a_page_are_the_newest_or_evenly_of_a_time_and_of_every_device(tmp_path: Path) -> None:
-    sent = [[wire.MemorySample(t, t, device, t) for device in (0, 1)] for t in range(20)]
+    sent = [[MemorySample(t, t, device, t) for device in (0, 1)] for t in range(20)]
     with stored(tmp_path, *sent) as file:
         newest = file.memory_rows([1], 4)
         assert [(process, samples.t_ns, samples.device) for process, samples in newest] == [
@@ -375,7 +375,7 @@ def test_samples_for_a_page_are_the_newest_or_evenly_of_a_time_and_of_every_devi
 
 def test_batch_that_comes_twice_leaves_one_sample(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
-    batch = rank.batch(1, memory=[wire.MemorySample(1, 1, None)])
+    batch = rank.batch(1, memory=[MemorySample(1, 1, None)])
     for _ in range(3):
         aggregator.ingest(relay.message(batch))
     aggregator.commit()
@@ -387,7 +387,7 @@ def test_batch_that_comes_twice_leaves_one_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [1.5, "12", b"12", -2, "x" * 100, float("inf")])
 @pytest.mark.parametrize("column", ["process", "t_ns", "device", "step", "rss_bytes"])
 def test_values_that_nobody_sampled_are_refused(tmp_path: Path, column: str, value: Any) -> None:
-    with stored(tmp_path, [wire.MemorySample(1, 1, None, rss_bytes=5)]):
+    with stored(tmp_path, [MemorySample(1, 1, None, rss_bytes=5)]):
         pass
     with contextlib.closing(sqlite3.connect(tmp_path / "session.sqlite")) as changed, changed:
         changed.execute(f"UPDATE memory_sample SET {column} = ? WHERE id = 1", (value,))

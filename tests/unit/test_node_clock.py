@@ -15,6 +15,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 from traceml_ray import wire
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
 from traceml_ray.recordings.sessions import recordings_of
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -135,7 +136,7 @@ def test_two_nodes_ten_seconds_apart_stand_on_one_axis(live, tmp_path) -> None:
     ranks = [Rank(rank, 2, per_node=1) for rank in range(2)]
     for _ in range(5):
         for node, rank in zip(nodes, ranks, strict=True):
-            sample = wire.MemorySample(node.now(), 1, None, rss_bytes=1)
+            sample = MemorySample(node.now(), 1, None, rss_bytes=1)
             node.exchange(aggregator, MS, MS, rank.batch(1, memory=[sample]))
             clock.tick(0.5)
     truth = []
@@ -222,7 +223,7 @@ def test_memory_of_two_nodes_is_analysed_on_one_clock(live, tmp_path) -> None:
     for second in range(20):
         for number, node in enumerate(nodes):
             true[number].append(clock.now)
-            sample = wire.MemorySample(node.now(), second, None, rss_bytes=1 << 30)
+            sample = MemorySample(node.now(), second, None, rss_bytes=1 << 30)
             node.exchange(aggregator, 2 * MS, MS, ranks[number].batch(1, memory=[sample]))
         clock.tick()
     aggregator.commit()

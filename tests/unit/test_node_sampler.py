@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread, xid_events
-from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
 
 SECOND = 1_000_000_000
 

@@ -19,7 +19,6 @@ from plotly.io.json import to_json_plotly
 from ray_cluster import until
 from sessions import Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.agent.output_tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
@@ -28,6 +27,8 @@ from traceml_ray.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.launchers.arguments import command_text
 from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
+from traceml_ray.signals.kinds import encoded
+from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.store.output import Line, joined
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -164,7 +165,7 @@ def test_private_key_in_a_message_is_hidden() -> None:
     assert masked(body.lower()) == body.lower()
 
 
-def lines(*pieces: str, most: int = 5) -> wire.Output | None:
+def lines(*pieces: str, most: int = 5) -> Output | None:
     made = LastLines(1, most)
     for piece in pieces:
         made.feed(piece)
@@ -200,12 +201,12 @@ def lines(*pieces: str, most: int = 5) -> wire.Output | None:
     ],
 )
 def test_lines_are_what_a_terminal_shows(pieces: list[str], ended: list[str], unfinished: str) -> None:
-    assert lines(*pieces) == wire.Output(1, 7, ended, unfinished)
+    assert lines(*pieces) == Output(1, 7, ended, unfinished)
 
 
 def test_newest_lines_are_kept_and_others_counted() -> None:
     few = lines(*(f"{n}\n" for n in range(12)))
-    assert few == wire.Output(1, 7, ["7", "8", "9", "10", "11"], skipped=7)
+    assert few == Output(1, 7, ["7", "8", "9", "10", "11"], skipped=7)
     long = lines(*("ü" * LINE_CHARS + "\n" for _ in range(100)), most=100)
     assert long is not None
     assert sum(len(line.encode()) for line in long.lines) <= MOST_BYTES
@@ -215,14 +216,14 @@ def test_newest_lines_are_kept_and_others_counted() -> None:
 def test_only_what_is_new_is_taken() -> None:
     made = LastLines(2, 5)
     made.feed("a\n50%")
-    assert made.take(1) == wire.Output(2, 1, ["a"], "50%")
+    assert made.take(1) == Output(2, 1, ["a"], "50%")
     assert made.take(2) is None
     made.feed("\r    \r")  # a bar that is taken away
-    assert made.take(3) == wire.Output(2, 3, [], "")
+    assert made.take(3) == Output(2, 3, [], "")
     made.feed("lost ")
     made.lose()
     made.feed("the end of a line\nwhole\n")
-    assert made.take(4) == wire.Output(2, 4, ["whole"], skipped=1)
+    assert made.take(4) == Output(2, 4, ["whole"], skipped=1)
 
 
 class Streams:
@@ -451,11 +452,9 @@ def answered(aggregator: Any, rank: int, **asked: Any) -> list[tuple[str, str, b
 
 def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
     played = Played(tmp_path, 2, per_node=2, late=None)
-    played.play(
-        output=[wire.Output(1, played.clock(), ["epoch 1"], "1%"), wire.Output(2, played.clock(), ["w"])]
-    )
-    played.play(output=[wire.Output(1, played.clock(), ["epoch 2", "epoch 3"], "7%", 4)])
-    played.play(silent=(0,), output=[wire.Output(1, played.clock(), [], "9%")])
+    played.play(output=[Output(1, played.clock(), ["epoch 1"], "1%"), Output(2, played.clock(), ["w"])])
+    played.play(output=[Output(1, played.clock(), ["epoch 2", "epoch 3"], "7%", 4)])
+    played.play(silent=(0,), output=[Output(1, played.clock(), [], "9%")])
     first = [("stdout", "epoch 1", False, 0), ("stderr", "w", False, 0)]
     last = [("stdout", "epoch 2", False, 4), ("stdout", "epoch 3", False, 0)]
     assert answered(played.aggregator, 0) == [*first, *last, ("stdout", "7%", True, 0)]
@@ -465,9 +464,11 @@ def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
 
 def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0)
-    aggregator.ingest(relay.message(rank.batch(output=[wire.Output(2, 1, ["seen"])])))
-    of_file = [wire.Output(2, 2, ["seen", "Segmentation fault"], by_relay=True)]
-    aggregator.ingest(relay.message(output={rank.process_id: of_file, "unknown": of_file}))
+    aggregator.ingest(relay.message(rank.batch(output=[Output(2, 1, ["seen"])])))
+    of_file = [Output(2, 2, ["seen", "Segmentation fault"], by_relay=True)]
+    aggregator.ingest(
+        relay.message(of_ranks={rank.process_id: encoded(of_file), "unknown": encoded(of_file)})
+    )
     aggregator.commit()
     assert [text for _, text, _, _ in answered(aggregator, 0)] == ["seen", "Segmentation fault"]
 
@@ -476,10 +477,10 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("traceml_ray.store.output._FEW", 50)
     writer = SessionWriter(tmp_path / "s.sqlite", output_lines=3)
     quiet, loud = writer.process("a", 1), writer.process("b", 1)
-    writer.add_output(quiet, wire.Output(1, 1, ["said once"]))
+    writer.add_record(OUTPUT, quiet.id, Output(1, 1, ["said once"]))
     for n in range(100):
-        writer.add_output(quiet, wire.Output(1, 1, [], f"{n}%"))
-        writer.add_output(loud, wire.Output(1, 1, [f"line {n}"]))
+        writer.add_record(OUTPUT, quiet.id, Output(1, 1, [], f"{n}%"))
+        writer.add_record(OUTPUT, loud.id, Output(1, 1, [f"line {n}"]))
         writer.commit()
         writer.fold()
     with writer.reader() as file:
@@ -494,7 +495,7 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
 def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Path) -> None:
     played = Played(tmp_path, 2, per_node=2, late=None)
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
-    printed = [wire.Output(2, played.clock(), ["Fatal error", "no room"], skipped=7)]
+    printed = [Output(2, played.clock(), ["Fatal error", "no room"], skipped=7)]
     for fields in ({"output": printed}, {}, {}):
         played.play(5, **fields)
     played.dies(1, -9)

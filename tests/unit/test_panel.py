@@ -19,6 +19,7 @@ from terminal_screen import TerminalScreen
 from traceml_ray import wire
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.signals.output.records import Output
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.terminal.panel import line, panel
@@ -180,7 +181,7 @@ def test_pane_of_layers(played: Played, snapshot: Kept) -> None:
 
 def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) -> None:
     poll = followed(played)
-    lines = [wire.Output(2, played.clock(), ["Traceback (most recent call last):", "CUDA error \x1b[31m漢"])]
+    lines = [Output(2, played.clock(), ["Traceback (most recent call last):", "CUDA error \x1b[31m漢"])]
     played.play(output=lines)
     played.dies(5, -9)
     poll.poll()

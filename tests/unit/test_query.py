@@ -47,6 +47,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.RankSteps(run, 1, 100, first=10, last=30),
         query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.ProcessSamples(processes, 2, 3 * SECOND),
+        query.Experts(run), query.Experts(run, 1),
         query.Memory(run), query.Sharding(run), query.MemorySamples(processes, 3),
         query.MemorySamples(processes, 4, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import identity
+from sessions import identity, records_of
 from torch import nn
 
 from traceml_ray import wire
@@ -24,9 +24,10 @@ from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
+from traceml_ray.signals.experts.records import EXPERTS, MAX_EXPERTS, MAX_ROUTERS, RouterTokens
+from traceml_ray.signals.memory.records import MEMORY, MemorySample
 from traceml_ray.spool import read_spool
 from traceml_ray.stages import DATA, LEAD_BYTES, N_STAGES, ROW_BYTES, SEGMENT_BITS
-from traceml_ray.store.rank_processes import RankProcess
 
 
 class Pipe:
@@ -101,8 +102,8 @@ def test_memory_is_sampled_each_round_and_its_sources_are_sent_when_they_are_new
     for _ in range(61):
         agent.tick()
     batches = pipe.batches()
-    assert [len(batch.memory) for batch in batches] == [1] * 61
-    (sample,) = batches[0].memory
+    assert [len(records_of(batch, MEMORY)) for batch in batches] == [1] * 61
+    (sample,) = records_of(batches[0], MEMORY)
     assert (sample.step, sample.device, sample.allocated_bytes) == (7, None, None)
     assert sample.rss_bytes and sample.limit_bytes and batches[0].sent_ns >= sample.t_ns > 0
     assert [number for number, batch in enumerate(batches) if batch.memory_from] == [0, 30, 60]
@@ -111,14 +112,16 @@ def test_memory_is_sampled_each_round_and_its_sources_are_sent_when_they_are_new
 
 
 def test_samples_of_memory_that_do_not_fit_wait_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [wire.MemorySample(1, 1, device, *[1 << 40] * 14) for device in range(1000)]
+    many = [MemorySample(1, 1, device, *[1 << 40] * 14) for device in range(1000)]
     monkeypatch.setattr("traceml_ray.agent.memory_samples.MemorySampler.sample", lambda *_: list(many))
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 2000)
     agent.tick()
     assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
-    assert [sample.device for batch in pipe.batches() for sample in batch.memory] == [*range(1000)]
+    assert [sample.device for batch in pipe.batches() for sample in records_of(batch, MEMORY)] == [
+        *range(1000)
+    ]
 
 
 def test_samples_of_memory_that_are_lost_are_counted() -> None:
@@ -129,7 +132,7 @@ def test_samples_of_memory_that_are_lost_are_counted() -> None:
     pipe.room = 1000
     agent.tick()
     lost = agent.instrumentation.errors["memory samples lost with their batch"]
-    assert lost > 0 and sum(len(batch.memory) for batch in pipe.batches()) + lost == 201
+    assert lost > 0 and sum(len(records_of(batch, MEMORY)) for batch in pipe.batches()) + lost == 201
 
 
 @pytest.mark.parametrize(
@@ -544,9 +547,9 @@ def test_counts_of_as_many_routers_as_are_allowed_are_sent_in_turn_and_all_at_th
     pipe = Pipe()
     agent = make(pipe)
     routers, token = agent.instrumentation.routers, torch.zeros(1)
-    watched = [Router(number, number) for number in range(wire.MAX_ROUTERS)]
+    watched = [Router(number, number) for number in range(MAX_ROUTERS)]
     for router in watched:
-        routers.watch(router, wire.MAX_EXPERTS, "router" * 20, None)
+        routers.watch(router, MAX_EXPERTS, "router" * 20, None)
     with pytest.raises(ValueError, match="64 routers"):
         routers.watch(Router(0), 4, "one more", None)
     for router in watched:
@@ -554,34 +557,23 @@ def test_counts_of_as_many_routers_as_are_allowed_are_sent_in_turn_and_all_at_th
     for counts in routers._counts.values():
         counts[1:-1] += 1 << 40  # long numbers
     push(agent, 10)
-    rounds = wire.MAX_ROUTERS * (wire.MAX_EXPERTS + 2) // COUNTS_AT_ONCE
+    rounds = MAX_ROUTERS * (MAX_EXPERTS + 2) // COUNTS_AT_ONCE
     for _ in range(rounds):
         agent.tick()
     assert len(pipe.taken) == rounds, "one batch a round"
     assert max(map(len, pipe.taken)) < wire.MAX_BATCH_BYTES // 3
-    stored = RankProcess(1, agent.process_id)
-    for batch in pipe.batches():
-        assert stored.absorb(batch, 0)
-    assert list(stored.experts.values()) == [*routers.counts().values()]
-    assert not stored.absorb(pipe.batches()[0], 0), "nothing is new in that"
+    sent = [router for batch in pipe.batches() for router in records_of(batch, EXPERTS)]
+    assert [router.number for router in sent] == [*range(MAX_ROUTERS)]
+    assert {router.name: router.tokens for router in sent} == routers.counts()
     for router in watched:
         router(token)
     pipe.taken.clear()
     agent.tick(final=True)
     assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES and pipe.batches()[-1].final
-    for batch in pipe.batches():
-        stored.absorb(batch, 0)
-    assert stored.experts == routers.counts() and stored.experts["router" * 10 + "rout"][0] == 4 + (1 << 40)
+    sent = [router for batch in pipe.batches() for router in records_of(batch, EXPERTS)]
+    assert {router.name: router.tokens for router in sent} == routers.counts()
+    assert (sent[0].name, sent[0].tokens[0]) == ("router" * 10 + "rout", 4 + (1 << 40))
     assert not agent.instrumentation.errors
-
-
-def test_routers_that_a_process_makes_up_do_not_grow_its_entry() -> None:
-    stored, empty = RankProcess(1, "a"), wire.RankBatch(wire.VERSION, "a", 0, 0, 0, 0, 0, b"", b"", b"")
-    for number in range(200):
-        stored.absorb(msgspec.structs.replace(empty, experts={f"router {number}": [number]}), 0)
-    assert len(stored.experts) == wire.MAX_ROUTERS
-    stored.absorb(msgspec.structs.replace(empty, experts={"router 0": [5], "router 300": [5]}), 0)
-    assert len(stored.experts) == wire.MAX_ROUTERS and stored.experts["router 0"] == [5]
 
 
 @pytest.mark.parametrize(
@@ -614,7 +606,8 @@ def test_value_that_a_relay_would_refuse_costs_itself_only(
 
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.4, 1.0]), min_size=8, max_size=8))
 def test_batch_with_all_rows_that_it_has_room_for_is_within_the_limit(shares: list[float]) -> None:
-    errors, unsent = Errors(), Unsent()
+    errors = Errors()
+    unsent = Unsent(errors)
     draft = BatchDraft(errors)
     hosts, dims, reasons, events, spans, routers, counts, places = (
         round(share * most)
@@ -625,7 +618,7 @@ def test_batch_with_all_rows_that_it_has_room_for_is_within_the_limit(shares: li
     draft.put("missing", {f"patch {number}": "x" * 200 for number in range(reasons)})
     unsent.events = [wire.Event("stacks", 1, message="y" * 12_000) for _ in range(events)]
     unsent.spans = [wire.SpanSum("s" * 60, 1, *[1 << 60] * 5) for _ in range(spans)]
-    unsent.experts = {f"router {number}": [1 << 60] * counts for number in range(routers)}
+    unsent.add(RouterTokens(number, f"router {number}", [1 << 60] * counts) for number in range(routers))
     unsent.move_into(draft)
     draft.put_last("errors", {f"{number:0100}": 1 << 60 for number in range(places)})
     per_row = 9 + 2 * ROW_BYTES + LEAD_BYTES

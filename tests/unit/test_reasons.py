@@ -12,13 +12,13 @@ from played import QUIET, Played
 from sessions import LIMITS, MS
 from unit.sample_windows import of_ms, window
 
-from traceml_ray import wire
 from traceml_ray.agent.size_log import packed
 from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.reasons import with_reason
 from traceml_ray.analysis.uneven_work import Reason
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.summary import summarize
+from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.schema import SessionFileError
@@ -126,9 +126,9 @@ def test_sizes_that_some_ranks_do_not_send_are_said_to_be_unknown(tmp_path: Path
 def test_sizes_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
     played = Uneven(tmp_path / "s", unknown=tuple(range(RANKS)))
     for second in range(15):
-        sizes = wire.StepSizes(10 * second, 10 * second + 9, b"nonsense")
+        sizes = StepSizes(10 * second, 10 * second + 9, b"nonsense")
         played.play(10, sizes=[sizes])
-    assert dict(played.aggregator.errors) == {"sizes of batches: ValueError": 15 * RANKS}
+    assert dict(played.aggregator.errors) == {"sizes of batches by step: malformed": 15 * RANKS}
     for verdict in (played.live(), played.stored()):
         assert (verdict["rank"], verdict["reason"]["what"]) == (None, "unknown")
 

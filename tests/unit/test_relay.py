@@ -24,7 +24,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import SECOND, Clock, NoSamples, Straight, aggregation, check_ledger
+from sessions import SECOND, Clock, NoSamples, Straight, aggregation, check_ledger, records_of, with_records
 from sessions import Rank as SentRank
 from sessions import Relay as SentRelay
 
@@ -41,6 +41,9 @@ from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import NODE as NODE_SAMPLES
+from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import DATA, N_STAGES, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
@@ -52,6 +55,7 @@ def rank_batch(
     process_id: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0, **fields: Any
 ) -> bytes:
     fields.setdefault("events", [wire.Event("note", 0, message="x" * pad)] if pad else [])
+    fields = with_records(fields)
     return wire.encode(
         wire.RankBatch(
             v=wire.VERSION,
@@ -503,22 +507,22 @@ def test_events_spans_and_samples_dropped_by_an_overflow_are_counted(bench: Benc
     events, spans = [wire.Event("note", 1, message="x" * 4000)], [wire.SpanSum("a", 1, 1, 5, 5, 0, 0)]
     sample_fields = {
         "process": wire.ProcessSample(1, 1.0, 1, 1, 0, 0),
-        "memory": [wire.MemorySample(1, 1, None)],
+        "memory": [MemorySample(1, 1, None)],
     }
     for seq in range(12):
         small.relay.take(rank_batch("a", seq, events=events, spans=spans, **sample_fields))
-        small.sampler.sample = wire.NodeSample(seq, *[None] * 9)
+        small.sampler.sample = NodeSample(seq, *[None] * 9)
         small.tick()
     small.aggregator.up = True
     small.tick(10)
     batches, errors = small.aggregator.batches(), small.aggregator.errors()
-    for what, name in {"events": "event", "spans": "span", "memory": "memory sample"}.items():
-        kept = sum(len(getattr(batch, what)) for batch in batches)
+    for what, name in {"events": "event", "spans": "span", "memory": "memory samples"}.items():
+        kept = sum(len(batch.records.get(what, ()) or getattr(batch, what, ())) for batch in batches)
         assert 0 < kept < 12
         assert kept + errors[f"{name}: no room"] == 12
     assert errors["process sample: no room"] == 12 - len(batches)
-    samples = sum(message.sample is not None for message in small.aggregator.stored)
-    assert samples + errors["node sample: no room"] == 12
+    samples = sum(len(records_of(message, NODE_SAMPLES)) for message in small.aggregator.stored)
+    assert samples + errors["samples of nodes: no room"] == 12
     small.relay.close()
 
 
@@ -755,10 +759,10 @@ def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
 
 
 def test_critical_errors_become_events_and_the_rest_of_a_flood_is_counted(bench: Bench) -> None:
-    gpus = [wire.GpuSample(n, None, None, None, None, xid=[79]) for n in range(8)]
+    gpus = [GpuSample(n, None, None, None, None, xid=[79]) for n in range(8)]
     bench.aggregator.up = False
     for t in range(100):
-        bench.sampler.sample = wire.NodeSample(t, *[None] * 9, gpus=gpus)
+        bench.sampler.sample = NodeSample(t, *[None] * 9, gpus=gpus)
         bench.tick()
     bench.aggregator.up = True
     bench.tick(400)

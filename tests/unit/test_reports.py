@@ -19,6 +19,7 @@ from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
+from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import BACKWARD, DATA
 from traceml_ray.store.session_file import SessionFile
 
@@ -124,13 +125,11 @@ def test_memory_system_and_overhead_are_in_the_summary(tmp_path: Path, snapshot:
     run = Run(tmp_path / "s", 2)
     run.steps(3)
     for used, rss in ((10, 300), (30, 200)):
-        sample = wire.NodeSample(
-            1, float(used), 8, 1.0, used, 100, 0, 0, 0, 0, [wire.GpuSample(0, "x", 50.0, 7, 9)]
-        )
+        sample = NodeSample(1, float(used), 8, 1.0, used, 100, 0, 0, 0, 0, [GpuSample(0, "x", 50.0, 7, 9)])
         process = wire.ProcessSample(1, 1.0, rss, 1, None, None)
         overhead = wire.Overhead(300_000, SECOND // 100, SECOND, 3000)
         batch = run.ranks[0].batch(0, process=process, overhead=overhead)
-        run.aggregator.ingest(run.relays[0].message(batch, sample=sample))
+        run.aggregator.ingest(run.relays[0].message(batch, node=[sample]))
     summary = run.finish()
     memory = summary["memory"]["per_rank"]
     assert memory["0"] == {"rss_peak_bytes": 300, "rss_last_bytes": 200, "allocated_peak_bytes": None}

@@ -24,6 +24,8 @@ from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import folded_steps
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import DATA, SEGMENT_BITS
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.retention import Retention
@@ -57,19 +59,19 @@ class Job:
         for second in range(seconds):
             self.clock.tick()
             process = wire.ProcessSample(self.clock(), 50.0, PEAK if second == 7 else 1 << 30, 9, 0, 0)
-            sample = wire.NodeSample(self.clock(), *[None] * 9)
+            sample = NodeSample(self.clock(), *[None] * 9)
             rows = {late: [ROW[0], ROW[1] + 10, *ROW[2:]]}
             memory = [self.memory(second, device) for device in (0, 1)]
             batches = [
                 rank.batch(steps, rows.get(number, waits), process=process, memory=memory, **more)
                 for number, rank in enumerate(self.ranks)
             ]
-            self.aggregator.ingest(self.relay.message(*batches, sample=sample))
+            self.aggregator.ingest(self.relay.message(*batches, node=[sample]))
             assert self.aggregator.commit()
 
-    def memory(self, second: int, device: int) -> wire.MemorySample:
+    def memory(self, second: int, device: int) -> MemorySample:
         most, uss = PEAK if second == 7 else GIB, GIB if second % 30 == 4 else None
-        return wire.MemorySample(self.clock(), second, device, GIB, peak_bytes=most, uss_bytes=uss)
+        return MemorySample(self.clock(), second, device, GIB, peak_bytes=most, uss_bytes=uss)
 
     @property
     def size(self) -> int:

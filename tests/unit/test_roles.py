@@ -28,6 +28,7 @@ from traceml_ray.analysis.roles import bubbles, role_of
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.summary import summarize
+from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -263,7 +264,7 @@ def test_load_of_experts_is_counted_where_a_router_is_watched() -> None:
         router(torch.zeros(8, 1))
     router.eval()(torch.zeros(8, 1))
     assert routers.counts() == {"layer 1": [12, 12, 24, 0]}
-    (load,) = loads([routers.counts(), routers.counts()])
+    (load,) = loads([routers.due(True), routers.due(True)])
     assert (load.tokens, load.most, load.times_mean, load.idle) == (96, 2, 2.0, 1)
     assert sentence(load) == "layer 1: expert 2 of 4 has 2 times the mean; 1 had no token"
     patcher.restore()
@@ -304,7 +305,7 @@ def test_routers_of_one_name_are_told_apart_before_they_have_run() -> None:
 def test_load_of_experts_is_in_summary_and_report(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, per_node=2, late=None)
     for second in range(12):
-        played.play(5, experts={"router": [second, second, 2 * second, 0]})
+        played.play(5, experts=[RouterTokens(0, "router", [second, second, 2 * second, 0])])
     played.end()
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
         (load,) = summarize(file, DEFAULTS)["experts"]

@@ -21,6 +21,7 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session import SessionFolder
@@ -409,8 +410,8 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, clock: Clock) -> None:
     _leave(aggregator, 0, nodes=1)
     assert aggregator.over
     before = (tmp_path / "session.sqlite").read_bytes()
-    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [])
-    late = relay.message(sample=sample)
+    sample = NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [])
+    late = relay.message(node=[sample])
     aggregator.ingest(late)
     assert aggregator.commit() and aggregator.endings.complete
     assert confirmed(aggregator.ingest(late)) == 2  # its relay need not keep it
@@ -420,7 +421,7 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, clock: Clock) -> None:
     aggregator.close()
     restarted = aggregation(tmp_path, clock)  # by Ray, after it was killed
     assert restarted.over and restarted.endings.complete
-    restarted.ingest(relay.message(sample=sample))
+    restarted.ingest(relay.message(node=[sample]))
     assert restarted.commit()
     restarted.close()
     assert (tmp_path / "session.sqlite").read_bytes() == before

@@ -14,6 +14,8 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask, check_led
 
 from traceml_ray import wire
 from traceml_ray.reports.status import render_status
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
@@ -54,8 +56,8 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
 
 
 def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
-    gpus = [wire.GpuSample(0, "H200", 90.0, 10, None)]
-    sample = wire.NodeSample(7, 50.0, 8, None, 1, 2, 3, 4, 5, 6, gpus)
+    gpus = [GpuSample(0, "H200", 90.0, 10, None)]
+    sample = NodeSample(7, 50.0, 8, None, 1, 2, 3, 4, 5, 6, gpus)
     batch = Rank(0, 1).batch(
         2,
         process=wire.ProcessSample(9, None, 4096, 3, None, 1),
@@ -70,7 +72,7 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         errors={"hook": 2},
         strategy="ddp",
     )
-    message = Relay().message(batch, sample=sample, errors={"sampler": 1})
+    message = Relay().message(batch, node=[sample], errors={"sampler": 1})
     with _stored(tmp_path, message) as session:
         (rank,) = session.processes()
         assert (rank.open_step, rank.open_stage, rank.open_elapsed_ns) == (2, 1, 77)
@@ -259,9 +261,9 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
             events=[wire.Event("note", number)],
             spans=[wire.SpanSum("a", 1, 1, 5, 5, 0, 0)],
             process=wire.ProcessSample(number, 1.0, 1, 1, 0, 0),
-            memory=[wire.MemorySample(number, 1, None)],
+            memory=[MemorySample(number, 1, None)],
         )
-        aggregator.ingest(relay.message(batch, sample=wire.NodeSample(number, *[None] * 9)))
+        aggregator.ingest(relay.message(batch, node=[NodeSample(number, *[None] * 9)]))
         assert not aggregator.commit()
     blocker.execute("ROLLBACK")
     blocker.close()
@@ -324,9 +326,9 @@ def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
     messages = []
     for second in range(6):
         process = wire.ProcessSample(second, 1.0, second, 1, 0, 0)
-        sample = wire.NodeSample(second, 1.0, 1, None, 1, 2, 3, 4, 5, 6)
+        sample = NodeSample(second, 1.0, 1, None, 1, 2, 3, 4, 5, 6)
         batches = [rank.batch(2, process=process, events=events) for rank in ranks]
-        messages.append(relay.message(*batches, sample=sample))
+        messages.append(relay.message(*batches, node=[sample]))
     with _stored(tmp_path, *messages) as session:
         lengths, cursor, read = [], 0, -1
         while cursor != read:

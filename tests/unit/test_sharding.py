@@ -17,7 +17,7 @@ import pytest
 import torch
 from played import Played, look
 from plotly.io.json import to_json_plotly
-from sessions import Rank
+from sessions import Rank, records_of
 from torch.distributed import fsdp
 
 from traceml_ray import wire
@@ -33,7 +33,7 @@ from traceml_ray.cli import main
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.sharding import about_model, per_step, sharding_of
-from traceml_ray.samples import Sharding, UnevenShard
+from traceml_ray.signals.sharding.records import SHARDING, Sharding, UnevenShard
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -76,7 +76,7 @@ class Divided(Played):
             uneven=[part],
             uneven_count=1,
         )
-        return super()._batch(rank, rows, **{"sharding": sent, "strategy": "fsdp2+hsdp", **fields})
+        return super()._batch(rank, rows, **{"sharding": [sent], "strategy": "fsdp2+hsdp", **fields})
 
 
 @pytest.fixture(scope="module")
@@ -220,22 +220,22 @@ def test_file_of_before_has_no_shards_and_takes_some(tmp_path: Path, divided: Pa
     with SessionFile(divided / "session.sqlite") as stored:
         stored.copy_to(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE sharding")
+        connection.execute("DROP TABLE shard")
         connection.execute("DELETE FROM meta WHERE key = 'ending'")  # the session goes on
         connection.commit()
     with SessionFile(path) as old:
-        assert old.shardings() == {} and sharding_of(old) is None and len(old.ranks()) == 4
+        assert old.records_of(SHARDING) == {} and sharding_of(old) is None and len(old.ranks()) == 4
     cut(path, excerpt := tmp_path / "excerpt.sqlite", 60.0, 10)
     with SessionFile(excerpt) as old:
-        assert old.shardings() == {}
+        assert old.records_of(SHARDING) == {}
 
     writer = SessionWriter(path)
     process = next(iter(writer.processes.values()))
-    writer.set_sharding(process, sharding())
+    writer.add_record(SHARDING, process.id, sharding())
     writer.commit()
     writer.close()
     with SessionFile(path) as again:
-        assert again.shardings() == {process.id: sharding()}
+        assert again.records_of(SHARDING) == {process.id: [sharding()]}
 
 
 def test_shards_are_exported_with_a_column_for_each_field(divided: Path, tmp_path: Path) -> None:
@@ -250,13 +250,15 @@ def test_shards_are_exported_with_a_column_for_each_field(divided: Path, tmp_pat
 def test_shards_are_in_an_excerpt(tmp_path: Path, divided: Path) -> None:
     cut(divided / "session.sqlite", tmp_path / "excerpt.sqlite", 60.0, 10)
     with SessionFile(divided / "session.sqlite") as whole, SessionFile(tmp_path / "excerpt.sqlite") as part:
-        assert part.shardings() == whole.shardings() != {}
+        assert part.records_of(SHARDING) == whole.records_of(SHARDING) != {}
 
 
 def test_batch_with_shards_goes_over_the_wire() -> None:
     rank = Rank(0, 1)
-    batch = wire.decode(rank.batch(0, sharding=sharding(uneven=[UnevenShard("w", 3, 1, 4)])), wire.RankBatch)
-    assert batch.sharding == sharding(uneven=[UnevenShard("w", 3, 1, 4)])
+    batch = wire.decode(
+        rank.batch(0, sharding=[sharding(uneven=[UnevenShard("w", 3, 1, 4)])]), wire.RankBatch
+    )
+    assert records_of(batch, SHARDING) == [sharding(uneven=[UnevenShard("w", 3, 1, 4)])]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,10 +15,11 @@ from sessions import LIMITS, run_message, stored
 
 from traceml_ray import wire
 from traceml_ray.analysis.device_peaks import peak_tflops
-from traceml_ray.analysis.work import FACTS, MOST, WorkHistory
+from traceml_ray.analysis.work import MOST, WorkHistory
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
+from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.store import query
 from traceml_ray.store.session import prepare
 from traceml_ray.store.session_file import SessionFile
@@ -29,7 +29,7 @@ H200: dict[str, Any] = {"device": "NVIDIA H200", "dtype": "bfloat16"}
 
 
 class Job(Played):
-    """A job of two ranks whose steps take 20 ms, to the ns; `work`: fields of `wire.StepWork`."""
+    """A job of two ranks whose steps take 20 ms, to the ns; `work`: fields of `StepWork`."""
 
     def __init__(self, folder: Path) -> None:
         self.held = prepare(folder.parent, folder.name)
@@ -41,7 +41,7 @@ class Job(Played):
     ) -> None:
         amounts = (None if amount is None else amount * steps for amount in (samples, tokens))
         last = self.step + steps - 1
-        work = wire.StepWork(self.step, last, steps, steps, *amounts, **self.work)
+        work = StepWork(self.step, last, steps, steps, *amounts, **self.work)
         self.play(steps, work=[work], **more)
 
     def numbers(self, whole: bool | None = None) -> Any:
@@ -252,8 +252,8 @@ def test_mean_of_steps_is_that_of_each_one(given_pieces: list[Any], first: int, 
     work, sizes_of = WorkHistory(), {0: [], 1: [], 2: []}  # type: ignore[var-annotated]
     for process, steps, size in given_pieces:
         begin = len(sizes_of[process])
-        row = wire.StepWork(begin, begin + steps - 1, steps, steps, None if size is None else size * steps)
-        work.add(process, msgspec.structs.asdict(row))
+        row = StepWork(begin, begin + steps - 1, steps, steps, None if size is None else size * steps)
+        work.add(process, row)
         sizes_of[process] += [np.nan if size is None else float(size)] * steps
     means = work.per_step([0, 1, 2], first, first + more).samples
     for process, sizes in sizes_of.items():
@@ -268,14 +268,7 @@ def test_mean_of_steps_is_that_of_each_one(given_pieces: list[Any], first: int, 
 def test_pieces_have_a_bound_and_sums_stay() -> None:
     work = WorkHistory()
     for step in range(5 * MOST):
-        row = dict.fromkeys(FACTS) | {
-            "first_step": step,
-            "last_step": step,
-            "steps": 1,
-            "samples": step,
-            "tokens": 7,
-        }
-        work.add(1, row)
+        work.add(1, StepWork(step, step, 1, 1, step, 7))
         work.per_step([1], 0, step)
     assert len(work._rows()) <= MOST
     mean = work.per_step([1], 0, 5 * MOST)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
+
 from traceml_ray import wire
 from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
@@ -19,6 +21,8 @@ VALUE_BYTES = 16 * 1024
 """For single values: identity, placement, …"""
 _ROW_BYTES = 8 * 1024
 """At least, for rows."""
+_HEADER_BYTES = 64
+"""For the name of a kind of records, and how many there are."""
 _ENVELOPE_BYTES = 256
 """For the numbers that every batch has, and the headers of its lists and columns."""
 
@@ -64,19 +68,27 @@ class BatchDraft:
                 self._take(size)
         self.fields[field] = taken
 
-    def fill_map(self, field: str, waiting: dict[str, Any]) -> None:
-        """The same for a field that is a dict."""
-        taken: dict[str, Any] = {}
-        while waiting and len(taken) < wire.MAX_ITEMS:
-            name = next(iter(waiting))
-            size = self._size_of(field, {name: waiting[name]}, ITEM_BYTES)
-            if size is not None and size > self._for_items:
-                break
-            value = waiting.pop(name)
-            if size is not None:
-                taken[name] = value
-                self._take(size)
-        self.fields[field] = taken
+    def fill_records(self, waiting: dict[str, list[tuple[msgspec.Raw, int]]]) -> dict[str, int]:
+        """
+        Move as many encoded records as fit from `waiting`, where each has its amount, into `records`; return
+        the amounts by kind.
+        """
+        records: dict[str, list[msgspec.Raw]] = {}
+        amounts: dict[str, int] = {}
+        for name, of_kind in waiting.items():
+            count = 0
+            while count < min(len(of_kind), wire.MAX_ITEMS):
+                size = len(of_kind[count][0])
+                if size + _HEADER_BYTES * (not count) > self._for_items:
+                    break
+                self._take(size + _HEADER_BYTES * (not count))
+                count += 1
+            if count:
+                records[name] = [raw for raw, _ in of_kind[:count]]
+                amounts[name] = sum(amount for _, amount in of_kind[:count])
+                del of_kind[:count]
+        self.fields["records"] = records
+        return amounts
 
     def _take(self, size: int) -> None:
         self._for_items -= size

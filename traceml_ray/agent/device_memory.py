@@ -38,7 +38,7 @@ _CURRENT = {
 }
 OF_TORCH = (*_CURRENT, "peak_bytes", "retries", "ooms")
 OF_NVML = ("process_bytes", "device_used_bytes", "device_total_bytes")
-"""Fields of `wire.MemorySample` by where they come from."""
+"""Fields of `MemorySample` by where they come from."""
 
 
 @dataclass

@@ -27,7 +27,8 @@ from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.codec import ready
-from traceml_ray.layer_messages import LayersCommand, LayerWindow
+from traceml_ray.layer_messages import LayersCommand
+from traceml_ray.signals.layers.records import LayerWindow
 
 MAX_SHARE = 0.012
 """Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""

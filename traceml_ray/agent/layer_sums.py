@@ -10,7 +10,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.layer_calls import Sample
-from traceml_ray.layer_messages import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
+from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
 
 _UNSEEN_NS = 1000
 """About what torch takes to call one of our hooks,"""

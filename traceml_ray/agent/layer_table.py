@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from traceml_ray.layer_messages import Region
+from traceml_ray.signals.layers.records import Region
 
 MAX_MODULES = 1000
 """Of a larger model those nearest to the root; what is inside them is their own time."""

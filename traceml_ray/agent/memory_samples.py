@@ -10,7 +10,7 @@ from typing import TypeVar
 from traceml_ray.agent.device_memory import OF_NVML, OF_TORCH, DeviceMemory
 from traceml_ray.agent.host_memory import HostMemory, Limit
 from traceml_ray.errors import error_text
-from traceml_ray.wire import MemorySample
+from traceml_ray.signals.memory.records import MemorySample
 
 USS_S = 30.0
 """Between two counts of what the process shares with no other, and between two looks for limits."""

@@ -16,22 +16,17 @@ from traceml_ray.agent.channel import Channel
 
 
 class Batch(msgspec.Struct, gc=False):
-    """One encoded `wire.RankBatch`, and how many rows, events, spans and samples of memory are in it."""
+    """One encoded `wire.RankBatch`, and how much is in it."""
 
     seq: int
     rows: int
     events: int
     spans: int
-    memory: int
     data: bytes
     piece: int | None = None
     """Where the first of its pieces of a trace begins."""
-    lines: int = 0
-    """Of output."""
-    windows: int = 0
-    """Of layers."""
-    work: int = 0
-    """Records of `wire.StepWork`, and of `wire.StepSizes`."""
+    records: dict[str, int] = {}
+    """How much of each kind of record is in it."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.last_lines import LINE_CHARS, LastLines
-from traceml_ray.samples import Output
+from traceml_ray.signals.output.records import Output
 
 _PIECES = 512
 """Of one stream, that are noted between two looks."""

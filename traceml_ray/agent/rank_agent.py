@@ -13,7 +13,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,10 +42,12 @@ from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
 from traceml_ray.agent.work_report import WorkReport
+from traceml_ray.codec import Part
 from traceml_ray.errors import sendable
 from traceml_ray.identity import rank_filter
-from traceml_ray.last_lines import lines_of
 from traceml_ray.settings import Settings
+from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.memory.records import MemorySample
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
@@ -88,7 +90,6 @@ class RankAgent:
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
-        self.unsent = Unsent()
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
@@ -104,6 +105,7 @@ class RankAgent:
         self._memory_sampler = MemorySampler()
         self._memory_samples = 0
         ours = self.instrumentation
+        self.unsent = Unsent(ours.errors)
         self.history = MemoryHistory(
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
@@ -170,16 +172,14 @@ class RankAgent:
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
         self.unsent.spans += (spans := self.guard("spans", lambda: self._collect_spans(final)) or [])
-        self.guard("shards", lambda: self.shards.turn(self.unsent, spans, final))
-        self.guard("memory", self._sample_memory)
-        self.unsent.work += self.guard("work", lambda: self.work.collect(final)) or []
-        self.unsent.sizes += self.guard("sizes", lambda: self.work.collect_sizes(final)) or []
+        self._add("shards", lambda: self.shards.collect(spans, final))
+        self._add("memory", self._sample_memory)
+        self._add("work", lambda: self.work.collect(final))
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
-        self.unsent.layers += self.guard("layers", functools.partial(self.layers.turn, final)) or []
-        self.unsent.output += self.guard("output", lambda: self.output.take(time.time_ns())) or []
-        routers = self.instrumentation.routers
-        self.unsent.experts |= self.guard("router", functools.partial(routers.due, final)) or {}
+        self._add("layers", functools.partial(self.layers.turn, final))
+        self._add("output", lambda: self.output.take(time.time_ns()))
+        self._add("router", functools.partial(self.instrumentation.routers.due, final))
         while self._enqueue(final):
             pass
         self._exchange()
@@ -188,11 +188,15 @@ class RankAgent:
             self._exchange()
         self.guard("spool", lambda: self._early.turn(self.process_id, self._outbox))
 
+    def _add(self, place: str, collect: Callable[[], Iterable[Part]]) -> None:
+        """Have the records sent that `collect` returns; what it raises is counted at `place`."""
+        self.guard(place, lambda: self.unsent.add(collect()))
+
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when there is more, for another."""
         for dropped in self._outbox.make_room():
             self._lose(dropped)
-        draft = self._draft()
+        draft, records = self._draft()
         # Rows come last: from here on nothing but the encoding may go wrong.
         most = min(wire.MAX_ROWS, draft.row_bytes // self.ring.row_bytes)
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(most)
@@ -215,10 +219,9 @@ class RankAgent:
             **draft.fields,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
-        held = len(batch.events), len(batch.spans), len(batch.memory)
-        more_held = lines_of(batch.output), len(batch.layers), len(batch.work) + len(batch.sizes)
+        held = len(batch.events), len(batch.spans)
         piece = batch.pieces[0].offset if batch.pieces else None
-        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, *more_held)
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, records)
         if data is None:
             self._lose(made)
             return more
@@ -226,8 +229,8 @@ class RankAgent:
         self._outbox.put(made)
         return more
 
-    def _draft(self) -> BatchDraft:
-        """Return what the next batch has beside its rows."""
+    def _draft(self) -> tuple[BatchDraft, dict[str, int]]:
+        """Return what the next batch has beside its rows, and how much of each kind of record that is."""
         patches = self.instrumentation
         draft = BatchDraft(patches.errors)
         self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
@@ -242,9 +245,9 @@ class RankAgent:
         draft.put("missing", {name: sendable(why) for name, why in missing.items()})
         if not self._seq:
             draft.put("environment", self.guard("environment", environment))
-        self.unsent.move_into(draft)
+        records = self.unsent.move_into(draft)
         draft.put_last("errors", self._errors())
-        return draft
+        return draft, records
 
     def _overhead(self) -> wire.Overhead:
         elapsed = time.monotonic_ns() - self._began_ns
@@ -268,9 +271,9 @@ class RankAgent:
     def _lose(self, batch: Batch) -> None:
         """Count what was in a batch that will not be sent."""
         self._dropped += batch.rows
-        lost = {"events": batch.events, "spans": batch.spans, "memory samples": batch.memory}
-        lost |= {"lines of output": batch.lines, "sizes of batches": batch.work}
-        for what, count in (lost | {"windows of layers": batch.windows}).items():
+        lost = {"events": batch.events, "spans": batch.spans}
+        lost |= {KINDS[name].lost: amount for name, amount in batch.records.items()}
+        for what, count in lost.items():
             self.instrumentation.errors.count(f"{what} lost with their batch", count)
         if batch.piece is not None:
             self.captures.lose(batch.piece)
@@ -369,14 +372,15 @@ class RankAgent:
         self._sampled = time.monotonic()
         return self._sampler.sample()
 
-    def _sample_memory(self) -> None:
+    def _sample_memory(self) -> list[MemorySample]:
         """Sample memory; where it comes from is sent when that is new, and again now and then."""
         sampler = self._memory_sampler
         before = dict(sampler.sources)
-        self.unsent.memory += sampler.sample(time.time_ns(), self.recorder.open_stage().step)
+        samples = sampler.sample(time.time_ns(), self.recorder.open_stage().step)
         if sampler.sources != before or self._memory_samples % _SOURCES_EVERY == 0:
             self.unsent.memory_from = dict(sampler.sources)
         self._memory_samples += 1
+        return samples
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.errors import sendable
-from traceml_ray.wire import MAX_EXPERTS, MAX_ROUTERS
+from traceml_ray.signals.experts.records import MAX_EXPERTS, MAX_ROUTERS, RouterTokens
 
 MAX_NAME_CHARS = 64
 COUNTS_AT_ONCE = 2 * (MAX_EXPERTS + 2)
@@ -24,7 +24,8 @@ class Routers:
         By name of a router that has run: an int64 tensor on the host. It begins with the indices below 0 and
         ends with those above the last expert; between them is one count an expert.
         """
-        self._names: set[str] = set()
+        self._names: dict[str, None] = {}
+        """In the order in which they began to be watched."""
         self._outside: dict[str, int] = {}
         self._turn: list[str] = []
         """The routers that are to be sent before any is sent again."""
@@ -36,7 +37,7 @@ class Routers:
         name = sendable(name)[:MAX_NAME_CHARS]
         while name in self._names:
             name = f"{name}'"[-MAX_NAME_CHARS:]
-        self._names.add(name)
+        self._names[name] = None
         handle = module.register_forward_hook(self._hook(name, experts, chosen or _chosen))
         self._patcher.when_restored(handle.remove)
 
@@ -77,11 +78,11 @@ class Routers:
         """How many indices were of no expert (below 0, above the last one), when counts were read last."""
         return sum(self._outside.values())
 
-    def due(self, final: bool = False) -> dict[str, list[int]]:
+    def due(self, final: bool = False) -> list[RouterTokens]:
         """Return the counts of the routers whose turn it is; at the end, of all."""
         if final:
-            return self.counts()
-        due: dict[str, list[int]] = {}
+            return [self._tokens(name) for name in [*self._counts]]
+        due: list[RouterTokens] = []
         room = COUNTS_AT_ONCE
         self._turn = self._turn or [*self._counts]
         while self._turn:
@@ -89,8 +90,11 @@ class Routers:
             room -= len(self._counts[name])
             if due and room < 0:
                 break
-            due[name] = self._read(self._turn.pop(0))
+            due.append(self._tokens(self._turn.pop(0)))
         return due
+
+    def _tokens(self, name: str) -> RouterTokens:
+        return RouterTokens([*self._names].index(name), name, self._read(name))
 
     def _read(self, name: str) -> list[int]:
         read: list[int] = self._counts[name].tolist()

@@ -18,9 +18,9 @@ from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.data_parallel import DataParallel
 from traceml_ray.agent.patch.shard_traffic import groups_of
-from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import sendable
-from traceml_ray.wire import Sharding, SpanSum, UnevenShard
+from traceml_ray.signals.sharding.records import Sharding, UnevenShard
+from traceml_ray.wire import SpanSum
 
 _READ_S = 60.0
 """A model that seems to be the same is read again after so long,"""
@@ -80,11 +80,13 @@ class Shards:
         self._read_for = 0, -1
         """How many modules and steps there were when it was read last."""
 
-    def turn(self, unsent: Unsent, spans: Iterable[SpanSum], final: bool) -> None:
-        """Have what is new sent; `spans` are those since the last turn. May raise what reading does."""
-        if modules := self._of.sharded():
-            self._note(spans)
-            unsent.sharding = self._due(modules, final) or unsent.sharding
+    def collect(self, spans: Iterable[SpanSum], final: bool) -> list[Sharding]:
+        """Return what is new; `spans` are those since the last time. May raise what reading does."""
+        if not (modules := self._of.sharded()):
+            return []
+        self._note(spans)
+        due = self._due(modules, final)
+        return [] if due is None else [due]
 
     def _note(self, spans: Iterable[SpanSum]) -> None:
         """Count the waits in collectives that are FSDP2's; on a device they are none of the host's."""
@@ -234,7 +236,7 @@ def _dtypes(parts: Iterable[_Part]) -> dict[str, str]:
 
 
 def _resharded(group: Any) -> str:
-    """Return what happens to the parameters of a group after its forward, see `wire.Sharding`."""
+    """Return what happens to the parameters of a group after its forward, see `Sharding`."""
     after = group.post_forward_mesh_info
     if after is None:
         return "no"

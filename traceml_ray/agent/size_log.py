@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from sys import byteorder
 
-from traceml_ray.wire import MAX_SIZES, StepSizes
+from traceml_ray.signals.throughput.records import MAX_SIZES, StepSizes
 
 ROOM = 4 * MAX_SIZES
 """Steps that are kept: beyond it the oldest is dropped, and counted."""

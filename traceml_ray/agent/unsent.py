@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
-from traceml_ray import wire
-from traceml_ray.agent.batch_draft import BatchDraft
+from collections.abc import Iterable
+
+import msgspec
+
+from traceml_ray import codec, wire
+from traceml_ray.agent.batch_draft import ITEM_BYTES, BatchDraft
+from traceml_ray.codec import Part
+from traceml_ray.errors import Errors
+from traceml_ray.signals.kinds import KINDS, OF_RECORD
 
 
 class Unsent:
-    """Of one rank process. Any thread may append to `events`; all else is the agent's thread's."""
+    """
+    Of one rank process. Any thread may append to `events`; all else is the agent's thread's.
 
-    def __init__(self) -> None:
+    Args:
+        errors: counts records that cannot be sent, by kind.
+    """
+
+    def __init__(self, errors: Errors) -> None:
         self.events: list[wire.Event] = []
         self.spans: list[wire.SpanSum] = []
-        self.memory: list[wire.MemorySample] = []
         self.memory_from: dict[str, str] = {}
         self.pieces: list[wire.TracePiece] = []
-        self.output: list[wire.Output] = []
-        self.sharding: wire.Sharding | None = None
-        self.layers: list[wire.LayerWindow] = []
-        self.work: list[wire.StepWork] = []
-        self.sizes: list[wire.StepSizes] = []
-        self.experts: dict[str, list[int]] = {}
+        self._records: dict[str, list[tuple[msgspec.Raw, int]]] = {name: [] for name in KINDS}
+        """By kind: encoded records, with the amount of each."""
+        self._errors = errors
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        waiting = self.events, self.spans, self.memory, self.pieces, self.output, self.layers, self.work
-        return any(waiting) or bool(self.sizes) or bool(self.experts)
+        return bool(self.events or self.spans or self.pieces) or any(self._records.values())
 
-    def move_into(self, draft: BatchDraft) -> None:
-        """Move what fits into the next batch."""
+    def add(self, records: Iterable[Part]) -> None:
+        """
+        Have records of signals sent, each encoded and checked here as the aggregator will check it. One that
+        would be refused, or is too large for a batch, is counted.
+        """
+        for record in records:
+            kind = OF_RECORD[type(record)]
+            try:
+                raw = codec.encode_part(record)
+                kind.decode(raw)
+                if len(raw) > ITEM_BYTES:
+                    raise wire.WireError("too_large", f"{len(raw)} bytes, limit {ITEM_BYTES}")
+            except (*wire.UNREADABLE, TypeError) as error:
+                self._errors.note(f"{kind.lost} not sent", error)
+            else:
+                self._records[kind.name].append((raw, kind.amount(record)))
+
+    def move_into(self, draft: BatchDraft) -> dict[str, int]:
+        """Move what fits into the next batch; return how much of each kind of record that is."""
         draft.fill("events", self.events)
         draft.fill("spans", self.spans)
-        draft.fill("memory", self.memory)
-        draft.fill("work", self.work)
-        draft.fill("sizes", self.sizes)
-        draft.fill("output", self.output)
-        draft.fill("layers", self.layers)
-        draft.fill_map("experts", self.experts)
+        amounts = draft.fill_records(self._records)
         draft.fill("pieces", self.pieces)
         sources, self.memory_from = self.memory_from, {}
-        sharding, self.sharding = self.sharding, None
         draft.put("memory_from", sources)
-        draft.put("sharding", sharding)
+        return amounts

@@ -13,7 +13,7 @@ from traceml_ray.agent.size_log import packed
 from traceml_ray.agent.work_sums import Counted
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
-from traceml_ray.wire import StepSizes, StepWork
+from traceml_ray.signals.throughput.records import StepSizes, StepWork
 
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
 """Between two records: a share of the time since the first, within these bounds."""
@@ -63,8 +63,12 @@ class WorkReport:
         """Note what the script says: `job_flops`, `total_steps`."""
         self._told.update({name: value for name, value in known.items() if value is not None})
 
-    def collect(self, final: bool) -> list[StepWork]:
-        """Return what is due: little more often than it is needed to draw it, and at the end."""
+    def collect(self, final: bool) -> list[StepWork | StepSizes]:
+        """Return what is due."""
+        return [*self._work(final), *self._sizes(final)]
+
+    def _work(self, final: bool) -> list[StepWork]:
+        """Return the sums that are due: little more often than it is needed to draw them, and at the end."""
         now, facts = self._clock(), self._facts()
         new = facts != self._sent
         if not (new or final or now >= self._due):
@@ -79,7 +83,7 @@ class WorkReport:
         step = self._recorder.steps.rows.step
         return [StepWork(*(counted or Counted(step, step, 0, 0, None, None)), **facts)]
 
-    def collect_sizes(self, final: bool) -> list[StepSizes]:
+    def _sizes(self, final: bool) -> list[StepSizes]:
         """Return the sizes of batches that are due: those of 10 s at most, or of `SIZES_STEPS` steps."""
         now, log = self._clock(), self._recorder.steps.work.sizes
         if not len(log) or not (final or now >= self._sizes_due or len(log) >= SIZES_STEPS):

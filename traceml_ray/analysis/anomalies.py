@@ -21,7 +21,7 @@ from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED, Quantity
 from traceml_ray.analysis.samples import Excerpt, Float
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.xid import meaning
-from traceml_ray.wire import GpuProcess
+from traceml_ray.signals.nodes.records import GpuProcess
 
 _MOST = 8
 _NO_NODE: Float = np.empty((0, len(NODE_LIMITED)), np.float32)

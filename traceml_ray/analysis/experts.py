@@ -8,6 +8,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.codec import ready
+from traceml_ray.signals.experts.records import RouterTokens
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,14 +25,14 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that had none."""
 
 
-def loads(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> list[ExpertLoad]:
+def loads(of_ranks: Iterable[Iterable[RouterTokens]]) -> list[ExpertLoad]:
     """Return the load of each router, by the tokens of its experts on each rank, the least even one first."""
     sums: dict[str, list[int]] = {}
     for rank in of_ranks:
-        for router, counts in rank.items():
-            known = sums.setdefault(router, [0] * len(counts))
-            if len(known) == len(counts):
-                known[:] = [a + b for a, b in zip(known, counts, strict=True)]
+        for router in rank:
+            known = sums.setdefault(router.name, [0] * len(router.tokens))
+            if len(known) == len(router.tokens):
+                known[:] = [a + b for a, b in zip(known, router.tokens, strict=True)]
     found = [_load(router, counts) for router, counts in sums.items() if sum(counts)]
     return sorted(found, key=lambda load: -load.times_mean)
 

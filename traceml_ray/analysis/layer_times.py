@@ -16,7 +16,7 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import LayerLimits
-from traceml_ray.layer_messages import OTHERS, LayerSum, LayerWindow, Region
+from traceml_ray.signals.layers.records import OTHERS, LayerSum, LayerWindow, Region
 
 Float = np.ndarray[Any, np.dtype[np.float64]]
 Phase = Literal["forward", "backward", "forward and backward"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import MACHINE
-from traceml_ray.wire import GpuSample
+from traceml_ray.signals.nodes.records import GpuSample
 
 NAN = math.nan
 _IDLE_PCT = 10

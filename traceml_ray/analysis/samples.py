@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.quantities import GPU_LIMITED, NAN, NODE_LIMITED
-from traceml_ray.wire import GpuProcess, NodeSample
+from traceml_ray.signals.nodes.records import GpuProcess, NodeSample
 
 Float = np.ndarray[Any, np.dtype[np.float32]]
 Int64 = np.ndarray[Any, np.dtype[np.int64]]

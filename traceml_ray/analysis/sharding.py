@@ -9,7 +9,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import SHARDS, ShardLimits
-from traceml_ray.samples import Sharding, UnevenShard
+from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 
 
 class Uneven(msgspec.Struct, frozen=True):

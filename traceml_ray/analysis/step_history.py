@@ -36,6 +36,8 @@ _DEEP_CELLS, _DEEP_COLUMNS = 1 << 21, 1 << 16
 _LATE = 1 << 16
 _HOST_ROWS = 1 << 12
 _ASIDE = "first", "last", "ns"
+_LARGEST = (1 << 63) - 1
+"""More than any sum of times comes to, but for nonsense."""
 
 
 class Mark(NamedTuple):
@@ -243,7 +245,9 @@ class StepHistory(KeptSteps):
         if self.table.lead[at] >= 0:
             lead = int(self.table.lead[at]) >> SEGMENT_BITS
             aside = [Aside(lead, lead, 1, int(self.table.lead_ns[at])), *aside]
-        first, last, took = (np.array([getattr(entry, name) for entry in aside], np.int64) for name in _ASIDE)
+        first, last, took = (
+            np.array([min(getattr(entry, name), _LARGEST) for entry in aside], np.int64) for name in _ASIDE
+        )
         parts = [(first, last, took, first < 0)]
         own = int(np.searchsorted(self._axis, rank))
         for store in self.stores() if len(self._axis) else ():

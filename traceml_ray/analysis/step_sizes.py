@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from traceml_ray.analysis.window import Float, Int64
-from traceml_ray.wire import MAX_SIZES, StepSizes
+from traceml_ray.signals.throughput.records import StepSizes
 
 NAMES = ("samples", "tokens")
 
 
 def unpacked(piece: StepSizes) -> Int64:
-    """
-    Return samples and tokens of each step (n, 2), -1 where not known. Raises ValueError for a piece that is
-    damaged, or has more than MAX_SIZES steps.
-    """
-    steps = piece.last_step - piece.first_step + 1
-    if not 0 < steps <= MAX_SIZES:
-        raise ValueError(f"sizes of batches of {steps:,} steps, limit {MAX_SIZES:,}")
-    decoder = zlib.decompressobj()
-    try:
-        data = decoder.decompress(piece.body, 16 * steps)
-    except zlib.error as error:
-        raise ValueError(f"sizes of batches are damaged: {error}") from error
-    if len(data) != 16 * steps or not decoder.eof:
-        raise ValueError(f"{len(data)} bytes of sizes of batches of {steps:,} steps")
-    return np.frombuffer(data, "<i8").reshape(2, steps).T
+    """Return samples and tokens of each step (n, 2), -1 where not known. Raises ValueError for damage."""
+    return np.frombuffer(piece.values(), "<i8").reshape(2, piece.steps).T
 
 
 def amounts(

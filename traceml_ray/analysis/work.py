@@ -1,13 +1,14 @@
-"""What the steps of rank processes were trained on, in bounded memory; rows are those of `wire.StepWork`."""
+"""What the steps of rank processes were trained on, in bounded memory; made of `StepWork`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.signals.throughput.records import StepWork
 
 MOST = 256
 """Pieces of a rank process: of more, neighbours are added up."""
@@ -32,13 +33,13 @@ class WorkHistory:
         self._table: Float = np.empty((0, 6))
         self._arrived: list[tuple[float, ...]] = []
 
-    def add(self, process: int, row: Mapping[str, Any]) -> None:
-        """Add a row of a rank process, by field."""
-        known = {name: row[name] for name in FACTS if row[name] is not None}
+    def add(self, process: int, work: StepWork) -> None:
+        """Add what a rank process has said."""
+        known = {name: value for name in FACTS if (value := getattr(work, name)) is not None}
         self.facts[process] = {**self.facts.get(process, {}), **known}
-        if row["steps"]:
-            amounts = (np.nan if row[name] is None else float(row[name]) for name in AMOUNTS)
-            self._arrived.append((process, row["first_step"], row["last_step"], row["steps"], *amounts))
+        if work.steps:
+            amounts = (np.nan if value is None else float(value) for value in (work.samples, work.tokens))
+            self._arrived.append((process, work.first_step, work.last_step, work.steps, *amounts))
 
     def per_step(self, processes: Sequence[int], first: int, last: int) -> PerStep:
         """

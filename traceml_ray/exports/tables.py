@@ -20,6 +20,10 @@ import numpy as np
 from traceml_ray import wire
 from traceml_ray.analysis.step_sizes import NAMES, unpacked
 from traceml_ray.identity import RankFilter, RankIdentity
+from traceml_ray.signals.kind import Kind
+from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.layers.records import LAYERS, LayerSum, LayerWindow
+from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS
@@ -29,7 +33,7 @@ from traceml_ray.store.session_file import SessionFile
 AT_ONCE = 1 << 16
 """Rows of a batch, about."""
 _FETCHED = 10_000
-Kind = Literal["integer", "real", "text"]
+ColumnKind = Literal["integer", "real", "text"]
 Batch = dict[str, Any]
 """Columns of the same length, by name: lists or arrays."""
 
@@ -45,13 +49,13 @@ class Chosen(NamedTuple):
 class Table(NamedTuple):
     """A table: the kind of each column, and what reads it."""
 
-    columns: Mapping[str, Kind]
+    columns: Mapping[str, ColumnKind]
     batches: Callable[[SessionFile, Chosen], Iterator[Batch]]
 
 
 _HOST = tuple(f"host_{stage}_ns" for stage in STAGES)
 _LEADS = ("late", "full", "sure")
-_STEPS: dict[str, Kind] = {
+_STEPS: dict[str, ColumnKind] = {
     "run": "text",
     "rank": "integer",
     "process": "integer",
@@ -127,7 +131,7 @@ def _joined(parts: Sequence[tuple[Mapping[str, Any], list[str]]]) -> Batch:
     return joined
 
 
-def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
+def _stored(table: str, columns: Mapping[str, ColumnKind]) -> Table:
     """Return a table as the session file has it."""
 
     def batches(session: SessionFile, _: Chosen) -> Iterator[Batch]:
@@ -143,9 +147,9 @@ def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
 
 def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield how large the batches of each step of each process were."""
-    rows = session.table("step_sizes", ["process", *wire.StepSizes.__struct_fields__])
+    rows = session.table("step_sizes", ["process", *StepSizes.__struct_fields__])
     while some := list(itertools.islice(rows, _FETCHED)):
-        pieces = [(process, wire.StepSizes(*values)) for process, *values in some]
+        pieces = [(process, StepSizes(*values)) for process, *values in some]
         sizes = [unpacked(piece) for _, piece in pieces]
         both = np.concatenate(sizes).T
         yield {
@@ -160,23 +164,11 @@ def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
         }
 
 
-def _shards(session: SessionFile, _: Chosen) -> Iterator[Batch]:
-    """Yield how the model of each process is divided."""
-    rows = [
-        (process, *msgspec.structs.astuple(sharding))
-        for process, sharding in sorted(session.shardings().items())
-    ]
-    if rows:
-        yield {
-            name: [msgspec.json.encode(value).decode() if kind == "text" else value for value in column]
-            for (name, kind), column in zip(_SHARDS.items(), zip(*rows, strict=True), strict=True)
-        }
-
-
 def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield each layer of each window that is kept of a process; of a window without layers one row."""
     rows: list[tuple[Any, ...]] = []
-    for process, window in session.every_layer_window():
+    windows = sorted(session.records_of(LAYERS).items())
+    for process, window in ((process, window) for process, own in windows for window in own):
         values = msgspec.structs.asdict(window)
         about = [int(value) if isinstance(value := values[name], bool) else value for name in _OF_WINDOW]
         of_layers = [msgspec.structs.astuple(one) for one in window.layers] or [(None,) * len(_OF_LAYER)]
@@ -196,12 +188,12 @@ def _plain(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _kinds(struct: type[msgspec.Struct]) -> dict[str, Kind]:
+def _kinds(struct: type[msgspec.Struct]) -> dict[str, ColumnKind]:
     """Return the kinds of the columns that a message is stored in."""
     return {field.name: _kind(field.type) for field in msgspec.structs.fields(struct)}
 
 
-def _kind(annotation: Any) -> Kind:
+def _kind(annotation: Any) -> ColumnKind:
     """Return what a value of a type is in the file: what has parts is JSON."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
@@ -215,39 +207,42 @@ def _kind(annotation: Any) -> Kind:
     return "real" if parts[0] is float else "integer" if parts[0] in (int, bool) else "text"
 
 
-def _rank_columns() -> dict[str, Kind]:
+def _rank_columns() -> dict[str, ColumnKind]:
     hints = typing.get_type_hints(RankProcess)
     identity = _kinds(RankIdentity)
     return {name: identity[name] if name in identity else _kind(hints[name]) for name in OF_RANKS}
 
 
-def _node_columns() -> dict[str, Kind]:
+def _node_columns() -> dict[str, ColumnKind]:
     hints = typing.get_type_hints(Node)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(Node)}
 
 
-_PROCESS: dict[str, Kind] = {"process": "integer"}
-_SIZES: dict[str, Kind] = _PROCESS | dict.fromkeys(("step", *NAMES), "integer")
-_SHARDS = _PROCESS | _kinds(wire.Sharding)
-_OF_WINDOW = {name: kind for name, kind in _kinds(wire.LayerWindow).items() if name != "layers"}
-_OF_LAYER = _kinds(wire.LayerSum)
+_PROCESS: dict[str, ColumnKind] = {"process": "integer"}
+_SIZES: dict[str, ColumnKind] = _PROCESS | dict.fromkeys(("step", *NAMES), "integer")
+_OF_WINDOW = {name: kind for name, kind in _kinds(LayerWindow).items() if name != "layers"}
+_OF_LAYER = _kinds(LayerSum)
 _LAYERS = _PROCESS | _OF_WINDOW | _OF_LAYER
-_NODE: dict[str, Kind] = {"node_id": "text"}
-_CLOCK: dict[str, Kind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
+_NODE: dict[str, ColumnKind] = {"node_id": "text"}
+_CLOCK: dict[str, ColumnKind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
+_UNFOLDED: dict[str, Table] = {"layers": Table(_LAYERS, _layers), "batch_sizes": Table(_SIZES, _sizes)}
+"""Records of which each is several rows."""
+
+
+def _of_kind(kind: Kind[Any]) -> Table:
+    """Return the table of a kind of records: a column for each field."""
+    owner = _PROCESS if kind.of == "process" else _NODE
+    return _UNFOLDED.get(kind.exported) or _stored(kind.table, owner | _kinds(kind.record))
+
+
 TABLES: dict[str, Table] = {
     "steps": Table(_STEPS, _steps),
     "ranks": _stored("rank_process", _rank_columns()),
     "nodes": _stored("node", _node_columns()),
     "process_samples": _stored("process_sample", _PROCESS | _kinds(wire.ProcessSample)),
-    "memory_samples": _stored("memory_sample", _PROCESS | _kinds(wire.MemorySample)),
-    "node_samples": _stored("node_sample", _NODE | _kinds(wire.NodeSample)),
     "clocks": _stored("clock", _NODE | _CLOCK),
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
-    "shards": Table(_SHARDS, _shards),
-    "layers": Table(_LAYERS, _layers),
-    "work": _stored("step_work", _PROCESS | _kinds(wire.StepWork)),
-    "batch_sizes": Table(_SIZES, _sizes),
-    "output": _stored("output", _PROCESS | _kinds(wire.Output)),
+    **{kind.exported: _of_kind(kind) for kind in KINDS.values()},
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
     "meta": _stored("meta", {"key": "text", "value": "text"}),

@@ -124,12 +124,12 @@ class AggregatorCore:
         try:
             batch = wire.decode(data, wire.RelayBatch)
             incarnation, node_id = batch.incarnation, batch.node.node_id
-            inner = self._intake.decode(batch)
+            received = self._intake.decode(batch)
             with self._writer.lock:
                 if batch.batches:
                     self._be_busy()
                     self.pace.reported(batch.node.node_id)
-                self._intake.take(batch, inner, now)
+                self._intake.take(received, now)
                 self._count_lost()
         except wire.WireError as error:
             self.errors.note("ingest", error)
@@ -239,9 +239,10 @@ class AggregatorCore:
         """
         read = []
         for path, batches in spooled(folder, self.errors, set()):
+            received = [self._intake.of_rank(batch) for batch, _ in batches]
             with self._writer.lock:
-                for batch, _ in batches:
-                    self._intake.take_rank(batch, None)
+                for each in received:
+                    self._intake.take_rank(each, None)
             read.append(path)
         return read
 

@@ -17,7 +17,7 @@ from traceml_ray.analysis.memory.limits import MEMORY
 from traceml_ray.analysis.memory.shapes import Collective, Memory, Series
 from traceml_ray.recordings.merge import UNCOMPARED_BOUND_NS
 from traceml_ray.recordings.sessions import is_collective, when
-from traceml_ray.samples import MemorySample
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.samples import MemoryColumns
 

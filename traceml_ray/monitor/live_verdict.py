@@ -305,7 +305,9 @@ class LiveJudge:
             return amounts(pieces, ranks, steps)
 
         try:
-            uneven = loads(process.experts for process in processes.values())
+            with self.writer.lock:
+                routers = [self.recent.tokens(process.id) for process in processes.values()]
+            uneven = loads(routers)
             verdict = with_reason(verdict, window, sizes, uneven, state.reason)
         except Exception as error:
             self.errors.swallow("reason", error)

@@ -8,6 +8,8 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate
+from traceml_ray.codec import Part
+from traceml_ray.signals.kind import Kind
 from traceml_ray.store.writer import SessionWriter
 
 STORE_S = 60.0
@@ -16,7 +18,7 @@ _FINE_NS = 1_000_000
 """A bound that is smaller need not be improved in the file before that."""
 _ON_ITS_OWN_CLOCK = "xid"
 """Events that are compared with samples of their node by their time."""
-_Dated = TypeVar("_Dated", wire.Event, wire.Output)
+_R = TypeVar("_R", bound=Part)
 
 
 class _Stored(NamedTuple):
@@ -48,14 +50,20 @@ class NodeClocks:
             self._stored[node_id] = _Stored(now_ns, offset, bound)
             self._writer.add_clock(node_id, now_ns - offset, offset, bound)
 
-    def on_ours(self, event: _Dated, node_id: str | None) -> _Dated:
-        """Return what a node sent with its time on the aggregator's clock, where that is known to differ."""
+    def on_ours(self, event: wire.Event, node_id: str | None) -> wire.Event:
+        """Return an event of a node with its time on the aggregator's clock, if that is known to differ."""
+        return event if event.kind == _ON_ITS_OWN_CLOCK else self._moved(event, "t_ns", node_id)
+
+    def record_on_ours(self, kind: Kind[_R], record: _R, node_id: str | None) -> _R:
+        """Return a record with its `node_time` on the aggregator's clock, likewise."""
+        return record if kind.node_time is None else self._moved(record, kind.node_time, node_id)
+
+    def _moved(self, sent: _R, name: str, node_id: str | None) -> _R:
         node = self._writer.nodes.get(node_id or "")
-        own = isinstance(event, wire.Event) and event.kind == _ON_ITS_OWN_CLOCK
-        if node is None or not node.correction_ns or own:
-            return event
-        t_ns = event.t_ns + node.correction_ns
-        return msgspec.structs.replace(event, t_ns=min(max(t_ns, -(1 << 63)), (1 << 63) - 1))
+        if node is None or not node.correction_ns:
+            return sent
+        t_ns = getattr(sent, name) + node.correction_ns
+        return msgspec.structs.replace(sent, **{name: min(max(t_ns, -(1 << 63)), (1 << 63) - 1)})
 
     def _is_due(self, node_id: str, now_ns: int, offset_ns: int, bound_ns: int) -> bool:
         """Whether what is known now is to be stored: it is better, or else, or a while has passed."""

@@ -26,7 +26,8 @@ from traceml_ray.monitor.nvml import (
     mig,
     processes,
 )
-from traceml_ray.wire import NOT_MEASURED, Event, GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
+from traceml_ray.wire import NOT_MEASURED, Event
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from traceml_ray.last_lines import lines_of
+import msgspec
+
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.wire import MAX_ITEMS, RankBatch, WireError, decode
 
 PACK_BYTES = 60 * 1024
@@ -174,7 +176,20 @@ def _besides_rows(data: bytes) -> Counter[str]:
         "event": len(batch.events),
         "span": len(batch.spans),
         "process sample": int(batch.process is not None),
-        "memory sample": len(batch.memory),
-        "line of output": lines_of(batch.output),
+        **{
+            (KINDS[name].lost if name in KINDS else "records of other versions"): _amount(name, records)
+            for name, records in batch.records.items()
+        },
     }
     return Counter({f"{what}: no room": n for what, n in found.items() if n})
+
+
+def _amount(name: str, records: list[msgspec.Raw]) -> int:
+    """Return how much is lost with records of a kind; one that cannot be read counts as one."""
+    kind, amount = KINDS.get(name), 0
+    for raw in records:
+        try:
+            amount += 1 if kind is None else kind.amount(kind.decode(raw))
+        except WireError:
+            amount += 1
+    return amount

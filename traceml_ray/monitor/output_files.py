@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from traceml_ray.last_lines import LastLines
-from traceml_ray.wire import Output
+from traceml_ray.signals.output.records import Output
 
 _READ_BYTES = 1 << 16
 """Of a file at a time, the last ones."""

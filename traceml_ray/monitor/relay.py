@@ -35,6 +35,8 @@ from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.monitor.relay_spool import RelaySpool
 from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
+from traceml_ray.signals.kinds import encoded
+from traceml_ray.signals.nodes.records import NODE, NodeSample
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""
@@ -263,7 +265,7 @@ class RelayCore:
             sample = None
             moved = self._link.send(now) or moved
         if sample is not None:
-            self._errors.count("node sample: no room")
+            self._errors.count(f"{NODE.lost}: no room")
         return moved and (self._outbox.waiting or not self._outbox.may_pack)
 
     def _add_events(self, events: list[wire.Event]) -> None:
@@ -288,7 +290,7 @@ class RelayCore:
             self._output.errors,
         ]
 
-    def _pack(self, sample: wire.NodeSample | None) -> None:
+    def _pack(self, sample: NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
         printed = self._output.take()
         intake.begin_round()
@@ -305,11 +307,11 @@ class RelayCore:
             answer=self._link.take_answer(),
             batches=self._outbox.take(),
             dropped=self._outbox.take_dropped(_MOST),
-            sample=sample,
+            records={} if sample is None else encoded([sample]),
             lost=lost,
             events=events + self._errors.causes() + self._connections.errors.causes(),
             errors={name: n for errors in counted for name, n in errors.items()},
-            output=printed,
+            of_ranks={name: encoded(output) for name, output in printed.items()},
         )
         self._outbox.pack(wire.encode(message))
 

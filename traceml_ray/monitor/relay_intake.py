@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.analysis.step_sizes import unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.bundling import Bundling
@@ -23,12 +23,40 @@ from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
 from traceml_ray.monitor.profiling import Profiling
 from traceml_ray.monitor.rank_numbering import Groups, Restarts
+from traceml_ray.signals.experts.records import EXPERTS
+from traceml_ray.signals.kind import Kind
+from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.memory.records import MEMORY
+from traceml_ray.signals.nodes.records import NODE
+from traceml_ray.signals.throughput.records import SIZES
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.writer import SessionWriter
 
 MAX_PROCESSES = 1 << 17
 """Processes of one session; what more of them send is counted, not taken."""
+
+
+Records = list[tuple[Kind[Any], Any]]
+"""Each with its kind."""
+
+
+class ReceivedOfRank(NamedTuple):
+    """A batch of a rank, decoded."""
+
+    batch: wire.RankBatch
+    records: Records
+
+
+class Received(NamedTuple):
+    """A message of a relay, decoded."""
+
+    batch: wire.RelayBatch
+    ranks: list[ReceivedOfRank]
+    records: Records
+    """Of the node."""
+    of_ranks: dict[str, Records]
+    """By rank process: what the relay itself has read of it."""
 
 
 @dataclass(eq=False)
@@ -64,27 +92,55 @@ class RelayIntake:
         processes = self.writer.processes.values()
         self._groups, self._restarts = Groups(processes), Restarts(processes)
         self._clocks = NodeClocks(self.writer)
+        self._uses: dict[str, Callable[[Any, Any], None]] = {
+            MEMORY.name: self.memory.add,
+            SIZES.name: self.recent.add_sizes,
+            EXPERTS.name: self.recent.add_tokens,
+            NODE.name: self.recent.add_sample,
+        }
+        """By kind: what else takes records while the session runs, with the owner of each."""
         self._refused: dict[str, int] = {}
         """By relay (incarnation): the message that came after a gap, the first time."""
 
-    def decode(self, batch: wire.RelayBatch) -> list[wire.RankBatch]:
-        """Return the batches of ranks in that of a relay; one that cannot be read is counted."""
-        found = []
+    def decode(self, batch: wire.RelayBatch) -> Received:
+        """Return what is in the message of a relay; what cannot be read of it is counted."""
+        ranks = []
         for data in batch.batches:
             try:
-                found.append(wire.decode(data, wire.RankBatch))
+                ranks.append(self.of_rank(wire.decode(data, wire.RankBatch)))
             except wire.WireError as error:
                 self.errors.note("rank batch", error, batch.node.hostname)
+        of_ranks = {name: self._records(records, "process") for name, records in batch.of_ranks.items()}
+        return Received(batch, ranks, self._records(batch.records, "node"), of_ranks)
+
+    def of_rank(self, batch: wire.RankBatch) -> ReceivedOfRank:
+        """Return a batch with its records; the only way to one, however the batch came here."""
+        return ReceivedOfRank(batch, self._records(batch.records, "process"))
+
+    def _records(self, records: wire.Records, of: str) -> Records:
+        """Return the records of a message; what cannot be read, or is of another version, is counted."""
+        found: Records = []
+        for name, encoded in records.items():
+            kind = KINDS.get(name)
+            if kind is None or kind.of != of:
+                self.errors.count("records: unknown_kind", len(encoded))
+                continue
+            for raw in encoded:
+                try:
+                    found.append((kind, kind.decode(raw)))
+                except wire.WireError as error:
+                    self.errors.note(kind.lost, error)
         return found
 
-    def take(self, batch: wire.RelayBatch, inner: list[wire.RankBatch], now: int) -> None:
+    def take(self, received: Received, now: int) -> None:
         """Take a message with the batches in it, if it is the next of its relay."""
+        batch = received.batch
         if not self._is_next(batch.incarnation, batch.seq):
             return
         writer, node_id = self.writer, batch.node.node_id
         writer.take(batch, now)
         self._clocks.take(batch, now)
-        for part in inner:
+        for part in received.ranks:
             self.take_rank(part, node_id)
         for name, rows in batch.dropped.items():
             if (process := self._process(name, now)) is None:
@@ -95,14 +151,21 @@ class RelayIntake:
         for name in batch.lost:
             if (process := self._process(name, now)) is not None:
                 process.lost = not process.final
-        for name, output in batch.output.items():
+        for name, records in received.of_ranks.items():
             if (process := writer.processes.get(name)) is not None:
-                self._add_output(output, process, node_id)
+                self._take_records(process.id, records, node_id)
         for event in batch.events:
             process = writer.processes.get(str(event.data.get("process_id")))
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        if batch.sample is not None:
-            self.recent.add_sample(node_id, batch.sample)
+        self._take_records(node_id, received.records, node_id)
+
+    def _take_records(self, owner: int | str, records: Records, node_id: str | None) -> None:
+        """Take the records of a rank process (by number), or a node (by id), in order."""
+        for kind, record in records:
+            record = self._clocks.record_on_ours(kind, record, node_id)
+            self.writer.add_record(kind, owner, record)
+            if (use := self._uses.get(kind.name)) is not None:
+                use(owner, record)
 
     def _is_next(self, incarnation: str, seq: int) -> bool:
         """Whether this message is the next of its relay; a gap is let pass when it comes a second time."""
@@ -114,9 +177,9 @@ class RelayIntake:
             self._refused.pop(incarnation, None)
         return seq >= due
 
-    def take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
+    def take_rank(self, received: ReceivedOfRank, node_id: str | None) -> None:
         """Take a batch of a rank, once; None: its node is not known."""
-        now, writer = self.clock(), self.writer
+        batch, now, writer = received.batch, self.clock(), self.writer
         process = writer.processes.get(batch.process_id) or self._process(batch.process_id, now)
         if process is None or batch.seq <= process.last_batch:
             return
@@ -133,21 +196,11 @@ class RelayIntake:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
-        for sample in batch.memory:
-            writer.add_memory(process, sample)
-            self.memory.add(process.id, sample)
-        if batch.sharding is not None:
-            writer.set_sharding(process, batch.sharding)
+        self._take_records(process.id, received.records, node_id)
         for span in batch.spans:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)
             self.memory.add_span(process.id, span)
-        for window in batch.layers:
-            writer.add_layers(process, window)
-        for work in batch.work:
-            writer.add_work(process, work)
-        self._take_sizes(process, batch.sizes)
-        self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
         self.profiling.take_batch(process, batch)
@@ -168,21 +221,6 @@ class RelayIntake:
         self.layers.take(event)
         if process is not None:
             self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
-
-    def _add_output(self, output: list[wire.Output], process: RankProcess, node_id: str | None) -> None:
-        for each in output:
-            self.writer.add_output(process, self._clocks.on_ours(each, node_id))
-
-    def _take_sizes(self, process: RankProcess, pieces: list[wire.StepSizes]) -> None:
-        """Take sizes of batches; what cannot be read is counted, and left out."""
-        for sizes in pieces:
-            try:
-                unpacked(sizes)
-            except ValueError as error:
-                self.errors.note("sizes of batches", error)
-                continue
-            self.writer.add_sizes(process, sizes)
-            self.recent.add_sizes(process.id, sizes)
 
     def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""

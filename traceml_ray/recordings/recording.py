@@ -43,7 +43,7 @@ class Recording:
     t_ns: Ints
     """[n] on the wall clock of its node; where `wall` is False, since a moment that is not known."""
     columns: dict[str, Floats]
-    """[n] by field of `wire.MemorySample`; NaN is not known."""
+    """[n] by field of `MemorySample`; NaN is not known."""
     step: Ints | None = None
     """[n]; -1 is not known."""
     rank: int | None = None

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import msgspec
 
+from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.files import page_of
 from traceml_ray.reports.layer_report import layers_answer
 from traceml_ray.reports.manifest import bundle_infos
@@ -236,6 +238,11 @@ def _time(asked: Any) -> tuple[int, int] | None:
     return asked.first_ns, _NEVER if asked.last_ns is None else asked.last_ns
 
 
+def _experts(file: SessionFile, rank: int | None) -> list[ExpertLoad]:
+    ranks = file.ranks()
+    return experts_of(file, [process for own, process in ranks.items() if rank in (None, own)])
+
+
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Runs: lambda file, _: runs_of(file),
     query.Nodes: lambda file, _: nodes_of(file),
@@ -250,6 +257,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.Memory: lambda file, _: memory_of(file),
     query.Sharding: lambda file, asked: sharding_of(file, asked.most),
+    query.Experts: lambda file, asked: _experts(file, asked.rank),
     query.Layers: lambda file, asked: layers_answer(file, asked.asked),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.analysis.comparison import (
     Change,
     MemorySeries,
@@ -30,6 +30,7 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
@@ -203,7 +204,7 @@ def known(
     verdict: Mapping[str, Any] | None,
     ranks: Mapping[int, RankProcess],
     sample: StepSample,
-    memory: Sequence[tuple[int, wire.MemorySample]],
+    memory: Sequence[tuple[int, MemorySample]],
 ) -> Known:
     """Return what is compared of the answers about one session."""
     side = Side(
@@ -225,7 +226,7 @@ def known(
 
 
 def _series(
-    samples: Sequence[tuple[int, wire.MemorySample]],
+    samples: Sequence[tuple[int, MemorySample]],
     field: str,
     rank_of: Mapping[int, int],
     first: int | None,

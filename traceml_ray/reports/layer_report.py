@@ -11,6 +11,7 @@ from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layers, layers_of, of_windows
 from traceml_ray.analysis.thresholds import LayerLimits
 from traceml_ray.reports.layout import Columns, Facts, Table, laid_out, page
+from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.session_file import SessionFile
 
@@ -31,7 +32,7 @@ _REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
 def layers_answer(file: SessionFile, asked: str = "") -> Layers:
     """Return the layers of a file's run: of all windows, or of those measured for the request `asked`."""
     ranks = file.ranks()
-    windows = file.layer_windows(process.id for process in ranks.values())
+    windows = file.records_of(LAYERS, {process.id for process in ranks.values()})
     if not windows:
         return Layers()
     labels = process_labels(file.cluster(), ranks.values())

@@ -12,7 +12,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.sharding import models
 from traceml_ray.reports.layout import Columns, Facts, Table
-from traceml_ray.samples import Sharding
+from traceml_ray.signals.sharding.records import SHARDING, Sharding
 from traceml_ray.store.session_file import SessionFile
 
 Row = tuple[int, Mapping[str, Any]]
@@ -26,7 +26,7 @@ def sharding_of(session: SessionFile, most: int | None = None) -> dict[str, Any]
     Return how the model of a file's run is divided (`summary_shape.ShardingInfo`), with `most` ranks of each
     model, those that hold most; None without FSDP2.
     """
-    stored = session.shardings()
+    stored = {process: record for _, process, record in session.records(SHARDING)}
     known = {rank: stored[process.id] for rank, process in session.ranks().items() if process.id in stored}
     if not known:
         return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.reasons import has_reason, with_reason
 from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.whole import Whole
 from traceml_ray.store.schema import legible
@@ -25,5 +25,5 @@ def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -
         with legible(facts.session.path):
             return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
 
-    uneven = loads(process.experts for process in facts.ranks.values())
+    uneven = experts_of(facts.session, facts.ranks.values())
     return with_reason(verdict, whole.sampled(verdict), sizes, uneven)

@@ -17,7 +17,6 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
-from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.memory import sentences
@@ -35,6 +34,7 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.layer_report import layers_answer, layers_block
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
@@ -148,7 +148,7 @@ def _summary(
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
-        "experts": msgspec.to_builtins(loads(process.experts for process in facts.ranks.values())),
+        "experts": msgspec.to_builtins(experts_of(session, facts.ranks.values())),
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": _episodes(judged, verdicts, facts, lines),
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),

@@ -10,10 +10,11 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.throughput import throughput
 from traceml_ray.analysis.work import WorkHistory
 from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.signals.throughput.records import WORK
 from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.records import RecordReader
 from traceml_ray.store.step_shapes import ThroughputNumbers
-from traceml_ray.store.work_reader import WorkReader
 
 _PER_RANK = "rank_samples_per_s", "rank_tokens_per_s"
 
@@ -26,12 +27,13 @@ class StoredWork:
         self._reading, self._lock = Lock(), Lock()
         """Held while the file is read; while `_work` is used, which takes no disk."""
 
-    def read(self, file: WorkReader) -> None:
+    def read(self, file: RecordReader) -> None:
         """Read on in the file. Raises `SessionFileError`."""
         with self._reading:
-            rows, self._cursor = file.work(self._cursor)
+            records = [*file.records(WORK, self._cursor)]
             with self._lock:
-                _add(self._work, rows)
+                for self._cursor, process, work in records:
+                    self._work.add(process, work)
 
     def numbers(self, of: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
         """Return how much the run gets through, by what has been read."""
@@ -48,16 +50,12 @@ def of_run(facts: RunFacts, history: StepHistory | None) -> dict[str, Any] | Non
     if history is None or not history.ranks:
         return None
     work = WorkHistory()
-    _add(work, facts.session.work()[0])
+    for _, process, record in facts.session.records(WORK):
+        work.add(process, record)
     over = facts.fact("status") not in ("running", None)
     ranks, processes = facts.ranks, {rank: process.id for rank, process in facts.ranks.items()}
     missing = reasons(ranks.values())
     return throughput(history, work, processes, facts.world_size, whole=True, over=over, missing=missing)
-
-
-def _add(work: WorkHistory, rows: Iterable[tuple[int, dict[str, Any]]]) -> None:
-    for process, row in rows:
-        work.add(process, row)
 
 
 def block(found: Mapping[str, Any] | None) -> dict[str, Any]:

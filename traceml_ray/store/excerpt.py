@@ -12,6 +12,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.schema import connect, transaction
 
@@ -21,9 +22,14 @@ MAX_SAMPLES = 300_000
 """entries of each table of samples, and spans;"""
 MAX_EVENTS = 5_000
 """events, and verdicts."""
-_WHOLE = ("meta", "node", "rank_process", "output", "sharding")
-_SAMPLES = {"process_sample": "process", "memory_sample": "process", "node_sample": "node_id"}
+_WHOLE = ("meta", "node", "rank_process", *(kind.table for kind in KINDS.values() if kind.bundle == "all"))
+_SAMPLES = {
+    "process_sample": "process",
+    **{kind.table: kind.owner for kind in KINDS.values() if kind.bundle == "seconds"},
+}
 """Tables of samples, and whose they are."""
+_NEWEST = ("event", "verdict", *(kind.table for kind in KINDS.values() if kind.bundle == "newest"))
+_OF_STEPS = ("span", *(kind.table for kind in KINDS.values() if kind.bundle == "steps"))
 
 
 def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
@@ -40,12 +46,12 @@ def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
         connection.execute("ATTACH DATABASE ? AS cut", (str(target),))
         with transaction(connection, "DEFERRED"):  # one moment of `source`, which is only read
             for table in _WHOLE:
-                connection.execute(f"INSERT INTO cut.{table} SELECT * FROM {table}")  # see `schema.ADDED`
+                _copy(connection, table, "true")
             connection.execute("DELETE FROM cut.meta WHERE key = 'folded'")
             _cut_steps(connection, batches)
             for table, whose in _SAMPLES.items():
                 _cut_samples(connection, table, whose, int(seconds * 1e9))
-            for table in ("event", "verdict", "step_work"):
+            for table in _NEWEST:
                 _copy(connection, table, f"id > {_newest(table, MAX_EVENTS)}")
         connection.execute("DETACH DATABASE cut")
     with contextlib.closing(connect(target)) as connection:
@@ -58,7 +64,20 @@ def _newest(table: str, most: int) -> str:
 
 
 def _copy(connection: sqlite3.Connection, table: str, where: str, *values: object) -> None:
-    connection.execute(f"INSERT INTO cut.{table} SELECT * FROM main.{table} WHERE {where}", values)
+    if columns := _columns(connection, table):
+        names = ", ".join(columns)
+        connection.execute(
+            f"INSERT INTO cut.{table}({names}) SELECT {names} FROM main.{table} WHERE {where}", values
+        )
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
+    """Return the columns that a table has in both files; none where an older one lacks the table."""
+    there, here = (
+        [row[1] for row in connection.execute(f"PRAGMA {name}.table_info({table})")]
+        for name in ("main", "cut")
+    )
+    return [name for name in there if name in here]
 
 
 def _cut_steps(connection: sqlite3.Connection, batches: int) -> None:
@@ -71,15 +90,18 @@ def _cut_steps(connection: sqlite3.Connection, batches: int) -> None:
     first = "SELECT keys FROM cut.chunk WHERE id IN (SELECT min(id) FROM cut.chunk GROUP BY process)"
     keys = [int.from_bytes(keys[:8], "little", signed=True) for (keys,) in connection.execute(first) if keys]
     step = min(keys, default=0) >> SEGMENT_BITS
-    for table in ("span", "step_sizes"):
+    for table in _OF_STEPS:
         _copy(connection, table, f"id > {_newest(table, MAX_SAMPLES)} AND last_step >= ?", step)
 
 
 def _cut_samples(connection: sqlite3.Connection, table: str, whose: str, window_ns: int) -> None:
     floor = _newest(table, MAX_SAMPLES)
     newest = f"SELECT {whose} AS whose, max(t_ns) AS last_ns FROM main.{table} WHERE id > {floor} GROUP BY 1"
-    connection.execute(
-        f"INSERT INTO cut.{table} SELECT t.* FROM main.{table} t JOIN ({newest}) n ON t.{whose} = n.whose "
-        f"WHERE t.id > {floor} AND t.t_ns >= n.last_ns - ?",
-        (window_ns,),
-    )
+    if columns := _columns(connection, table):
+        names = ", ".join(f"t.{name}" for name in columns)
+        connection.execute(
+            f"INSERT INTO cut.{table}({', '.join(columns)}) SELECT {names} "
+            f"FROM main.{table} t JOIN ({newest}) n ON t.{whose} = n.whose "
+            f"WHERE t.id > {floor} AND t.t_ns >= n.last_ns - ?",
+            (window_ns,),
+        )

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import RankProcess
 
 _APPENDED = (
-    *("process_sample", "memory_sample", "node_sample", "clock", "span", "output", "event", "verdict"),
-    *("chunk", "step_work", "step_sizes"),
+    *("process_sample", "clock", "span", "event", "verdict", "chunk"),
+    *(kind.table for kind in KINDS.values() if kind.keep == "all"),
 )
-OF_NODES = {"node_sample", "clock"}
+_REPLACED = tuple(kind.table for kind in KINDS.values() if kind.keep != "all")
+OF_NODES = {"clock", *(kind.table for kind in KINDS.values() if kind.of == "node")}
 """What of these comes after the end of the session is left out."""
 
 
@@ -26,9 +28,10 @@ class Pending:
     meta: set[str] = field(default_factory=set)
     nodes: dict[str, Node] = field(default_factory=dict)
     relays: dict[str, int] = field(default_factory=dict)
-    shardings: dict[int, str] = field(default_factory=dict)
-    layers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """By the place of a window in its table."""
+    replaced: dict[str, dict[int, tuple[Any, ...]]] = field(
+        default_factory=lambda: {t: {} for t in _REPLACED}
+    )
+    """Records of which only some are kept, by table, and by their place there."""
     row_bytes: int = 0
     """Of the rows in `inserts`."""
 
@@ -36,7 +39,7 @@ class Pending:
     def is_of_ranks(self) -> bool:
         """Whether there is anything but samples and addresses of nodes."""
         inserts = any(rows for table, rows in self.inserts.items() if table not in OF_NODES)
-        return bool(inserts or self.processes or self.progressed or self.shardings or self.layers)
+        return bool(inserts or self.processes or self.progressed or any(self.replaced.values()))
 
     def follow(self, later: Pending) -> None:
         """Add what arrived while the disk refused this."""
@@ -47,8 +50,8 @@ class Pending:
         self.meta |= later.meta
         self.nodes |= later.nodes
         self.relays |= later.relays
-        self.shardings |= later.shardings
-        self.layers |= later.layers
+        for table, places in self.replaced.items():
+            places |= later.replaced[table]
         self.row_bytes += later.row_bytes
 
 

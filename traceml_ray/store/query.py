@@ -20,10 +20,12 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__, wire
-from traceml_ray.analysis import layer_times
+from traceml_ray.analysis import experts, layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape
 from traceml_ray.store.rank_processes import RankProcess
 
@@ -126,7 +128,7 @@ class ReportPage(OfRun[bytes], frozen=True):
     """`report.html` of all of the run, made anew."""
 
 
-class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
+class NodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
     """The newest `last` samples of `nodes` (ids), with the id; or as many from `first_ns` to `last_ns`."""
 
     nodes: tuple[str, ...]
@@ -144,7 +146,7 @@ class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True)
     last_ns: Int64 | None = None
 
 
-class MemorySamples(Request[list[tuple[int, wire.MemorySample]]], frozen=True):
+class MemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
     """Samples of memory of each of `processes` (ids), of all of its devices, in the same way."""
 
     processes: tuple[Int64, ...]
@@ -161,6 +163,12 @@ class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
     """How FSDP2 divides the model of the run, with those `most` ranks that hold most; None: it does not."""
 
     most: Count = 64
+
+
+class Experts(OfRun[list[experts.ExpertLoad]], frozen=True):
+    """How evenly routers use their experts, the least even first: of all ranks together, or of one."""
+
+    rank: Int64 | None = None
 
 
 class Layers(OfRun[layer_times.Layers], frozen=True):

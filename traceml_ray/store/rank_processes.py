@@ -73,8 +73,6 @@ class RankProcess:
     group_size: int | None = None
     placement: dict[str, Any] = field(default_factory=dict)
     """Where it is in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
-    experts: dict[str, list[int]] = field(default_factory=dict)
-    """By router that is watched: the tokens of each expert so far."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -183,19 +181,10 @@ class RankProcess:
         placement = msgspec.structs.asdict(batch.placement) if batch.placement else {}
         if placement and placement != self.placement:
             changed, self.placement = True, placement
-        return self._absorb_experts(batch.experts) or changed
-
-    def _absorb_experts(self, counts: dict[str, list[int]]) -> bool:
-        """Take over the counts of some routers; return whether any has changed."""
-        known = len(self.experts)
-        new = {name: each for name, each in counts.items() if self.experts.get(name) != each}
-        for name in [name for name in new if name not in self.experts][max(0, wire.MAX_ROUTERS - known) :]:
-            del new[name]
-        self.experts = self.experts | new if new else self.experts
-        return bool(new)
+        return changed
 
 
-_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement", "experts")
+_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment", "placement")
 _PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
 COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""
@@ -220,7 +209,7 @@ def to_row(process: RankProcess) -> tuple[Any, ...]:
 
 def from_row(values: dict[str, Any]) -> RankProcess:
     """
-    Return the process of a row by column; a file that was written before lacks the newest.
+    Return the process of a row by column; a file that was written before may lack some, or have others.
 
     Raises ValueError, LookupError, TypeError, msgspec.ValidationError for nonsense.
     """
@@ -230,7 +219,8 @@ def from_row(values: dict[str, Any]) -> RankProcess:
     for name in ("final", "lost"):
         values[name] = bool(values[name])
     who = None if identity[0] is None else msgspec.convert(identity, ready(RankIdentity))
-    return RankProcess(**values, identity=who)
+    known = {name: value for name, value in values.items() if name in COLUMNS}
+    return RankProcess(**known, identity=who)
 
 
 def _dump(value: dict[str, Any]) -> str:

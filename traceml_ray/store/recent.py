@@ -8,6 +8,9 @@ from typing import Any
 
 from traceml_ray import wire
 from traceml_ray.analysis.samples import Excerpt, Samples
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.nodes.records import NodeSample
+from traceml_ray.signals.throughput.records import StepSizes
 
 _SPANS = 1 << 17
 _SIZES = 1 << 15
@@ -19,7 +22,8 @@ class Recent:
 
     def __init__(self) -> None:
         self._spans: dict[int, deque[wire.SpanSum]] = {}
-        self._sizes: dict[int, deque[wire.StepSizes]] = {}
+        self._sizes: dict[int, deque[StepSizes]] = {}
+        self._routers: dict[int, dict[int, RouterTokens]] = {}
         self._nodes: dict[str, Samples] = {}
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
@@ -32,17 +36,25 @@ class Recent:
         """Return the newest spans of a rank process, oldest first."""
         return list(self._spans.get(process, ()))
 
-    def add_sizes(self, process: int, sizes: wire.StepSizes) -> None:
+    def add_sizes(self, process: int, sizes: StepSizes) -> None:
         """Add sizes of batches; the newest 8 to 64 of a rank process are kept."""
         if process not in self._sizes:
             self._sizes[process] = deque(maxlen=min(64, max(8, _SIZES // (len(self._sizes) + 1))))
         self._sizes[process].append(sizes)
 
-    def sizes(self, process: int) -> list[wire.StepSizes]:
+    def sizes(self, process: int) -> list[StepSizes]:
         """Return the newest sizes of batches of a rank process, oldest first."""
         return list(self._sizes.get(process, ()))
 
-    def add_sample(self, node: str, sample: wire.NodeSample) -> None:
+    def add_tokens(self, process: int, tokens: RouterTokens) -> None:
+        """Add the tokens of a router of a rank process, in place of those before."""
+        self._routers.setdefault(process, {})[tokens.number] = tokens
+
+    def tokens(self, process: int) -> list[RouterTokens]:
+        """Return the newest tokens of each router of a rank process."""
+        return list(self._routers.get(process, {}).values())
+
+    def add_sample(self, node: str, sample: NodeSample) -> None:
         """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
         if node not in self._nodes:
             self._nodes[node] = Samples()
@@ -57,7 +69,7 @@ class Recent:
 
     def keep(self, processes: set[int]) -> None:
         """Forget all other rank processes."""
-        known: tuple[dict[int, Any], ...] = (self._spans, self._sizes)
+        known: tuple[dict[int, Any], ...] = (self._spans, self._sizes, self._routers)
         for of_process in known:
             for process in of_process.keys() - processes:
                 del of_process[process]

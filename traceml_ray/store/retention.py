@@ -23,6 +23,7 @@ import numpy as np
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
@@ -242,7 +243,7 @@ class Retention:
             "clock": f"id NOT IN ({_TEN_MINUTES})",
             "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
             "process, name, stage, process_group)",
-            "step_sizes": "true",  # of no use without the rows of these steps
+            **{kind.table: "true" for kind in KINDS.values() if kind.of_rows},
         }
         ends = {}
         for table, rest in kept.items():

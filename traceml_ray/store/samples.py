@@ -20,12 +20,14 @@ from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
 from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.codec import ready
+from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
 
-_SAMPLE = wire.NodeSample.__struct_fields__
+_SAMPLE = NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)
-_MEMORY = wire.MemorySample.__struct_fields__
+_MEMORY = MemorySample.__struct_fields__
 _MEASURED = _MEMORY[3:]
 """Of a sample of memory: what is measured, after time, step and device."""
 _UNKNOWN = -1
@@ -52,7 +54,7 @@ class MemoryColumns:
     step: NDArray[np.int64]
     """n, -1 where it is not known."""
     columns: dict[str, NDArray[np.float64]]
-    """n each, by field of `wire.MemorySample`; NaN is not known. Only those that are known at all."""
+    """n each, by field of `MemorySample`; NaN is not known. Only those that are known at all."""
 
 
 class SampleReader(Reader):
@@ -77,7 +79,7 @@ class SampleReader(Reader):
 
     def memory_rows(
         self, processes: Iterable[int], last: int, between: tuple[int, int] | None = None
-    ) -> list[tuple[int, wire.MemorySample]]:
+    ) -> list[tuple[int, MemorySample]]:
         """
         Return the same of their memory, of all devices of a process together; all times are of the
         aggregator's clock, as far as those of nodes are known.
@@ -95,9 +97,7 @@ class SampleReader(Reader):
                 times = [row[0] for row in rows]
                 if clock is not None and rows:
                     times = clock.to_aggregator(np.array(times))[0].tolist()
-                found += [
-                    (process, wire.MemorySample(t, *row[1:])) for t, row in zip(times, rows, strict=True)
-                ]
+                found += [(process, MemorySample(t, *row[1:])) for t, row in zip(times, rows, strict=True)]
         return found
 
     def _clock_of(self, process: int) -> NodeClock | None:
@@ -174,7 +174,7 @@ class SampleReader(Reader):
 
     def node_samples(
         self, nodes: Iterable[str], last: int, between: tuple[int, int] | None = None
-    ) -> list[tuple[str, wire.NodeSample]]:
+    ) -> list[tuple[str, NodeSample]]:
         """Return the same of each of `nodes` (ids)."""
         return [
             (node, sample)
@@ -219,7 +219,7 @@ class SampleReader(Reader):
         those of `analysis.quantities.stored`. Unknown values are left out.
         """
         found: dict[str, dict[int | None, list[array[float]]]] = {}
-        last: dict[str, wire.NodeSample] = {}
+        last: dict[str, NodeSample] = {}
         for _, node, sample in self._samples("TRUE"):
             columns, before = found.setdefault(node, {}), last.get(node)
             seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
@@ -260,13 +260,13 @@ class SampleReader(Reader):
 
         return bisect.bisect_left(range(self._top("node_sample") + 1), t_ns, key=at)
 
-    def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, wire.NodeSample]]:
+    def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, NodeSample]]:
         """Yield (row id, node id, sample) of the node samples for which `where` (SQL) holds."""
         query = f"SELECT * FROM node_sample WHERE {where} ORDER BY id"
         at = _SAMPLE.index("gpus")
         for row, node, *sample in self._iterate(query, *values):
             sample[at] = _gpus.decode(sample[at]) if sample[at] else None
-            yield row, node, wire.NodeSample(*sample)
+            yield row, node, NodeSample(*sample)
 
 
 def _clock(measured: list[tuple[int, ...]]) -> NodeClock:
@@ -298,7 +298,7 @@ def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]
     return found
 
 
-_gpus = msgspec.json.Decoder(ready(list[wire.GpuSample]))
+_gpus = msgspec.json.Decoder(ready(list[GpuSample]))
 
 
 def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:

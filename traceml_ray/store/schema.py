@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from traceml_ray import wire
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
 
@@ -23,31 +24,28 @@ _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from a
 LISTS = {
     "chunk": ("process", "first_row", "n", "keys", "flags", "rows", "host_rows", "leads"),
     "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
-    "memory_sample": ("process", *wire.MemorySample.__struct_fields__),
-    "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
     "clock": ("node_id", "t_ns", "offset_ns", "bound_ns"),
     "span": ("process", *wire.SpanSum.__struct_fields__),
-    "output": ("process", *wire.Output.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),
-    "step_work": ("process", *wire.StepWork.__struct_fields__),
-    "step_sizes": ("process", *wire.StepSizes.__struct_fields__),
+    **{kind.table: (kind.owner, *kind.fields) for kind in KINDS.values() if kind.keep == "all"},
 }
 """Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
 _KEYED = {
     "meta": ("key", "value"),
     "node": NODE,
     "relay": ("incarnation", "last_seq"),
-    "sharding": ("process", "body"),
-    "layer_window": ("id", "process", *wire.LayerWindow.__struct_fields__),
+    **{kind.table: ("id", kind.owner, *kind.fields) for kind in KINDS.values() if kind.keep != "all"},
 }
 """Tables with one row for each value of their first column."""
-ADDED = ("sharding", "layer_window", "step_work", "step_sizes")
-"""Tables that files of this SCHEMA may lack: whoever reads one finds them empty, who writes it makes them."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
-_INDEXES = {"node_sample": "node_id, id", "clock": "node_id", "span": "last_step", "step_sizes": "last_step"}
+_INDEXES = {
+    "clock": "node_id",
+    "span": "last_step",
+    **{kind.table: kind.index for kind in KINDS.values() if kind.index},
+}
 """None is by rank process: with such a one each commit writes a page for every rank."""
 
 
@@ -89,8 +87,11 @@ def _statements() -> Iterator[str]:
     yield from map(_list, LISTS)
     yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
     yield from map(_keyed, _KEYED)
-    for name, indexed in _INDEXES.items():
-        yield f"CREATE INDEX {name}_of ON {name}({indexed})"
+    yield from map(_index, _INDEXES)
+
+
+def _index(name: str) -> str:
+    return f"CREATE INDEX {name}_of ON {name}({_INDEXES[name]})"
 
 
 def _list(name: str, kind: str = "TABLE") -> str:
@@ -200,17 +201,25 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
         raise SessionFileError(
             f"{path}: written by {age} traceml-ray (schema {version}; this one reads {SCHEMA}): {hint}"
         )
-    _add_tables(connection, create)
+    _add_records(connection, create)
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
-def _add_tables(connection: sqlite3.Connection, create: bool) -> None:
-    """Make the tables that an older file lacks: in it, or for a reader in memory, where they stay empty."""
-    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    for name in ADDED:
-        if name not in there:
-            made = _list if name in LISTS else _keyed
-            connection.execute(made(name, "TABLE" if create else "TEMP TABLE"))
+def _add_records(connection: sqlite3.Connection, create: bool) -> None:
+    """
+    Add what an older file lacks of records of signals: in it, or for a reader in memory, where tables stay
+    empty; see `session_file.records` for columns.
+    """
+    for kind in KINDS.values():
+        there = {row[1] for row in connection.execute(f"PRAGMA table_info({kind.table})")}
+        if not there:
+            made = _list if kind.keep == "all" else _keyed
+            connection.execute(made(kind.table, "TABLE" if create else "TEMP TABLE"))
+            if create and kind.index:
+                connection.execute(_index(kind.table))
+        for name in kind.fields if there and create else ():
+            if name not in there:
+                connection.execute(f"ALTER TABLE {kind.table} ADD COLUMN {name}")
 
 
 def on_network_filesystem(path: Path) -> bool:

@@ -20,24 +20,23 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.row_table import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.codec import ready
 from traceml_ray.stages import N_STAGES
-from traceml_ray.store.layer_windows import LayerReader
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.output import OutputReader
 from traceml_ray.store.rank_processes import RankProcess, from_row, shown
+from traceml_ray.store.records import RecordReader
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
-from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.step_reader import StepReader
 from traceml_ray.store.work_reader import WorkReader
 
 
-class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReader):
+class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 
@@ -187,12 +186,6 @@ class SessionFile(SampleReader, StepReader, OutputReader, LayerReader, WorkReade
         for event in events:
             event["data"] = json.loads(event["data"])
         return events, top
-
-    def shardings(self) -> dict[int, wire.Sharding]:
-        """Return how FSDP2 has divided the model, by the id of each rank process that uses it."""
-        rows = self._all("SELECT process, body FROM sharding")
-        with legible(self.path):
-            return {process: msgspec.json.decode(body, type=ready(wire.Sharding)) for process, body in rows}
 
     def run_events(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""

@@ -23,13 +23,14 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
 from traceml_ray.settings import Settings
+from traceml_ray.signals.kind import Kind, R
+from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.fence import Fence, identity
-from traceml_ray.store.layer_windows import LAYER_WINDOWS, to_layer_row
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.output import OutputRetention
 from traceml_ray.store.pending import OF_NODES, Pending, row_bytes
-from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
 from traceml_ray.store.session_file import SessionFile
@@ -38,9 +39,14 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
+_PROCESSES = f"REPLACE INTO rank_process({', '.join(COLUMNS)}) VALUES ?"
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
-_SHARDINGS = update("sharding", "process", ["body"])
+_REPLACED = {
+    kind.table: update(kind.table, "id", (kind.owner, *kind.fields))
+    for kind in KINDS.values()
+    if kind.keep != "all"
+}
 
 
 class SessionWriter:
@@ -131,11 +137,6 @@ class SessionWriter:
         self._pending.relays[batch.incarnation] = batch.seq
         known = self.node(node.node_id, node.hostname, node.address)
         known.last_seen_ns, known.errors = now, batch.errors
-        if batch.sample is not None:
-            values = msgspec.structs.asdict(batch.sample)
-            if batch.sample.gpus is not None:
-                values["gpus"] = msgspec.json.encode(batch.sample.gpus).decode()
-            self._add("node_sample", (node.node_id, *values.values()))
 
     def add_rows(
         self,
@@ -162,14 +163,6 @@ class SessionWriter:
         """Add a sample of a rank process."""
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
-    def add_memory(self, process: RankProcess, sample: wire.MemorySample) -> None:
-        """Add a sample of the memory of a rank process, or of one of its devices."""
-        self._add("memory_sample", (process.id, *msgspec.structs.astuple(sample)))
-
-    def set_sharding(self, process: RankProcess, sharding: wire.Sharding) -> None:
-        """Set how the model of a rank process is divided."""
-        self._pending.shardings[process.id] = msgspec.json.encode(sharding).decode()
-
     def add_clock(self, node_id: str, t_ns: int, offset_ns: int, bound_ns: int) -> None:
         """Add what was measured of a node's clock, see `analysis.node_clock`."""
         self._add("clock", (node_id, t_ns, offset_ns, bound_ns))
@@ -178,23 +171,17 @@ class SessionWriter:
         """Add a span."""
         self._add("span", (process.id, *msgspec.structs.astuple(span)))
 
-    def add_work(self, process: RankProcess, work: wire.StepWork) -> None:
-        """Add what some steps of a rank process were trained on."""
-        self._add("step_work", (process.id, *msgspec.structs.astuple(work)))
-
-    def add_sizes(self, process: RankProcess, sizes: wire.StepSizes) -> None:
-        """Add how large the batches of some steps of a rank process were."""
-        self._add("step_sizes", (process.id, *msgspec.structs.astuple(sizes)))
-
-    def add_output(self, process: RankProcess, output: wire.Output) -> None:
-        """Add what a rank process has printed."""
-        values = msgspec.structs.asdict(output) | {"lines": "\n".join(output.lines) or None}
-        self._add("output", (process.id, *values.values()))
-
-    def add_layers(self, process: RankProcess, window: wire.LayerWindow) -> None:
-        """Add a window of a rank process's layers, in place of its oldest one where there are many."""
-        row = to_layer_row(process, window)
-        self._pending.layers[row[0]] = row
+    def add_record(self, kind: Kind[R], owner: int | str, record: R) -> None:
+        """
+        Add a record of a rank process (by number), or a node (by id); where only some are kept, in place of
+        an older one.
+        """
+        row = kind.row(owner, record)
+        if kind.keep == "all" or not isinstance(owner, int):
+            self._add(kind.table, row)
+        else:
+            place = owner * kind.keep + kind.slot(record) % kind.keep
+            self._pending.replaced[kind.table][place] = (place, *row)
 
     def add_event(
         self,
@@ -335,13 +322,12 @@ class SessionWriter:
         progress = [each for id_, each in work.progressed.items() if id_ not in work.processes]
         return [
             *((insert(table), rows) for table, rows in work.inserts.items()),
-            ("REPLACE INTO rank_process VALUES ?", [*map(to_row, work.processes.values())]),
+            (_PROCESSES, [*map(to_row, work.processes.values())]),
             (_PROGRESSED, [*map(to_progress, progress)]),
             ("REPLACE INTO meta VALUES ?", [(key, json.dumps(self.meta[key])) for key in work.meta]),
             (_NODES, [node.to_row() for node in work.nodes.values()]),
             (_RELAYS, [*work.relays.items()]),
-            (_SHARDINGS, [*work.shardings.items()]),
-            (LAYER_WINDOWS, [*work.layers.values()]),
+            *((_REPLACED[table], [*places.values()]) for table, places in work.replaced.items()),
         ]
 
     def _write(self, changes: list[tuple[str, list[Any]]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray.analysis.memory.shapes import NO_STEP, Float, Int64
-from traceml_ray.samples import MemorySample
+from traceml_ray.signals.memory.records import MemorySample
 
 FIELDS = (
     *("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "peak_bytes", "retries", "process_bytes"),

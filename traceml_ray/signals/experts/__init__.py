@@ -1,0 +1,1 @@
+"""How many tokens the routers of a mixture of experts give to each expert."""

@@ -1,0 +1,33 @@
+"""All kinds of records, by name: what agent, relay, aggregator, session file and exports go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from traceml_ray.codec import Part, encode_part
+from traceml_ray.signals.experts.records import EXPERTS
+from traceml_ray.signals.kind import Kind
+from traceml_ray.signals.layers.records import LAYERS
+from traceml_ray.signals.memory.records import MEMORY
+from traceml_ray.signals.nodes.records import NODE
+from traceml_ray.signals.output.records import OUTPUT
+from traceml_ray.signals.sharding.records import SHARDING
+from traceml_ray.signals.throughput.records import SIZES, WORK
+
+KINDS: dict[str, Kind[Any]] = {
+    kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, NODE)
+}
+"""In the order in which they have a place in a batch."""
+OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}
+"""By the struct."""
+
+
+def encoded(records: Iterable[Part]) -> dict[str, list[msgspec.Raw]]:
+    """Return records of any kinds as a message has them."""
+    found: dict[str, list[msgspec.Raw]] = {}
+    for record in records:
+        found.setdefault(OF_RECORD[type(record)].name, []).append(encode_part(record))
+    return found

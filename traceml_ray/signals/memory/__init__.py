@@ -1,0 +1,1 @@
+"""The memory of rank processes and their devices."""

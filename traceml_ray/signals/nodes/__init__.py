@@ -1,0 +1,1 @@
+"""The machines: CPU, memory, disk, network and GPUs."""

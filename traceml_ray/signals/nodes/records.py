@@ -1,0 +1,80 @@
+"""What is sampled of a node and its devices."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from traceml_ray.codec import FEW, Count, Int64, Part
+from traceml_ray.signals.kind import Kind
+
+
+class GpuProcess(Part, frozen=True):
+    """A process that computes on a device; `parents` are its parent, that one's parent, and so on."""
+
+    pid: Count
+    mem_bytes: Count | None
+    name: str | None = None
+    parents: Annotated[list[Count], FEW] = []
+
+
+class GpuSample(Part, frozen=True):
+    """One device as NVML sees it. Byte counters and `processes` are not asked for in every sample."""
+
+    index: Count
+    name: str | None
+    util_pct: float | None
+    mem_used_bytes: Count | None
+    mem_total_bytes: Count | None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    throttle: Annotated[list[str], FEW] | None = None
+    """Why its clocks are not higher: `sw_power_cap`, `hw_thermal_slowdown`, `gpu_idle`, …"""
+    ecc_uncorrected: Count | None = None
+    """Since the driver was loaded."""
+    pcie_rx_bytes: Count | None = None
+    pcie_tx_bytes: Count | None = None
+    nvlink_rx_bytes: Count | None = None
+    nvlink_tx_bytes: Count | None = None
+    processes: Annotated[list[GpuProcess], FEW] | None = None
+    xid: Annotated[list[Count], FEW] | None = None
+    """Numbers of the critical errors since the sample before; None: not known."""
+
+
+class NodeSample(Part, frozen=True):
+    """A sample of a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
+
+    t_ns: Int64
+    cpu_pct: float | None
+    cpu_count: Count | None
+    load1: float | None
+    mem_used_bytes: Count | None
+    mem_total_bytes: Count | None
+    disk_read_bytes: Count | None
+    disk_write_bytes: Count | None
+    net_rx_bytes: Count | None
+    net_tx_bytes: Count | None
+    gpus: Annotated[list[GpuSample], FEW] | None = None
+    swap_in_bytes: Count | None = None
+    psi_cpu: float | None = None
+    """Share (0..1) of the time since the sample before in which some task waited for a CPU,"""
+    psi_memory: float | None = None
+    """for memory,"""
+    psi_io: float | None = None
+    """for the disk."""
+    cpu_throttled_ns: Count | None = None
+    """CPU time that the container's quota held back."""
+
+
+NODE = Kind(
+    "node",
+    NodeSample,
+    "samples of nodes",
+    table="node_sample",
+    exported="node_samples",
+    of="node",
+    bundle="seconds",
+    index="node_id, id",
+)

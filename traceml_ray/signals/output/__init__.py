@@ -1,0 +1,1 @@
+"""The last lines that ranks print."""

@@ -1,0 +1,1 @@
+"""How much a run gets through: samples, tokens and FLOPs a second, and when it will be over."""

@@ -1,0 +1,87 @@
+"""What a rank says of its work."""
+
+from __future__ import annotations
+
+import zlib
+
+from traceml_ray.codec import Count, Part
+from traceml_ray.signals.kind import Kind
+
+MAX_SIZES = 512
+"""Steps of one `StepSizes`."""
+
+
+class StepWork(Part, frozen=True):
+    """What some steps of a rank were trained on, and what is known of its work. `None` is "not known"."""
+
+    first_step: Count
+    last_step: Count
+    steps: Count
+    """Of these, that have had a batch; 0: only the rest is known."""
+    batches: Count
+    samples: Count | None = None
+    """Of all of them together."""
+    tokens: Count | None = None
+    flops: float | None = None
+    """Of this rank in one step, as counted once."""
+    job_flops: float | None = None
+    """Of all ranks in one step, as told."""
+    flops_step: Count | None = None
+    """The step that they were counted in: it took longer."""
+    dtype: str | None = None
+    """Of what most FLOPs are computed with: bfloat16, tf32, …"""
+    device: str | None = None
+    """Name of its device; `cpu`."""
+    device_id: str | None = None
+    """Tells it from others of that name."""
+    peak_tflops: float | None = None
+    """Of one device, as told."""
+    total_steps: Count | None = None
+
+
+class StepSizes(Part, frozen=True):
+    """How large the batches of a rank's steps `first_step` to `last_step` were, step by step."""
+
+    first_step: Count
+    last_step: Count
+    body: bytes
+    """
+    n × int64 samples, then n × int64 tokens (n: the steps, at most MAX_SIZES), little-endian, compressed by
+    zlib; -1 is "not known".
+    """
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is of."""
+        return self.last_step - self.first_step + 1
+
+    def values(self) -> bytes:
+        """Return what is compressed. Raises ValueError where it is damaged, or of too many steps."""
+        if not 0 < self.steps <= MAX_SIZES:
+            raise ValueError(f"sizes of batches of {self.steps:,} steps, limit {MAX_SIZES:,}")
+        decoder = zlib.decompressobj()
+        try:
+            data = decoder.decompress(self.body, 16 * self.steps)
+        except zlib.error as error:
+            raise ValueError(f"sizes of batches are damaged: {error}") from error
+        if len(data) != 16 * self.steps or not decoder.eof:
+            raise ValueError(f"{len(data)} bytes of sizes of batches of {self.steps:,} steps")
+        return data
+
+
+def _whole(sizes: StepSizes) -> None:
+    sizes.values()
+
+
+WORK = Kind("work", StepWork, "sizes of batches", table="step_work", exported="work")
+SIZES = Kind(
+    "sizes",
+    StepSizes,
+    "sizes of batches by step",
+    table="step_sizes",
+    exported="batch_sizes",
+    bundle="steps",
+    index="last_step",
+    of_rows=True,
+    check=_whole,
+)
