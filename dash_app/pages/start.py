@@ -1,4 +1,4 @@
-"""The page where there is no run to show: why, and how to come to one."""
+"""The page shown if there is no run: why, and how to start one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..components import link, part
 from ..route import Route
 
 _OFFERED = 24
-"""Other sessions or runs, in place of one that cannot be read."""
+"""Largest number of other sessions or runs offered if one cannot be read."""
 _WAYS = {
     "In place of torchrun": "python -m traceml_ray.launch --nproc-per-node 4 train.py",
     "On a Ray cluster, in the driver": "session = traceml_ray.start()\nTorchTrainer(…).fit()",
@@ -32,15 +32,15 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         hint = html.P("This page updates when the monitor is running.", className="hint")
         return html.Div([html.H1("The monitor is starting"), hint])
     if view["state"] != "empty":
-        hint = html.P("This page fills by itself with the first step.", className="hint")
+        hint = html.P("This page updates after the first step.", className="hint")
         return html.Div([html.H1("The run is starting"), hint])
     ways = [html.Div([html.H2(way), html.Pre(code)], className="panel") for way, code in _WAYS.items()]
-    hint = html.P("This page fills by itself once one runs.", className="hint")
+    hint = html.P("This page updates when a session runs.", className="hint")
     return html.Div([html.H1("Start a session"), hint, html.Div(ways, className="grid two")])
 
 
 def _others(view: Mapping[str, Any], route: Route) -> html.Div:
-    """Return what there is in place of a session or run that cannot be read."""
+    """Return links to other sessions or runs if the requested one cannot be read."""
     what, name = view["missing"], view["session"]["id"]
     newest = dcc.Link("the newest run of this dashboard's own session", href="/")
     links = [

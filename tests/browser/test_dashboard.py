@@ -101,7 +101,7 @@ def test_page_says_what_it_waits_for_before_the_first_step(browser, served):
     served.pages.poll()
     shows(browser, "state-badge", "starting")
     shows(browser, "verdict-headline", "The run is starting: Ray is up, waiting for the first step (0 s)")
-    shows(browser, "page", "fills by itself with the first step")
+    shows(browser, "page", "updates after the first step")
 
 
 def test_verdict_names_the_rank_soon_after_the_fault(browser, served):

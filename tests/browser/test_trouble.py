@@ -184,7 +184,7 @@ def test_hang_is_named_with_since_when_and_where_the_ranks_are(browser, launch):
     job.do("hang")
     shows(browser, "verdict-headline", "ang: rank 1", 40.0)
     shows(browser, "verdict-headline", "in data")
-    looks_right(browser, job.url + "/", "ang: rank 1", "No step is closed", "Since ", "Next")
+    looks_right(browser, job.url + "/", "ang: rank 1", "No step is completed", "Since ", "Next")
     looks_right(browser, job.url + "/rank/1", "Where the ranks were in the last hang", "in __getitem__")
     looks_right(browser, job.url + "/events", "hang: rank 1")
     goes_where_it_says(browser, job, 1)

@@ -269,7 +269,7 @@ def test_stored_session_that_cannot_be_read_says_why(played: Played) -> None:
     pages = SessionPages(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     pages.poll()
     state_text = look(pages, "header")["state_text"]
-    assert state_text.startswith("This session has ended: finished. Not all of it can be read: the answer to")
+    assert state_text.startswith("The session has finished. Part of it cannot be read: the answer to")
     assert "the session file is damaged" in state_text
 
 

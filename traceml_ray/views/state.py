@@ -33,9 +33,10 @@ BADGES = {
 }
 RUNNING = ("live", "stale", "waiting", "ending")
 OVER = ("stored", "finished")
-"""In which nothing changes any more."""
+"""States in which the session has ended."""
 RUN_OVER = (*OVER, "idle")
-"""In which nothing changes any more of the run."""
+"""States in which the run has ended."""
+_ENDED = {"running": "The session was never finished", "stopped": "The session was stopped"}
 
 
 def state_of(cache: SessionPoll, run: RunState | None) -> str:
@@ -79,14 +80,14 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         return cache.trouble or "Searching for the session."
     if state == "stale":
         since = moment(cache.stale_since_ns)
-        return f"Aggregator not answering since {since} ({cache.trouble}). Shown is what was known then."
+        return f"Aggregator not answering since {since} ({cache.trouble}). Showing the last known state."
     if state in OVER:
         status = cache.status.get("status", "running")
-        ended = "was never finished" if status == "running" else f"has ended: {status}"
+        ended = _ENDED.get(status, f"The session has {status}")
         if cache.trouble:
-            return f"This session {ended}. Not all of it can be read: {cache.trouble}."
-        reading = "" if run is None or run.is_read_to_end else " It is still being read."
-        return f"This session {ended}; nothing changes any more.{reading}"
+            return f"{ended}. Part of it cannot be read: {cache.trouble}."
+        read = run is None or run.is_read_to_end
+        return f"{ended}. {'Showing the stored session.' if read else 'Reading the stored session …'}"
     world = run.world if run else 0
     seen = sorted(run.ranks) if run else []
     missing = missing_of(world, seen)
@@ -99,15 +100,18 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
         took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
         starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
-        return starting + (f" Awaited: {awaited}." if awaited else "")
+        return starting + (f" Missing: {awaited}." if awaited else "")
     if run and state == "ending":
         return _ending_text(run)
     if run and state == "idle":
         return _idle_text(cache, run)
     silent = sorted(set(seen) - _heard(run)) if run else []
-    parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
+    parts = [
+        f"waiting for {awaited}" if awaited else "",
+        f"no data from {text.ranks(silent)}" if silent else "",
+    ]
     hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
-    return "; ".join(["No step is closed" if hangs else "Training runs", *filter(None, parts)]) + "."
+    return "; ".join(["No step is completed" if hangs else "Training is running", *filter(None, parts)]) + "."
 
 
 def _ending_text(run: RunState) -> str:
@@ -126,7 +130,7 @@ def _idle_text(cache: SessionPoll, run: RunState) -> str:
     after = [
         later_run for later_run in cache.runs[later.index(run.id) + 1 :] if later_run["status"] == "running"
     ]
-    then = f"run {after[-1]['name']} is under way" if after else "it waits for the next run"
+    then = f"run {after[-1]['name']} is running" if after else "it waits for the next run"
     return f"Run {entry['name']} has ended{how}. The session goes on: {then}."
 
 
