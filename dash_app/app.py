@@ -43,7 +43,10 @@ _MOST = 20
 
 
 def search_targets(run: RunState, route: Route, asked: str) -> dict[str, str]:
-    """Return the pages that `asked` may mean ("5", "rank 5", "host-1", "step 9"), by name, the best first."""
+    """
+    Return links to the pages that the search text may mean ("5", "rank 5", "host-1", "step 9"), best first,
+    by name.
+    """
     wanted = asked.casefold().split()
     return dict(islice(_matching_targets(run, route, wanted), _MOST)) if wanted else {}
 
@@ -70,14 +73,14 @@ def _rank(run: RunState, rank: int) -> str:
 
 _LOG = logging.getLogger("traceml_ray.dash_app")
 Parts = dict[str, dict[str, Any]]
-"""Properties by id."""
+"""Properties of elements, by element id."""
 
 
 class _Page(NamedTuple):
-    """A page as of one version of the session."""
+    """A page made from one version of the session."""
 
     key: str
-    """While it stays, only the parts change."""
+    """Identity of the page: while it stays the same, only its parts change."""
     layout: html.Div
     parts: Parts
     sums: dict[str, int]
@@ -229,7 +232,7 @@ def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.
 
 
 def _in_browser(app: dash.Dash) -> None:
-    """Have the functions of the scripts in `assets` called."""
+    """Register the functions of the scripts in `assets` as callbacks."""
     clientside: Any = app.clientside_callback
 
     def call(name: str, *wiring: Any, namespace: str = "traceml", at_once: bool = False) -> None:

@@ -32,15 +32,15 @@ NEWEST = "newest"
 _LANES, _ROWS = 4, 100
 _TICKS = 120
 _ROOM = 4
-"""An episode is shown with a quarter of its length around it."""
+"""Share of an episode's length that is shown around it."""
 _COARSE_NS = 1 << 33
 _DIGITS = 15
 _LEAST = 20
-"""Steps that are shown at least."""
+"""Smallest number of steps shown."""
 
 
 class Range(NamedTuple):
-    """Steps that are drawn; `last` None: to the end. `newest`: as many as are drawn one by one."""
+    """The steps to draw; `last` None: to the end. `newest`: as many as fit one by one."""
 
     first: int = 0
     last: int | None = None
@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 
 def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
-    """Return what the URL asks for, or the range that a page has by itself."""
+    """Return the range in the URL, else the page's default range."""
     first, last = (whole_number(route.get(name), _DIGITS) for name in ("from", "to"))
     if route.get("from") == NEWEST:
         return Range(newest=True)
@@ -153,7 +153,7 @@ def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _times(spine: Mapping[str, Any], steps: Sequence[float]) -> list[int]:
-    """Return when steps were over, ns since the epoch."""
+    """Return when steps ended, in ns since the epoch."""
     end = int(spine["t_ns"][-1])
     times = np.interp(steps, spine["last"], spine["t_ns"] - end) if len(steps) else np.empty(0)
     return [end + int(t_ns) for t_ns in times]

@@ -25,13 +25,13 @@ from . import trace_job
 from .trace_job import JobError
 
 FILE = "breakdown.msgpack"
-"""In the folder of a profile."""
+"""Name of the file in a profile's folder."""
 MAX_COPY = 1 << 30
 """Largest trace, in bytes, that is copied from another node."""
 _KEPT = 4
-"""Profiles whose breakdowns are held."""
+"""Number of profiles whose breakdowns are kept in memory."""
 _AGAIN_S = 60.0
-"""One that failed is tried again after that time, where it is still looked at."""
+"""Time in s after which a failed breakdown is computed again, if it is still viewed."""
 _PIECE = 1 << 20
 
 

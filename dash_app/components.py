@@ -20,7 +20,7 @@ from . import figures, zone
 from .route import Route
 
 _MOST_OFF = 8
-"""Series that are switched off at a time."""
+"""Largest number of series switched off at a time."""
 
 _TABLE_ROWS = 100
 CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "autosize"}

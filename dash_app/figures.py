@@ -24,8 +24,7 @@ from . import zone
 Series = Array | Sequence[float | None]
 """Values of a line; NaN or None where a value is not known."""
 Figure = dict[str, Any]
-
-"""As a legend has them."""
+"""A figure as plotly.js takes it."""
 LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
@@ -33,7 +32,7 @@ FONT = (
 BAND = "p10–p90"
 _MARKS = {"critical": RED, "warning": ORANGE, "notice": "#b8930a", "info": GREY}
 MARGIN = {"l": 96, "r": 12}
-"""px of every chart that has the axis of steps: they are aligned, whatever is beside them."""
+"""Margins in px of every chart with an axis of steps: they are aligned with each other."""
 _FULL_PCT = 102
 
 
@@ -101,7 +100,7 @@ def _exactly(**limits: float) -> dict[str, Any]:
 
 
 def blank(text: str) -> Figure:
-    """Return a figure that says why there is nothing to see."""
+    """Return an empty figure that says why there is nothing to show."""
     note = {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
     hidden = {"visible": False, "fixedrange": True}
     return figure([], "", "", annotations=[note], xaxis=hidden, yaxis=hidden, hovermode=False)

@@ -19,7 +19,7 @@ from . import figures
 MOST_ROWS = 128
 """Largest number of ranks shown one per row. In a larger job a row is a node, drawn as its last rank."""
 FEW = 32
-"""Rows that are high enough for spans under the stages."""
+"""Largest number of rows that are high enough to show spans below the stages."""
 _FEW_PX, _MANY_PX, _AXES_PX = 22, 9, 46
 _LABELS = 40
 _SPANS = drawing.ROSE, drawing.GREEN, drawing.ORANGE, "#6b7785", drawing.BLUE

@@ -56,7 +56,7 @@ def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], k
 
 
 def _has(among: str, words: Iterable[str]) -> bool:
-    """Return whether all `words` are in a text; a number is one of its words."""
+    """Return whether all `words` occur in a text; a number only as a whole word."""
     return all(word in (among.split() if word.isdecimal() else among) for word in words)
 
 
@@ -94,7 +94,7 @@ def heads(columns: Iterable[str], keys: Keys, route: Route) -> dict[str, Any]:
 
 
 def pages(chosen: Chosen, route: Route, noun: str) -> html.Div:
-    """Return how many there are, and links to the pages around this one."""
+    """Return the number of items, and links to the pages around this one."""
     page, last = chosen.page, chosen.pages
     size = text.count(chosen.n_all, noun)
     size = size if chosen.n_matching == chosen.n_all else f"{chosen.n_matching:,} of {size}"

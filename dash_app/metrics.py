@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .session_pages import SessionPages
 
 _MOST = 1024
-"""Ranks, or devices, with a series of their own each: beyond, only nodes and the worst rank have one."""
+"""Largest number of ranks or devices with a series each; of more, only nodes and the worst rank have one."""
 _STATES = (
     *("empty", "starting", "unwatched", "waiting"),
     *("live", "stale", "ending", "idle", "finished", "stored"),

@@ -90,12 +90,12 @@ def request_of(values: Mapping[str, Any]) -> ProfileRequest:
 
 
 def field(tag: str, **properties: Any) -> Content:
-    """Return an element of a form: Dash has none that a browser sends by itself."""
+    """Return an element of a form. Dash has no element that a browser submits by itself."""
     return Content("", [tag, properties])
 
 
 def session_of(route: Route, mark: str = "?") -> str:
-    """Return the part of a URL that names the session."""
+    """Return the part of a URL that selects the session."""
     return f"{mark}session={quote(name)}" if (name := route.get("session")) else ""
 
 

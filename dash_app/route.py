@@ -25,9 +25,9 @@ _PATHS = {
     "ledger": "health",
 }
 SCOPE = ("session", "run")
-"""Part of the selection of every page: a link to another page keeps it,"""
+"""Query names that a link to another page keeps."""
 RANGE = ("from", "to")
-"""and, of the same run, the steps that are shown."""
+"""Query names that a link to another page of the same run keeps: the range of steps."""
 
 
 class Route(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
 
 
 def add_command(add: Callable[..., Any]) -> None:
-    """Add what `traceml-ray run` takes by `add`, an `add_argument`."""
+    """Add the arguments of `traceml-ray run` by `add`, an `add_argument`."""
     add_flags(add, str(RAY_PORT))
     add("--nnodes", type=int, default=1, metavar="N", help="Nodes of the job, with one `run` on each.")
     add("--node-rank", type=int, default=0, metavar="R", help="Of this node; the session is written on 0.")

@@ -65,8 +65,8 @@ class BringUp:
 
     def end(self) -> None:
         """
-        Start nothing more, and end the helper: on a cluster that stays only after a while, or actors half
-        made would stay, too.
+        Start nothing more, and end the helper. On a cluster that stays, only after a while: half-created
+        actors would stay too.
         """
         self._ending.set()
         at_rest = self._starting.acquire(timeout=DISK_S)  # it may be writing to a disk that hangs

@@ -33,7 +33,7 @@ from traceml_ray.ray.connection import ONE_NODE, find_token, node_address, resol
 from .lean_ray import disable_agents, use_temp_dir
 
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
-"""Ray's minimum; our messages are too small to go through it."""
+"""Size of Ray's object store, in bytes: Ray's minimum, as our messages never use it."""
 _IDLE_S, _IDLE_WINDOWS = 0.5, 4
 """Seconds over which the cores are measured, and how often in a row one has to be idle."""
 JOIN_S = 300.0
@@ -76,11 +76,11 @@ class PrivateRay:
             **({} if head else ONE_NODE),
             **auth,
         }
-        """For whatever attaches to this cluster."""
+        """Environment for processes that attach to this cluster."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
+        """Start Ray without waiting for it. It ends with the calling *thread*. Raises OSError."""
         port = self.address.rpartition(":")[2]
         head = ["--head", f"--port={port}", f"--node-ip-address={self._host}", "--include-dashboard=false"]
         command = [
@@ -252,7 +252,7 @@ def _orphaned(_number: int, _frame: object) -> None:
 
 
 def main() -> None:
-    """Be `ray`, with a parent to die with."""
+    """Run as `ray`, and end with the parent process."""
     signal.signal(signal.SIGUSR1, _orphaned)
     parent, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)

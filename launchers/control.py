@@ -81,7 +81,7 @@ def check_goes_on(folder: Path, run: str | None) -> None:
 
 
 def _failures(folder: Path) -> Counter[str]:
-    """Return how often the session has failed to make or keep a bundle, by why."""
+    """Return how often the session has failed to make or keep a bundle, by reason."""
     from traceml_ray.store.schema import SessionFileError
     from traceml_ray.store.session_file import SessionFile
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 _PREFIX = "Dashboard: "
 LINGERS = "Stays while a browser watches."
-"""Printed by one that does when its parent has closed stdin."""
+"""Line printed by a dashboard that stays when its parent closes stdin."""
 _END_S = 1.0
 _DECIDE_S = 1.0
 """How long the dashboard process may take to print that, in s."""

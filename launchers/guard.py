@@ -1,4 +1,4 @@
-"""Contains what goes wrong in a launcher's monitor: the job and its exit code are not ours to change."""
+"""Contains errors of a launcher's monitor: the job and its exit code must not change."""
 
 from __future__ import annotations
 

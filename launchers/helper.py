@@ -32,7 +32,7 @@ _LOOK_S = 0.05
 _REFUSED = 20
 """A relay that answers listens: so often in a row it was not killed since, but is out of reach."""
 _answered = threading.Lock()
-"""Held from the first reply on: the deadline and the work may both make one."""
+"""Taken by the first reply: the deadline and the work may both try to reply."""
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class HelperRequest(msgspec.Struct, frozen=True):
     temp_dir: str = ""
     """Folder of this node's raylet if the launcher started it: there may be other raylets."""
     first: bool = True
-    """Make the aggregator; else wait until the launcher of the first node has."""
+    """Whether to create the aggregator; else wait until the first node's launcher has created it."""
 
 
 class HelperReply(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ _TRIED = (2, 51), (2, 60)
 """The oldest and the newest Ray that a session has been started on without these parts (`make compat`)."""
 _AGENT = re.compile(r"--(dashboard|runtime_env)_agent_command=")
 _PLACEHOLDER = f'{sys.executable} -IS -c "import signal; signal.pause()"'
-"""The raylet wants an agent that lives as long as it does."""
+"""Command that replaces an agent: the raylet expects a process that lives as long as it does."""
 _FOLDER_PER_NODE = 2, 55
 """The first Ray that heeds `--temp-dir` on a node that joins a cluster (Ray's pull request 57735)."""
 _LOOK_S = 0.05

@@ -1,4 +1,4 @@
-"""The oldest torch and Ray that this works with, and one line for whoever has older ones."""
+"""Oldest supported torch and Ray, and the message for older ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOORS = {"torch": (2, 4), "ray": (2, 51)}
 
 
 def too_old(package: str) -> str:
-    """Return what is wrong with the installed `package`, found without importing it; "" where it will do."""
+    """Return what is wrong with the installed `package`, without importing it; "" if nothing is."""
     try:
         installed = metadata.distribution(package)
     except metadata.PackageNotFoundError:

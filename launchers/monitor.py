@@ -137,11 +137,11 @@ class Monitor:
         self._bring_up: BringUp | None = None
         self._dashboard: DashboardProcess | None = None
         self._disk_hangs = False
-        """Found out at the end: nothing more is done on the session's disk."""
+        """Whether the session's disk was found to hang at the end; nothing more is written to it then."""
         self._view: LiveView | None = None
 
     def rank_environment(self) -> dict[str, str]:
-        """Return what ranks have in their environment beyond the user's."""
+        """Return the variables that ranks get in addition to the user's environment."""
         return rank_environment(self.settings, dict(self.environ))
 
     def discard(self) -> None:

@@ -11,7 +11,7 @@ from traceml_ray.ray.connection import join
 
 
 class UsageError(ValueError):
-    """A command line that cannot be used."""
+    """The command line cannot be used; the message says why."""
 
 
 class NotGiven(int):
@@ -32,9 +32,9 @@ class Nodes:
     host: str = ""
     """Host of the first node, as given on the command line."""
     head: str = ""
-    """host:port of the private cluster's head; "" where there is one node."""
+    """host:port of the private cluster's head; "" for a job of one node."""
     job: str = ""
-    """Name of the session where none is given: the same on every node."""
+    """Name of the session if none is given: the same on every node."""
 
     @property
     def several(self) -> bool:

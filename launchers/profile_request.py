@@ -15,7 +15,7 @@ LIMIT_S = 600.0
 """How long to wait for a capture, in s; the capture goes on afterwards."""
 _POLL_S = 0.2
 _GONE_S = 10.0
-"""One that was being made, and is neither there nor being made for so long, could not be kept."""
+"""A profile that was in progress and has been missing for this long, in s, could not be kept."""
 
 
 def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S) -> StoredProfile:
@@ -54,7 +54,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
 
 
 def so_far(now: Profile) -> tuple[str, float]:
-    """Return what a profile that is being made is at, and how far that is, 0 to 1."""
+    """Return the current phase of a profile in progress, and its progress from 0 to 1."""
     ranks = now.ranks
     if any(rank.state == "sending" for rank in ranks):
         total = sum(rank.total_bytes or 0 for rank in ranks)

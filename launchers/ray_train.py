@@ -39,7 +39,7 @@ def train_callback_path() -> str | None:
 
 
 def watch_trainers() -> None:
-    """Have Ray Train take our callback by itself in this process, where it can."""
+    """Make Ray Train load our callback in this process, if it can."""
     path = train_callback_path()
     named = _named()
     if path is not None and path not in named:

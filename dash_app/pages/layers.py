@@ -25,7 +25,7 @@ from ..session_cache import SessionCache
 PATH = "/layers"
 """URL that the form posts to."""
 _BESIDE = 20
-"""Layers that are shown rank beside rank."""
+"""Largest number of layers shown rank beside rank."""
 _KEYS: listing.Keys = {
     "layer": lambda one: one.name,
     "class": lambda one: one.kind,
@@ -111,7 +111,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
 
 
 def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
-    """Return how far the request of this browser is."""
+    """Return the progress of this browser's request."""
     message = ""
     if route.get("asked"):
         done, all_ranks = view["answered"], text.count(view["world"], "rank")

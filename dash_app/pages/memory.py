@@ -58,7 +58,7 @@ def _model(sharding: ShardingInfo, model: ShardedModel) -> html.Div:
 
 
 _LINES = 6
-"""Ranks whose memory is drawn."""
+"""Largest number of ranks drawn."""
 _SAMPLES = 240
 _MOST = 100
 _COUNTERS = {
@@ -66,9 +66,9 @@ _COUNTERS = {
     "process_bytes": "on the device, by the driver",
     "rss_bytes": "resident (RSS)",
 }
-"""What is drawn, by field of a sample."""
+"""Charts by field of a memory sample."""
 _ALIKE = 3
-"""More findings of one kind than these are one line."""
+"""More findings of one kind than this are shown as one line."""
 _KEYS: listing.Keys = {
     "rank": lambda row: row.rank,
     "node": lambda row: row.node,

@@ -152,7 +152,7 @@ def samples_of(
 
 
 def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """Return the series of quantities, with their times: of the newest SAMPLES."""
+    """Return the series of quantities with their times, of the newest SAMPLES samples."""
     return _newest({"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)})
 
 

@@ -35,7 +35,7 @@ from ..route import Route
 from ..session_cache import SessionCache
 
 _TOP = 15
-"""Operations of a difference that are shown."""
+"""Largest number of operations shown of a difference."""
 _MOST_CHIPS = 16
 _MORE = "What one rank does more of than others"
 _KEYS: listing.Keys = {
@@ -57,7 +57,7 @@ _OPTIONAL = {
     ">self CPU memory": "self_cpu_bytes",
     ">self device memory": "self_device_bytes",
 }
-"""Columns that are shown where anything of that was recorded."""
+"""Columns shown only if the trace recorded them."""
 _PERFETTO = (
     "Open the trace of all ranks at ui.perfetto.dev (Open trace file): it is read in your browser and sent "
     "nowhere. All ranks are on one clock; arrows lead from the rank that came last to a collective to those "

@@ -45,7 +45,7 @@ _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", 
 _PROFILES = 3
 _RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
 _OFFERED = 24
-"""In place of a rank that is not there."""
+"""Largest number of other ranks offered if the requested one does not exist."""
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:

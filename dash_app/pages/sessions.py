@@ -37,7 +37,7 @@ from ..session_cache import SessionCache
 __all__ = ["data", "layout", "names", "side"]
 SIDES = "ab"
 _ANEW = 1.1
-"""A run that has grown by this is compared anew."""
+"""A running session is compared again after it has grown by this share."""
 _COLOURS = {"a": drawing.BLUE, "b": drawing.ORANGE}
 _CURVES = {
     "step_ms": ("Step", "ms"),

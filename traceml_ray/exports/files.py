@@ -23,7 +23,7 @@ TRACE_SUFFIX = ".perfetto.json.gz"
 
 
 class ExportError(RuntimeError):
-    """A session that cannot be exported so; the message says why, and what to do."""
+    """The session cannot be exported in this way; the message says why and what to do."""
 
 
 def export(
@@ -129,7 +129,7 @@ def _parquet() -> Callable[[Path, Table, Iterator[Batch]], None]:
 
 
 class _KindError(Exception):
-    """A value of another kind than its column."""
+    """A value does not have the type of its column."""
 
 
 def _column(pyarrow: Any, values: Any, field: Any) -> Any:

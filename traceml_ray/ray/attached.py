@@ -42,7 +42,7 @@ _FATAL = (
     *(signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT),
     *(signal.SIGTERM, signal.SIGBUS, signal.SIGTRAP),
 )
-"""Those that Ray handles."""
+"""Signals that Ray installs handlers for."""
 
 
 class AttachedChannel:
@@ -178,7 +178,7 @@ def _end_with_the_interpreter(ray: Any) -> None:
 
 
 def _keep_for_good(ray: Any) -> None:
-    """Never end Ray's C++ objects, for the same reason: Python would, on its way out."""
+    """Never free Ray's C++ objects: Python would do so at exit, where it can hang or crash."""
     worker = ray._private.worker
     state, kv = map(importlib.import_module, ("ray._private.state", "ray.experimental.internal_kv"))
     for holder in (worker.global_worker, worker._global_node, state.state, kv):
@@ -210,7 +210,7 @@ def _short_turns() -> Generator[None]:
 
 @contextlib.contextmanager
 def _environment_kept() -> Generator[None]:
-    """Undo changes of Ray's variables: neither the script nor its children are to have them."""
+    """Undo Ray's changes of the environment: neither the script nor its children may have them."""
     before = _ray_environ()
     try:
         yield
@@ -234,7 +234,7 @@ def _silenced(logger: logging.Logger) -> Generator[None]:
 
 @contextlib.contextmanager
 def _hooks_kept() -> Generator[None]:
-    """Undo what Ray puts into this process: `sys.excepthook`, and signal handlers below Python's."""
+    """Restore what Ray replaces in this process: `sys.excepthook`, and signal handlers below Python's."""
     hook = sys.excepthook
     libc = ctypes.CDLL(None)
     before = {number: signal.getsignal(number) for number in _FATAL}

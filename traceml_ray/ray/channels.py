@@ -7,7 +7,7 @@ from traceml_ray.settings import Settings
 
 
 def channel_to_relay(settings: Settings) -> Channel | None:
-    """Return the relay's socket, or calls of the actor that listens there; None where there is no relay."""
+    """Return the channel to the relay: its socket, or calls of its actor; None if there is no relay."""
     if settings.socket is None:
         return None
     if settings.channel == "actor" and settings.session is not None:

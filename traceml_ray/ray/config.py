@@ -15,7 +15,7 @@ from traceml_ray.ray.discovery import DEFAULT_SESSION
 from traceml_ray.settings import Settings
 
 _used: list[ActorConfig] = []
-"""The sessions that this process has started or found and not stopped, the last one last."""
+"""Sessions that this process has started or found and not stopped, the last one last."""
 
 
 class ActorConfig(msgspec.Struct, frozen=True):
@@ -46,16 +46,16 @@ class ActorConfig(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True):
-    """Who a session's aggregator is. Read by any version: what is in here stays."""
+    """Identity of a session's aggregator. Read by any version: fields are never removed."""
 
     version: str
     session: str
     folder: str
     """Where the session's files are,"""
     node_id: str
-    """on that node."""
+    """Id of the node that `folder` is on."""
     config: msgspec.Raw
-    """`ActorConfig`, as that version has it."""
+    """`ActorConfig` as JSON, as that version writes it."""
     started_at: int | None = None
     """When the session began, ns since the epoch: another one may take its name and folder later."""
 
@@ -78,13 +78,13 @@ def current_config() -> ActorConfig | None:
 
 
 def remember(config: ActorConfig) -> None:
-    """Take a session as the one that this process uses from now on."""
+    """Make a session the current one of this process."""
     forget(config.session)
     _used.append(config)
 
 
 def forget(session: str) -> None:
-    """Let go of a session that was stopped."""
+    """Remove a stopped session from those of this process."""
     _used[:] = [config for config in _used if config.session != session]
 
 

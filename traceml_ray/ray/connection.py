@@ -93,7 +93,7 @@ def _uses_token() -> bool:
 
 
 def _lacks_token() -> str:
-    """Return what is missing where this process is to show a token and has none; "" where it has."""
+    """Return what is missing if this process must show a token and has none; "" otherwise."""
     token, source = find_token(os.environ)
     if token or not _uses_token() or _TOKEN_OF_KUBERNETES in os.environ:
         return ""
@@ -159,7 +159,7 @@ def resolve_address(address: str, timeout_s: float) -> tuple[str, str]:
 
 
 def _greet(connection: socket.socket) -> None:
-    """Wait for a gRPC server's first bytes: the kernel alone takes connections for one that is stopped."""
+    """Wait for a gRPC server's first bytes: the kernel accepts connections even for a stopped process."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
         connection.sendall(_GREETING)
         if not connection.recv(1):

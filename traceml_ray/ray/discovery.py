@@ -62,7 +62,7 @@ def end_myself() -> None:
 
 
 def answers(aggregator: Any, timeout: float) -> bool:
-    """Return whether an aggregator answers within `timeout` seconds; one that has died does not."""
+    """Return whether an aggregator answers within `timeout` seconds; a dead one does not."""
     import ray
 
     try:
@@ -96,7 +96,7 @@ def cluster_nodes() -> list[dict[str, Any]]:
 
 
 def bare(api: Any) -> Any:
-    """Return an API of Ray without its habit of starting a cluster where there is none (any more)."""
+    """Return Ray's API without its habit of starting a cluster if there is none."""
     return getattr(api, "__wrapped__", api)
 
 

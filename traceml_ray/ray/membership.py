@@ -59,13 +59,13 @@ def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -
 CHECK_S = 2.0
 """How often the cluster is checked, in s; a joining node has its relay within twice that."""
 MOST_S = 300.0
-"""A relay that does not stay is made again after 2, 4, 8, … s, but after so many at most."""
+"""Longest delay before a relay that does not stay is created again, in s; delays double from 2 s."""
 STAYS_S = 60.0
-"""A relay that is there so long after that has started; it has its name before."""
+"""A relay alive for this long, in s, counts as started; it has its name earlier."""
 AT_ONCE = 5
 """How many times in a row a relay is created immediately when an agent has found none."""
 _REPORTED = 3
-"""A relay that was made so often in a row and did not stay is an error: a single one may have been killed."""
+"""Number of failed creations in a row that is reported as an error: a single relay may have been killed."""
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Membership:
         self._checking = threading.Lock()
 
     def start(self) -> None:
-        """Run until `end`."""
+        """Start the thread."""
         threading.Thread(target=self._run, name="traceml-membership", daemon=True).start()
 
     def check_now(self) -> None:
@@ -103,7 +103,7 @@ class Membership:
         self._wake.set()
 
     def end(self) -> None:
-        """Make no more relays; returns when none is being made."""
+        """Stop creating relays; returns when none is being created."""
         self._ended.set()
         self._wake.set()
         with self._checking:
@@ -134,7 +134,7 @@ class Membership:
                 ensure_relay(self.config, node_id)
 
     def _is_due(self, node: dict[str, Any], asked: bool) -> bool:
-        """Return whether to make a relay now on a node that has none, and note that it is made."""
+        """Return whether to create a relay on a node now; if so, note the attempt."""
         now = self.clock()
         times, due = self._made.get(node["NodeID"], (0, now))
         if now < due and not (asked and times < AT_ONCE):

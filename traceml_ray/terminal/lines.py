@@ -21,7 +21,7 @@ _GAP = 2
 
 
 def fit(line: Cell, width: int) -> Text:
-    """Return a line of exactly `width` cells: cut, with …, or filled up."""
+    """Return a line of exactly `width` cells: cut with "…", or padded."""
     if width <= 0:
         return Text()
     fitted = line.copy() if isinstance(line, Text) else Text(line)
@@ -110,13 +110,13 @@ class Section:
     want: int
     least: int = 1
     note: Cell = ""
-    """At the right of its title."""
+    """Note at the right of the section's title."""
 
 
 def framed(
     title: str, head: Sequence[Text], sections: Sequence[Section], foot: Cell, width: int, height: int | None
 ) -> list[Text]:
-    """Return a panel of `width` cells: of exactly `height` lines, or (None) of all that its sections want."""
+    """Return a panel of `width` cells with `height` lines; None: as many as its sections want."""
     inner = max(0, width - 4)
     if height is None:
         height = 2 + len(head) + sum(1 + section.want for section in sections if section.want)
@@ -133,7 +133,7 @@ def framed(
 
 
 def _sizes(sections: Sequence[Section], room: int) -> list[int]:
-    """Return how many lines each section gets, 0 for one that is left out; each has its title besides."""
+    """Return the number of lines of each section, without its title; 0: the section is left out."""
     sizes = [0] * len(sections)
     for index, section in enumerate(sections):
         least = min(section.least, section.want)

@@ -36,7 +36,7 @@ from .panel import panel
 from .top import SLOW_LINE_BPS, Feed, is_slow
 
 _LEAST = 12, 40
-"""Lines and cells of a terminal that has room for a panel."""
+"""Smallest size of a terminal, in lines and cells, that gets a panel."""
 _SHARE = 2 / 5
 """Largest share of the terminal's lines that the panel may take."""
 _MOST_LINES = 20
@@ -66,7 +66,7 @@ class Beneath:
         return self._size != (size.lines, size.columns)
 
     def room(self) -> tuple[int, int] | None:
-        """Return width and height that the panel has now; None where the terminal is too small for one."""
+        """Return the width and height available to the panel; None if the terminal is too small."""
         size = os.get_terminal_size(self._fd)
         if self.resized:
             self._leave()
@@ -76,7 +76,10 @@ class Beneath:
         return size.columns, min(int(size.lines * _SHARE), _MOST_LINES)
 
     def draw(self, lines: Sequence[Text], *, whole: bool = False) -> int:
-        """Show lines, as many as `room` has; `whole`: all of them. Return how many bytes were sent."""
+        """
+        Draw the lines (at most `room`'s height); `whole`: redraw all of them. Return the number of bytes
+        sent.
+        """
         rows, top = self._size[0], self._size[0] - len(lines)
         self._frame = ""
         if self._height != len(lines):
@@ -118,9 +121,9 @@ _INTERVAL_S = 1.0
 _LOOK_S = 0.05
 """How often the size of the terminal is checked, in s: a change scrolls all lines, the panel's too."""
 _WHOLE_S = 15.0
-"""All of it is sent anew so often: the job may have cleared the terminal."""
+"""How often everything is redrawn, in s: the job may have cleared the terminal."""
 _BLOCKED = 20
-"""A terminal that takes long to take a frame is left alone for so many times as long."""
+"""After a frame that took long to send, drawing pauses this many times as long."""
 _NOT_YET = "empty", "starting", "unwatched"
 _STOPPED = "stopped (SIGSTOP)"
 
@@ -152,7 +155,7 @@ def _session(folder: Path) -> SessionPoll:
 
 
 def _draw_until_ended(feed: Feed, under: Beneath, wake: int) -> None:
-    """Draw what is new until stdin is closed."""
+    """Draw every change until stdin is closed."""
     job, free_at, whole_at, new = os.getppid(), 0.0, 0.0, True
     while True:
         ready, _, _ = select.select([0, wake], [], [], _LOOK_S)

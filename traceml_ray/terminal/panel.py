@@ -39,11 +39,11 @@ KEYS = {
 }
 _NO_LAYERS = f"{NOTHING.replace('`', '')}."
 _Columns = dict[str, Callable[[Any], Cell]]
-"""Cells by header; a header that begins with `>` is that of a column of numbers."""
+"""Cell functions by column header; a header that begins with `>` marks a column of numbers."""
 
 
 def help_pane(_of: Snapshot, _choice: Choice, width: int) -> list[Section]:
-    """Return the keys, and what the signs mean."""
+    """Return the list of keys, and the meaning of the signs."""
     lines = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
     lines += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
     about = "Times are of each rank's own work, without its waiting for others. n/a: not known."
@@ -52,7 +52,7 @@ def help_pane(_of: Snapshot, _choice: Choice, width: int) -> list[Section]:
 
 
 def nodes_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
-    """Return all nodes with all that is known of each."""
+    """Return all nodes with their times and load."""
     rows = sorted(snapshot.nodes, key=worst_first) if choice.sort == "time" else snapshot.nodes
     evidence = evidence_of(snapshot.verdict)
     columns: _Columns = {
@@ -121,7 +121,7 @@ def _state(row: Mapping[str, Any]) -> Cell:
 
 
 def rank_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
-    """Return what is known of one rank."""
+    """Return everything about one rank."""
     row = next((row for row in snapshot.rows if row["rank"] == choice.rank), None)
     if row is None:
         return [Section(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
@@ -197,7 +197,7 @@ def events_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]
 
 
 def output_pane(snapshot: Snapshot, _choice: Choice, width: int) -> list[Section]:
-    """Return what the chosen rank printed last, else the one that is named."""
+    """Return the last output of the selected rank, else of the named one."""
     return [output(snapshot, width)]
 
 
@@ -261,7 +261,7 @@ def _ledger_rows(ledger: Mapping[str, Any] | None, over: bool, width: int) -> li
 
 
 def _layer_columns(layers: Layers) -> tuple[_Columns, list[str]]:
-    """Return what is shown of a layer (its position), and which columns a narrow window is without."""
+    """Return the columns of the table of layers, and those that a narrow window drops."""
     rows, several = layers.layers, len(layers.ranks) > 1
     stands_out = {(one.layer, one.rank) for one in layers.findings}
 
@@ -299,7 +299,7 @@ def _layer_columns(layers: Layers) -> tuple[_Columns, list[str]]:
 def _listed(
     title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
 ) -> Section:
-    """Return a long table from the chosen line on; where it is too wide without the columns of `drop`."""
+    """Return a long table from the selected line on, without the columns in `drop` if it is too wide."""
 
     def lines(most: int) -> list[Text]:
         room = max(0, most - 1)
@@ -377,7 +377,7 @@ def _overview(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
 
 
 def _keys(choice: Choice, width: int) -> Text:
-    """Return the panes with their keys, the one that is shown in brackets, and what other keys have room."""
+    """Return the panes with their keys, the current one in brackets, and other keys as far as they fit."""
     tabs = Text()
     for number, name in enumerate(PANES, 1):
         shown = name == choice.pane and choice.rank is None
@@ -388,7 +388,7 @@ def _keys(choice: Choice, width: int) -> Text:
 
 
 def line(snapshot: Snapshot, clock: str) -> str:
-    """Return what is known in one line, as a log has it."""
+    """Return the snapshot as one line of a log."""
     times = snapshot.times or {}
     parts = [
         f"{clock} {snapshot.badge}",

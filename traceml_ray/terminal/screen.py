@@ -29,10 +29,10 @@ from rich.text import Text
 from traceml_ray.text import in_ascii
 
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-"""The other screen, without a cursor; lines do not wrap."""
+"""Switch to the alternate screen, hide the cursor, turn line wrapping off."""
 LEAVE = "\x1b[m\x1b[?7h\x1b[?25h\x1b[?1049l"
 _NEAR = 6
-"""So few cells between two that differ are sent, too: as much as to move the cursor."""
+"""Gaps of unchanged cells up to this width are sent too: moving the cursor costs as much."""
 _NOT_SHOWN = "\ufffd"
 _Cell = tuple[str, str]
 """A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
@@ -57,12 +57,12 @@ class Screen:
         self._colours, self._plain = colours, plain
         self._console = Console(file=io.StringIO(), _environ={})
         self.top = 0
-        """Lines of the terminal above, which are not ours."""
+        """Number of the terminal's lines above ours."""
         self._texts: list[Text] = []
         self._cells: list[list[_Cell]] = []
 
     def forget(self) -> None:
-        """Take the terminal as empty: it has been cleared, or its size has changed."""
+        """Assume an empty terminal: it has been cleared, or its size has changed."""
         self._texts, self._cells = [], []
 
     def draw(self, lines: Sequence[Text]) -> int:
@@ -119,7 +119,7 @@ def _codes(style: Style | None, colours: ColorSystem | None) -> str:
 
 
 def _changes(before: Sequence[_Cell], cells: Sequence[_Cell], row: int) -> str:
-    """Return what turns a line that is `before` into `cells`."""
+    """Return the text that turns the line `before` into `cells`."""
     output, cursor, codes = "", None, ""
     for first, last in _runs(before, cells):
         output += f"\x1b[{row + 1};{first + 1}H" if cursor is None else f"\x1b[{first - cursor}C"
@@ -133,7 +133,7 @@ def _changes(before: Sequence[_Cell], cells: Sequence[_Cell], row: int) -> str:
 
 
 def _runs(before: Sequence[_Cell], cells: Sequence[_Cell]) -> list[tuple[int, int]]:
-    """Return where cells differ: from which on, up to which."""
+    """Return the ranges of cells that differ, as (begin, end)."""
     n_before, runs = len(before), list[tuple[int, int]]()
     column = 0
     while column < len(cells):
@@ -182,7 +182,7 @@ class Window:
     def __init__(self) -> None:
         self.screen = Screen(self._write, *terminal_colours())
         self.ended = False
-        """A signal has asked for the end."""
+        """Whether a signal has asked for the end."""
         self._out = -1
         self._modes: Any = None
         self._wake = os.pipe()
@@ -225,7 +225,7 @@ class Window:
             os.write(self._wake[1], b"\0")
 
     def wait(self, seconds: float | None) -> bytes:
-        """Wait for keys, a signal or `wake`, at most so long; return what was typed."""
+        """Wait for keys, a signal or `wake`, at most `seconds`; return the bytes typed."""
         watched = [self._wake[0], *([] if self._in is None else [self._in])]
         ready, _, _ = select.select(watched, [], [], seconds)
         if self._wake[0] in ready:

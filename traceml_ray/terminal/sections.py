@@ -31,7 +31,7 @@ _FIRST = 3
 _SHORT = 8
 _MANY, _WORST = 16, 8
 _SEEN = 0.005
-"""%: less is written as 0."""
+"""Percentages below this are written as 0."""
 _LEAST_SHARE = 0.005
 """Smallest share of a step that a stage needs to be listed."""
 _STAGES = {
@@ -115,7 +115,7 @@ def rates(snapshot: Snapshot) -> dict[str, str]:
 
 
 def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
-    """Return the verdict, why, what to do, what it costs and since when; and how fresh and complete it is."""
+    """Return the verdict with its reason, advice, cost and beginning, and how fresh and complete it is."""
     late = "bold yellow" if snapshot.state == "stale" else ""
     note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}")
     step_verdict, first = snapshot.verdict, snapshot.first
@@ -140,7 +140,7 @@ def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
 
 
 def _first(snapshot: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
-    """Return what is more severe than the verdict on the steps."""
+    """Return the conclusion that is more severe than the verdict on the steps."""
     shown = f"{snapshot.sign} {first.headline}"
     return [("Verdict", shown, TONES[snapshot.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
 
@@ -193,7 +193,7 @@ def node_summary(snapshot: Snapshot, width: int) -> Section:
 
 
 def of_steps(snapshot: Snapshot) -> str:
-    """Return ", steps 35–89": which steps the numbers are of, where that is not plain."""
+    """Return ", steps 35–89", the steps that the numbers cover, if that is not obvious."""
     if snapshot.steps is not None:
         return f", steps {snapshot.steps[0]:,}–{snapshot.steps[1]:,}"
     return (
@@ -202,7 +202,7 @@ def of_steps(snapshot: Snapshot) -> str:
 
 
 def _listed(nodes: Sequence[object]) -> int:
-    """Return how many lines a list of nodes has: of many only the worst."""
+    """Return the function from a number of lines to the number of nodes shown: of many only the worst."""
     return len(nodes) if len(nodes) <= _MANY else _WORST + 1
 
 
@@ -315,7 +315,7 @@ def bar(stages: Mapping[str, float], width: int) -> Text:
 
 
 def memory(snapshot: Snapshot, width: int) -> Section:
-    """Return which rank's memory grew, and who uses most of what there is."""
+    """Return which rank's memory grew, and which uses most."""
     answer = snapshot.memory
     if answer is None or not answer.ranks:
         shown = _fullest_nodes(snapshot)
@@ -377,7 +377,7 @@ def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str
 
 
 def events(snapshot: Snapshot, width: int) -> Section:
-    """Return what happened, newest first."""
+    """Return the events, newest first."""
     lines = table([event_cells(event) for event in snapshot.events[:MOST_CELLS]], width)
     return Section("EVENTS (UTC)", lambda most: lines[:most], len(lines), 1)
 
@@ -393,7 +393,7 @@ def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
 
 
 def output(snapshot: Snapshot, width: int, rank: int | None = None) -> Section:
-    """Return what a rank printed last, the newest line at the end; those of stderr are marked."""
+    """Return the last output of a rank, the newest line last; stderr lines are marked."""
     last_output = snapshot.output
     if last_output is None or rank not in (None, last_output["rank"]):
         return Section("LAST OUTPUT", lambda _: [], 0)

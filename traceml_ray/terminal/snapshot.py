@@ -35,7 +35,7 @@ from traceml_ray.views.state import (
 )
 
 PANES = ("overview", "nodes", "ranks", "memory", "events", "output", "layers", "health")
-"""In the order of their keys: 1, 2, …"""
+"""Panes in the order of their keys: 1, 2, …"""
 _EVENTS = 200
 SORTS = ("rank", "time")
 """Orders of ranks: by number, or the slowest first."""
@@ -48,17 +48,20 @@ class Choice:
     pane: str = PANES[0]
     sort: str = SORTS[0]
     rank: int | None = None
-    """Shown alone, with its stages."""
+    """Rank whose page is open."""
     scroll: int = 0
-    """Lines of a pane that are above the window."""
+    """Number of lines of the pane scrolled above the window."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Times in ms, shares in %; what is not known is None (NaN in arrays)."""
+    """
+    Everything the terminal shows of a session at one moment. Times in ms, shares in %; None (NaN in arrays):
+    not known.
+    """
 
     state: str
-    """As of `views.state.state_of`; in words:"""
+    """State of the session, see `views.state.state_of`."""
     badge: str
     state_text: str
     coverage: str
@@ -73,16 +76,16 @@ class Snapshot:
     """The conclusion to show first: the verdict, or a more severe one."""
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
-    """The first and the last step that `times`, `nodes` and `rows` are of; None: the newest, or all."""
+    """First and last step of `times`, `nodes` and `rows`; None: the newest steps, or all."""
     throughput: Throughput | None = None
     nodes: Sequence[Mapping[str, Any]] = ()
     """See `views.nodes`."""
     named: Sequence[int] = ()
-    """The ranks that the verdict names,"""
+    """Ranks that the verdict names."""
     dead: Sequence[int] = ()
     """Ranks that died."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """One for each rank, see `views.ranks`; only where they are shown."""
+    """One row per rank, see `views.ranks`; empty if the pane does not show them."""
     memory: Memory | None = None
     """Answer about memory; None if the pane does not show it."""
     sharding: ShardingInfo | None = None
@@ -146,8 +149,8 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Sn
 
 def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
     """
-    Return the steps that the numbers are of: in a run that is over, those of what is named. Over all steps,
-    what was late in a part of them would hardly be seen.
+    Return the steps the numbers cover: of a run that has ended, those of the named episode, because over all
+    steps it would hardly be visible; None: all.
     """
     episode = present(run.verdict) if state in RUN_OVER else None
     return None if episode is None else (episode["from_step"], episode["to_step"])

@@ -37,17 +37,17 @@ from .snapshot import PANES, SORTS, Choice, Snapshot, take_snapshot
 _LETTERS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end", "Z": "back_tab"}
 _NUMBERS = {"1": "home", "4": "end", "5": "page_up", "6": "page_down", "7": "home", "8": "end"}
 _SEQUENCES = {**_LETTERS, **_NUMBERS}
-"""By the letter at its end, or by its number where that is `~`."""
+"""Key names by the last letter of their escape sequence, or by its number if it ends in `~`."""
 _SINGLE = {"\t": "tab", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace", " ": "space"}
 _SEQUENCE = re.compile(r"\x1b(?:O|\[([0-9;?]*))([A-Za-z~])")
 _UNFINISHED = re.compile(r"\x1b(?:O|\[[0-9;?]*)\Z")
 _MOST = 64
-"""Characters of a sequence that does not end: it is none."""
+"""Longest unfinished escape sequence, in characters; a longer one is ignored."""
 _DIGITS = 7
 
 
 class Keys:
-    """Bytes as they come, any number at a time."""
+    """Decodes bytes from a terminal into keys; they may come in any pieces."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -73,17 +73,17 @@ class Keys:
 
 @dataclass(frozen=True)
 class Control:
-    """What a person has chosen so far."""
+    """The selection so far."""
 
     choice: Choice = field(default_factory=Choice)
     typed: str | None = None
-    """The rank that is being typed; None: none is asked for."""
+    """Digits typed for a rank; None: no rank is being typed."""
     paused: bool = False
     quit: bool = False
 
 
 def press(control: Control, key: str, page: int) -> Control:
-    """Return what is chosen after a key; `page` is how many lines a page has."""
+    """Apply a key to the selection; `page` is the height of a page in lines."""
     choice = control.choice
     if control.typed is not None:
         return _type(control, key)
@@ -203,23 +203,23 @@ class Feed:
         self.poll = poll
         self.choice = Choice()
         self.held = False
-        """Nothing new is shown, and nothing is on its way."""
+        """Whether the display is paused."""
         self.newest: Snapshot | None = None
         self.error: Exception | None = None
-        """Why there is nothing more to show."""
+        """Error that ended the feed; raised by the thread that draws."""
         self._run = run
         self._paused = False
         self._ending = threading.Event()
         self._asked = threading.Event()
 
     def renew(self) -> Snapshot:
-        """Ask for what is new; return what is known then."""
+        """Ask for new answers; return the snapshot."""
         self.poll.poll()
         self.newest = self._snapshot()
         return self.newest
 
     def choose(self, choice: Choice) -> None:
-        """Show something else: at once what is known of it, and what is asked for as soon as it comes."""
+        """Change the selection: shows the known answers immediately, new ones as they arrive."""
         self.choice = choice
         if self.newest is not None:
             run = self.poll.selected(self._run)
@@ -228,7 +228,7 @@ class Feed:
         self._asked.set()
 
     def pause(self, on: bool) -> None:
-        """Show nothing new, or go on; see `held`."""
+        """Pause or resume the display, see `held`."""
         if on != self._paused:
             self._paused = on
             self._asked.set()
@@ -241,7 +241,7 @@ class Feed:
         thread.start()
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._ending.set()
         self._asked.set()
 

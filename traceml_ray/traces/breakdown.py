@@ -21,7 +21,7 @@ from traceml_ray.traces.trace import read_trace
 MAX_BYTES = 64 << 20
 """Largest size of an encoded Breakdown, in bytes."""
 MOST = 3000
-"""Operations in the table."""
+"""Largest number of operations in the table."""
 
 
 class RankSpent(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Breakdown(msgspec.Struct, frozen=True):
         return [stage for stage in STAGES if sum(stage in rank.stages for rank in self.ranks) > 1]
 
     def slowest(self) -> int | None:
-        """Return the rank with most time of a step that is no waiting; None: there is nothing to compare."""
+        """Return the rank whose step has most time without waiting; None with fewer than two ranks."""
         if len(self.ranks) < 2:
             return None
         return max(self.ranks, key=lambda rank: rank.all.step_ns - rank.all.waiting_ns).rank
@@ -60,7 +60,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     def difference(
         self, rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
     ) -> Difference | None:
-        """Return what one rank does more of than others; None where that was not recorded."""
+        """Return what one rank does more of than others; None if that was not recorded."""
         spent_by_rank = {
             rank_times.rank: rank_times.all if stage is None else rank_times.stages.get(stage)
             for rank_times in self.ranks
@@ -76,12 +76,12 @@ _DECODER = msgspec.msgpack.Decoder(ready(Breakdown))
 
 
 def encode(made: Breakdown) -> bytes:
-    """Return it as `decode` reads it."""
+    """Return the breakdown as bytes for `decode`."""
     return msgspec.msgpack.encode(made)
 
 
 def decode(data: bytes) -> Breakdown:
-    """Return what was encoded. Raises ValueError, also for what another version has made."""
+    """Return a breakdown from `encode`. Raises ValueError, also if another version wrote it."""
     try:
         made = _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError) as error:
@@ -92,7 +92,7 @@ def decode(data: bytes) -> Breakdown:
 
 
 def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
-    """Return what the traces of a profile have; one that cannot be read is a problem."""
+    """Return the breakdown of a profile's traces; a trace that cannot be read becomes a problem."""
     operations, ranks, problems = list[Operation](), list[RankSpent](), list[str]()
     for source in sources:
         try:

@@ -20,12 +20,12 @@ _BY_HOST = re.compile(r"(?:gloo|mpi|ucc):(?P<name>\w+)")
 _BY_DEVICE = re.compile(r"[nr]ccl(?:Dev)?Kernel_(?P<name>[A-Za-z]+)")
 """The part of a rank: of backends that exchange data in a thread, and of those that do on a device."""
 _ALL_WAIT = {"allreduce", "allgather", "barrier", "alltoall", "reducescatter"}
-"""Collectives in which nobody is done before all have begun."""
+"""Collectives in which no rank can end before all have begun."""
 _TO_ONE = {"send", "recv"}
 
 
 def is_collective(name: str, category: str) -> bool:
-    """Return whether an operation is one that ranks do with each other, so that its time may be a wait."""
+    """Return whether an operation involves other ranks, so that its time may be waiting."""
     return bool(_ON_DEVICE.match(name) if category in DEVICE else _ON_HOST.match(name))
 
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     place: int
     """Index of the rank's trace among all traces."""
     lane: tuple[str, str]
-    """Process and thread, as its trace calls them."""
+    """Process and thread ids in its trace."""
     begin_ns: int
     end_ns: int
 
@@ -70,7 +70,7 @@ class Key(NamedTuple):
     name: str
     group: str
     seq: int
-    """-1: not known, and parts are counted in each step."""
+    """Sequence number in the process group; -1: not known, the parts are counted in each step."""
     step: int | None
     shape: str
     peers: tuple[int, int]
@@ -78,11 +78,11 @@ class Key(NamedTuple):
 
 @dataclass
 class Matched:
-    """The collectives of some ranks."""
+    """The collectives of some ranks, matched across their traces."""
 
     collectives: list[Collective]
     unmatched: int
-    """Parts of which it is not known what they belong to."""
+    """Number of parts that could not be matched with other ranks."""
 
 
 class Parts:
@@ -99,7 +99,7 @@ class Parts:
         self._ranks: dict[int, int] = {}
 
     def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
-        """Take the parts of one trace, whose times are `shift_ns` before those of all traces."""
+        """Add the parts of one trace; its times plus `shift_ns` are on the clock of all traces."""
         self._groups.update(trace.header.groups)
         if source.rank is not None:
             self._ranks[source.rank] = source_index
@@ -129,7 +129,7 @@ class Parts:
         return result
 
     def _members(self, key: Key) -> set[int] | None:
-        """Return which traces must have a part; None: not known."""
+        """Return the indices of the traces that must have a part; None: not known."""
         if key.peers != (-1, -1):
             ranks: Sequence[int] = key.peers
         elif key.group in self._groups:

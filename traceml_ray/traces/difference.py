@@ -25,10 +25,10 @@ _LIMITS = ProfileLimits()
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation: what it takes by itself, without the operations inside it, of a step of the rank."""
+    """One operation of a rank and of the others; own times per step, without the operations inside it."""
 
     name: str
-    """`OUTSIDE`: the time in which no operation runs."""
+    """Name of the operation; `OUTSIDE`: the time in which no operation runs."""
     kind: Kind | Literal["outside"]
     more_ms: float
     """Additional time of the rank, in ms a step: of its threads or of the device, whichever is larger."""
@@ -48,7 +48,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     others: list[int]
-    """One rank, or those whose median is compared."""
+    """The rank compared with, or the ranks whose median is compared with."""
     stage: str | None
     """Stage that the comparison is limited to: only operations that begin in it."""
     steps: int
@@ -58,7 +58,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     other_step_ms: float
     waiting_ms: float
-    """In collectives, and for a device,"""
+    """Waiting time of the rank, in ms a step: in collectives and for its device."""
     other_waiting_ms: float
     operations: list[Compared]
     """Operations, the one that explains most first."""

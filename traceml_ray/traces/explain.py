@@ -19,8 +19,8 @@ from traceml_ray.traces.spent import RecordingError
 
 def explain(stored: StoredProfile) -> list[str]:
     """
-    Return what the suspect of a profile does more of than the median of the others: inside the stage that is
-    late where something is found there, else of the whole step. Nothing where that was not recorded.
+    Return what the suspect of a profile does more of than the median rank: inside the late stage if something
+    is found there, else in the whole step; empty if that was not recorded.
     """
     profile, compared = stored.profile, None
     if profile.suspect is None or profile.median is None:

@@ -1,4 +1,4 @@
-"""Sets of time: intervals [k, 2] of begin and end, ns, in order and apart."""
+"""Sets of time: arrays [k, 2] of begin and end in ns, sorted and disjoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def union(begins: Ints, ends: Ints) -> Ints:
-    """Return the time that is in any of these intervals, which may overlap, [n] each."""
+    """Return the union of intervals, given as begins and ends of shape [n]; they may overlap."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], ends[order]
     latest = np.maximum.accumulate(ends)
@@ -20,12 +20,12 @@ def union(begins: Ints, ends: Ints) -> Ints:
 
 
 def both(one: Ints, other: Ints) -> Ints:
-    """Return the time that is in both sets."""
+    """Return the intersection of two sets."""
     return _where(one, other, 2)
 
 
 def without(one: Ints, other: Ints) -> Ints:
-    """Return the time of the first set that is not in the other."""
+    """Return the part of the first set that is not in the second."""
     begin, end = (one[0, 0], one[-1, 1]) if len(one) else (0, 0)
     edges = np.r_[begin, np.clip(other, begin, end).reshape(-1), end]
     rest = edges.reshape(-1, 2)
@@ -33,12 +33,12 @@ def without(one: Ints, other: Ints) -> Ints:
 
 
 def length(one: Ints) -> int:
-    """Return how long all of it is, ns."""
+    """Return the total length of a set, in ns."""
     return int((one[:, 1] - one[:, 0]).sum())
 
 
 def before(times: Ints, one: Ints) -> Ints:
-    """Return how much of the set is before each time, ns, [n]."""
+    """Return how much of the set lies before each time, in ns, shape [n]."""
     if not len(one):
         return np.zeros(len(times), np.int64)
     begun = np.searchsorted(one[:, 0], times, side="right")
@@ -48,7 +48,7 @@ def before(times: Ints, one: Ints) -> Ints:
 
 
 def inside(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
-    """Return which times are in the set, [n]."""
+    """Return whether each time lies in the set, shape [n]."""
     if not len(one):
         return np.zeros(len(times), bool)
     index = np.searchsorted(one[:, 0], times, side="right") - 1
@@ -57,7 +57,7 @@ def inside(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _where(one: Ints, other: Ints, depth: int) -> Ints:
-    """Return the time that is in so many of two sets."""
+    """Return the time covered by exactly that many of two sets."""
     edges = np.r_[one.reshape(-1), other.reshape(-1)]
     step = np.r_[np.tile([1, -1], len(one)), np.tile([1, -1], len(other))]
     order = np.lexsort((step, edges))  # an end before a beginning at the same time

@@ -36,36 +36,36 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of one operation on one rank, over all its calls. None: not known, or not recorded."""
 
     node_id: str | None
-    """Ray's,"""
+    """Ray's id of the node."""
     node: str | None
     """Label of the node, or the name of the host."""
     rank: int | None
     name: str
     kind: Kind
     input_shapes: str | None
-    """JSON; only in a table by shapes."""
+    """Input shapes as JSON; only in a table by shapes."""
     calls: int
     self_cpu_ms: float
-    """Time of a thread, without the operations inside it,"""
+    """Time of threads in ms, without the operations inside."""
     cpu_ms: float
     """Time of threads in ms, with the operations inside."""
     self_device_ms: float | None = None
-    """Time of a device for it, without the operations inside it,"""
+    """Time of the device in ms, without that of the operations inside."""
     device_ms: float | None = None
     """Time of the device in ms, with the operations inside."""
     self_cpu_bytes: int | None = None
-    """Memory of the host that was allocated in it and not freed, without the operations inside it,"""
+    """Host memory allocated and not freed, in bytes, without the operations inside."""
     cpu_bytes: int | None = None
     """Host memory allocated and not freed, in bytes, with the operations inside."""
     self_device_bytes: int | None = None
-    """Memory of a device, in the same way."""
+    """Device memory allocated and not freed, in bytes, without the operations inside."""
     device_bytes: int | None = None
 
 
 NUMBERS = tuple(
     name for name in Operation.__struct_fields__ if name == "calls" or name.endswith(("_ms", "_bytes"))
 )
-"""Columns that a table is sorted by."""
+"""Columns that the table can be sorted by."""
 
 
 class ColumnError(ValueError):

@@ -41,7 +41,7 @@ _MOST_RANGES = 500_000
 
 
 class Call(NamedTuple):
-    """A call, and what it has run."""
+    """A call over torch.distributed.rpc, and the range that served it."""
 
     name: str
     asked: Part
@@ -83,7 +83,7 @@ class Calls:
                 self._done[source_index, name].append(part)
 
     def matched(self) -> list[Call]:
-        """Return the calls of which it is known what they have run."""
+        """Return the calls whose serving range was recorded."""
         calls = []
         for (callee, name), asked in self._asked.items():
             callee_index = self._source_index(callee)
@@ -108,13 +108,13 @@ class Calls:
 
 
 _KINDS = frozenset("XBEiICbnestfNODv")
-"""Of events that are passed on; what processes and threads are called is written anew."""
+"""Phases (`ph`) of events that are copied; names of processes and threads are written anew."""
 _IDS = frozenset({"id", "bind_id"})
 _PROFILER = frozenset({"Iteration Start: PyTorch Profiler", "Record Window End"})
 _STEPS = "\0steps"
 """No process of a trace is called so."""
 _NAMED = 1 << 30
-"""Threads that have a name instead of a number are numbered from here on."""
+"""First number given to threads that have a name instead of a number."""
 _OUR_IDS = 1 << 48
 _MOST_THREADS = 100_000
 _LATEST_US = 1 << 51
@@ -122,7 +122,7 @@ _BOUND: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}
 
 
 class MergedRank(msgspec.Struct, frozen=True):
-    """Summary of a merged trace; stored in the trace itself under `traceml_ray`."""
+    """One rank of a merged trace."""
 
     label: str
     file: str
@@ -136,20 +136,22 @@ class MergedRank(msgspec.Struct, frozen=True):
 
 
 class Merged(msgspec.Struct, kw_only=True):
-    """What is in a merged trace; it stands in the trace itself, as `traceml_ray`."""
+    """Summary of a merged trace; stored in the trace itself under `traceml_ray`."""
 
     version: str = __version__
     profile: str | None = None
     why: str | None = None
     ranks: list[MergedRank] = []
     collectives: int = 0
-    """Whose parts on at least two ranks were found; arrows go from the rank that came last to the others."""
+    """Number of collectives recorded on at least two ranks; arrows go from the last rank to the others."""
     unmatched: int = 0
-    """Parts of collectives of which it is not known what they belong to."""
+    """Number of parts of collectives that could not be matched with other ranks."""
     apart: int = 0
-    """Collectives whose parts are further apart than the error of the clocks allows: without arrows."""
+    """
+    Number of collectives whose parts are further apart than the clocks' error allows; they have no arrows.
+    """
     calls: int = 0
-    """Over torch.distributed.rpc, with an arrow to what they have run."""
+    """Number of calls over torch.distributed.rpc, each with an arrow to the range that served it."""
     notes: list[str] = []
     """Sentences, about clocks above all."""
 
@@ -167,7 +169,7 @@ class _Rank:
     first_ns: int = 0
     """Time of its first event by the trace's own clock, in ns."""
     main: str = ""
-    """The process that trains, as the trace calls it,"""
+    """Id of the training process in its trace."""
     devices: frozenset[str] = frozenset()
     """Process ids in the trace that stand for devices."""
     pids: dict[str, int] = field(default_factory=dict)
@@ -289,7 +291,7 @@ class _Merge:
             yield from _processes_named(rank)
 
     def _moved(self, rank: _Rank, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return an event as it stands in the merged trace; None for one that is left out."""
+        """Return an event as it is written to the merged trace; None if it is left out."""
         kind, ts_us = event.get("ph"), event.get("ts")
         if not isinstance(kind, str) or kind not in _KINDS or not isinstance(ts_us, int | float):
             return None
@@ -365,7 +367,7 @@ class _Merge:
 
 
 def _clock_notes(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield what has to be known of the clocks of more than one trace."""
+    """Yield what a reader must know about clocks if there are several traces."""
     unknown = [source.label for source in sources if source.clock_offset_ns is None]
     if len(sources) > 1 and len(unknown) == len(sources):
         yield "Times are as the clock of each node had them: by how much these differ was not measured."
@@ -386,14 +388,14 @@ def _processes(trace: Trace) -> tuple[str, frozenset[str]]:
 
 
 def _note_name(rank: _Rank, event: dict[str, Any]) -> None:
-    """Remember what a thread is called, until it is known whether anything happened there."""
+    """Remember the name of a thread until it is known whether the thread has events."""
     args = event.get("args")
     if event.get("name") == "thread_name" and isinstance(args, dict) and len(rank.names) < _MOST_THREADS:
         rank.names[as_text(event.get("pid")), as_text(event.get("tid"))] = as_text(args.get("name"))
 
 
 def _processes_named(rank: _Rank) -> Iterator[dict[str, Any]]:
-    """Yield what the processes and threads of a rank are called, and their order."""
+    """Yield the metadata events that name a rank's processes and threads, and set their order."""
     source = rank.source
     bound = source.clock_bound_ns
     for number, (process, pid) in enumerate(rank.pids.items()):

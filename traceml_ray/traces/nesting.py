@@ -27,11 +27,11 @@ class Nesting:
     """Values of each operation of a trace, arrays of shape [n]; times in ns, memory in bytes."""
 
     counted: Mask
-    """False: it is only a step inside one of the same name, or one that torch's own table leaves out."""
+    """False for an operation that only repeats the one around it, or that torch's own table leaves out."""
     parent: Ints
-    """The operation that it is inside of, the nearest that is counted; -1: none."""
+    """Index of the nearest counted operation around it; -1: none."""
     launched: Mask
-    """Work of a device that an operation has launched, and has as its own."""
+    """Whether a device's work was launched by an operation, and is counted as part of it."""
     host_ns: Ints
     """Time of the thread in the operation; 0 for work of a device."""
     self_host_ns: Ints
@@ -45,13 +45,13 @@ class Nesting:
     self_memory: Ints
     """`memory` without that of the operations inside."""
     outside: Ints
-    """Memory that no operation has allocated: of the host, of a device; [2],"""
+    """Bytes allocated outside of all operations, [2]: of the host, of a device."""
     outside_calls: int
     """Number of allocations outside of all operations."""
 
 
 def nest(trace: Trace) -> Nesting:
-    """Return which operation is inside of which, and what each took by itself."""
+    """Return the nesting of a trace's operations, and the own time and memory of each."""
     on_device = trace.on_device
     left_out = on_device | np.array([name in UNCOUNTED for name in trace.names], bool)[trace.name]
     parent, merged = _without_repeats(trace, _enclosing(trace, left_out))
@@ -77,7 +77,7 @@ def nest(trace: Trace) -> Nesting:
 
 
 def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
-    """Return the innermost operation that each is inside of, [n]; -1: none."""
+    """Return the index of the innermost operation around each, [n]; -1: none."""
     ends = trace.end_ns.tolist()
     parent, stack, lane = [-1] * len(trace), list[int](), -1
     columns = trace.lane.tolist(), trace.begin_ns.tolist(), ends, left_out.tolist()

@@ -118,7 +118,7 @@ def _source_of_file(path: Path) -> Source:
 
 
 def first_header(path: Path) -> Header:
-    """Return what a trace says of itself before its events, which are not read. Raises TraceError."""
+    """Return the header of a trace, without reading its events. Raises TraceError."""
     stream = ChromeTrace(path)
     events = iter(stream)
     with closing(events):

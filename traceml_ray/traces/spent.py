@@ -43,8 +43,8 @@ class Spent:
     """Whether work of a device was recorded."""
     operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
     """
-    Calls, time of threads and time of a device, ns, without the operations inside; of a step. That of a
-    collective in a thread of its own is the time in which the rank does nothing but wait for it.
+    Calls, thread time (ns) and device time (ns) of each operation in a step, without the operations inside. Of a
+    collective in a thread of its own, only the time in which the rank does nothing but wait for it.
     """
     waits: set[Key] = field(default_factory=set)
     """Operations in which the rank waits."""
@@ -56,7 +56,7 @@ class Spent:
 
 def spent(source: Source, stage: str | None = None) -> Spent:
     """
-    Return what a rank spends of a step, of `stage` alone where that is given.
+    Return the time of a rank in a step, or in `stage` of it.
 
     Raises:
         RecordingError: no whole step, or stage, was recorded.
@@ -67,7 +67,7 @@ def spent(source: Source, stage: str | None = None) -> Spent:
 
 
 def spent_in(source: Source, trace: Trace, nesting: Nesting, stage: str | None = None) -> Spent:
-    """Return the same of a trace that has been read. Raises RecordingError."""
+    """Return the time of a rank as `spent` does, from a trace that has been read. Raises RecordingError."""
     windows, steps = _windows(source, trace, stage)
     spent = Spent(steps, sets.length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
     reading = _Reading(trace, nesting, windows)
@@ -105,7 +105,7 @@ def _windows(source: Source, trace: Trace, stage: str | None) -> tuple[Ints, int
 
 
 class _Reading:
-    """What of a trace is in some time."""
+    """The part of a trace inside some windows of time."""
 
     def __init__(self, trace: Trace, nesting: Nesting, windows: Ints) -> None:
         self._trace, self._nesting, self._windows = trace, nesting, windows
@@ -123,11 +123,11 @@ class _Reading:
         exchanging = np.array([bool(exchanges(name)) for name in trace.names], bool)[trace.name] & host
         aside = np.isin(trace.lane, trace.lane[exchanging])
         self._exchanging = exchanging
-        """Collectives of threads that do nothing else,"""
+        """Collectives in threads that do nothing else, shape [n]."""
         self._in_flight = sets.union(trace.begin_ns[exchanging], trace.end_ns[exchanging])
-        """and when any is in flight."""
+        """Times at which any such collective is in flight."""
         self._host = host & ~aside
-        """Operations of threads that train."""
+        """Operations of the threads that train, shape [n]."""
 
     def fill(self, spent: Spent) -> None:
         """Add up what is spent, by operation."""

@@ -17,7 +17,7 @@ class Interval(NamedTuple):
 
     step: int
     stage: str
-    """"" for the whole row."""
+    """Name of the stage; "" for the whole row."""
     begin_ns: int
     end_ns: int
 
@@ -47,5 +47,5 @@ def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
 
 
 def step_at(steps: Iterable[ProfileStep], t_ns: int) -> int | None:
-    """Return in which step a time is; None outside of all that were recorded."""
+    """Return the number of the step at a time; None outside of all recorded steps."""
     return next((step.step for step in steps if step.begin_ns <= t_ns < step.end_ns), None)

@@ -28,16 +28,16 @@ DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"}
 ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation"})
 """Ranges with a name that somebody has given them."""
 _LEFT_OUT = frozenset({"Trace", "overhead"})
-"""The profiler's own."""
+"""Categories of the profiler's own events."""
 MEMORY = "[memory]"
 """Events of memory that is allocated or freed."""
 _COLLECTIVE = "Collective name"
 _LATEST_NS = 1 << 61
 _EARLIEST_WALL_NS = 10**17
-"""In 1973."""
+"""Smallest time stamp taken for wall-clock time, in ns (in 1973)."""
 _MAX_TEXT = 512
 _MAX_TEXTS = 200_000
-"""Different names, and shapes: others are `OTHERS`."""
+"""Largest number of different names or shapes; further ones are `OTHERS`."""
 OTHERS = "(others)"
 
 
@@ -51,7 +51,7 @@ class Trace:
     path: Path
     header: Header
     lanes: list[tuple[str, str]]
-    """Threads and streams: (process, thread) as the trace calls them."""
+    """Process and thread ids of threads and streams, as in the trace."""
     names: list[str]
     categories: list[str]
     shapes: list[str]
@@ -74,7 +74,7 @@ class Trace:
         return len(self) > 0 and int(self.begin_ns.min()) > _EARLIEST_WALL_NS
 
     def __len__(self) -> int:
-        """Return how many operations there are."""
+        """Return the number of operations."""
         return len(self.name)
 
     @property
@@ -92,7 +92,7 @@ class Header:
     """Header of a trace; None: not known."""
 
     base_ns: int
-    """What its time stamps are counted from."""
+    """Time that the trace's time stamps are counted from, in ns."""
     rank: int | None
     world_size: int | None
     hostname: str | None
@@ -120,7 +120,7 @@ class Memory:
     lane: Ints
     t_ns: Ints
     nbytes: Ints
-    """Less than 0: freed."""
+    """Bytes allocated; negative: freed."""
     on_device: npt.NDArray[np.bool_]
 
 
@@ -136,7 +136,7 @@ def read_trace(path: Path, window: tuple[int, int] | None = None) -> Trace:
 
 
 def read_header(header: Mapping[str, Any]) -> Header:
-    """Return what is known from what stands beside the events of a trace."""
+    """Return the header from the fields beside a trace's events."""
     base = header.get("baseTimeNanoseconds")
     base_ns = base if isinstance(base, int) and 0 <= base < _LATEST_NS else 0
     info = header.get("distributedInfo")
@@ -196,10 +196,10 @@ class _Reader:
         self._memory = {name: array("q") for name in ("lane", "t_ns", "nbytes", "on_device")}
         self._communications: dict[int, Communication] = {}
         self._open: dict[int, list[dict[str, Any]]] = {}
-        """Begun, by a `B`, and not yet ended; by thread."""
+        """Operations begun by a `B` event and not yet ended, per thread."""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take an event; of a kind that is none of an operation, nothing is kept."""
+        """Add an event; kinds that are not operations are ignored."""
         kind = event.get("ph")
         if kind == "X":
             if as_text(event.get("cat")) not in _LEFT_OUT:
@@ -249,7 +249,7 @@ class _Reader:
         return self._lanes.setdefault(key, len(self._lanes))
 
     def trace(self, path: Path, header: Header) -> Trace:
-        """Return all that was taken."""
+        """Return the trace of the events added so far."""
         columns = {name: np.array(column, np.int64) for name, column in self._columns.items()}
         order = np.lexsort((-columns["end_ns"], columns["begin_ns"], columns["lane"]))
         columns = {name: column[order] for name, column in columns.items()}

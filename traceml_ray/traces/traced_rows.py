@@ -38,7 +38,7 @@ class TracedRow(NamedTuple):
     begin_ns: int
     """End of the row before it, in ns."""
     stages_ns: tuple[int, ...]
-    """The time in each of `stages.STAGES`."""
+    """Time in ns of each of `stages.STAGES`."""
 
 
 def traced_rows(trace: Trace, steps: Sequence[ProfileStep]) -> list[TracedRow]:

@@ -1,7 +1,6 @@
 """
-What happened in a run: events, changes of the verdict and deaths, newest first.
-
-The episode that the present verdict is about, and what else happened when it began.
+Events of a run: changes of the verdict, deaths and others, newest first; and the current episode with what
+else happened when it began.
 """
 
 from __future__ import annotations
@@ -85,22 +84,22 @@ def _known(event: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 _AT_ONCE_S = 10.0
-"""So close to the beginning of an episode an event may have to do with it,"""
+"""Events this close (s) to the beginning of an episode may be related to it."""
 _NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
-"""but for these kinds."""
+"""Kinds of event that are never taken for related."""
 _AROUND_STEPS = 2
-"""A checkpoint so near to an onset is said beside it."""
+"""A checkpoint this many steps from an onset is mentioned with it."""
 _SETTLED_STEPS = 1000
-"""So much later, no more is reported about a step."""
+"""After this many later steps nothing more is reported about a step."""
 _CHANGES = 3
 _MESSAGE = 100
-"""Characters of what is said of each."""
+"""Longest message of a related event, in characters."""
 
 
 def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
     """
-    Return the episode that the verdict is about, and what else happened when it began; of a run that is over
-    none goes on.
+    Return the episode that the verdict is about, with what else happened when it began. In a run that has
+    ended no episode goes on.
     """
     episode = present(verdict)
     if episode is None:

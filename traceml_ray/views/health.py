@@ -19,7 +19,7 @@ from .values import age_s, number
 
 
 def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, Any]:
-    """Return ledger, cost and errors of the monitor (and of `viewer`), and the state of its relays."""
+    """Return the ledger, cost and errors of the monitor (and of `viewer`), and the state of its relays."""
     processes = list(run.ranks.values()) if run else []
     nodes = run.nodes if run else []
     poll = np.array(cache.poll_ms or [np.nan])
@@ -48,7 +48,7 @@ def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, 
 
 
 def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
-    """Return how many bytes the agents have sent, and over how many seconds."""
+    """Return the bytes that the agents have sent, and the seconds they took."""
     with_bytes = [process for process in processes if process.sent_bytes is not None]
     seconds = max(
         ((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in with_bytes), default=0.0
@@ -57,7 +57,7 @@ def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
 
 
 def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the ranks that lost rows; of a run that is over, also those whose last rows are not known."""
+    """Return the ranks that lost rows; of a run that has ended, also those whose last rows are missing."""
     return [
         (rank, rows)
         for rank, rows in ledger["per_rank"].items()
@@ -66,7 +66,7 @@ def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str
 
 
 def facts(health: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the monitor costs, by name."""
+    """Return the monitor's cost as text, by name."""
     cost, polls = health["overhead"], health["poll_ms"]
     return {
         "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),

@@ -1,4 +1,4 @@
-"""Waits for layers that a person has asked to have measured."""
+"""Requests a measurement of layers and waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_S = 0.2
 def ask_layers(
     ask: Callable[[query.Request[Any]], Any], steps: int | None, run: str | None, timeout: float
 ) -> Layers:
-    """Return what `Session.layers` does; `ask` returns the answer to a question."""
+    """Return the layers as `Session.layers` does; `ask` returns the answer to a question."""
     if steps is None:
         layers: Layers = ask(query.Layers(run))
         return layers

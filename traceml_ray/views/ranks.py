@@ -79,7 +79,7 @@ def rank_rows(
 
 
 def position(run: RunState, rank: int, reporting: Collection[int] | None = None) -> dict[str, Any]:
-    """Return which rank of its node a rank is, and what it is doing; `reporting` as of the run."""
+    """Return the local rank and the state of a rank; `reporting` are the ranks that still report."""
     process = run.ranks[rank]
     reporting = run.reporting() if reporting is None else reporting
     going = SERVES if process.serves else "running"
@@ -115,7 +115,7 @@ def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]
 
 
 def _unlisted(run: RunState, label: str) -> dict[str, Any]:
-    """Return a node that is known from its ranks alone."""
+    """Return a node that is known only from its ranks."""
     ranks = [rank for rank in run.ranks if run.node_of(rank) == label]
     about = {"node_id": label, "label": label, "hostname": label, "address": None}
     return {**about, "alive": True, "ranks": ranks}
@@ -147,12 +147,12 @@ def _memory_pct(samples: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def worst_first(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return what puts nodes in order: lost ones, those that the verdict names, then the slowest."""
+    """Sort key of nodes: lost ones, then those the verdict names, then the slowest."""
     return bool(node["alive"]), not node["named"], -(node["slower_pct"] or 0.0)
 
 
 def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Return what was anomalous by node, beside a verdict."""
+    """Return the anomalies beside a verdict, by node."""
     sentences_by_node: dict[str, list[str]] = {}
     for anomaly in (verdict or {}).get("machine") or ():
         sentences_by_node.setdefault(anomaly["node"], []).append(anomaly["text"])

@@ -1,8 +1,7 @@
 """
-What is known of a session in this process: its state, and the newest answers, brought up to date once a tick.
-
-Nothing is computed about training here or in the views but by `traceml_ray.analysis`; times are ms, and
-what is not known is None (NaN in arrays).
+State of a session in this process: the newest answers, renewed once a tick. Nothing about training is
+computed here or in the views, only in `traceml_ray.analysis`. Times are in ms; None (NaN in arrays): not
+known.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class SessionPoll:
         self._polling = threading.Lock()
         self._asked_runs = self._rest_until = 0.0
         self._over = False
-        """Everything of a session that is over has been read."""
+        """Whether everything of a session that has ended was read."""
 
     def poll(self) -> bool:
         """Bring everything up to date; return whether anything changed. Never raises."""
@@ -242,11 +241,11 @@ class SessionPoll:
 
     @property
     def newest(self) -> RunState | None:
-        """The run that is shown where none is chosen."""
+        """The run shown if none is selected."""
         return self._polled.get(self.status.get("run") or "")
 
     def _ask(self, now: float) -> bool:
-        """Ask for what is new; several questions go in one message."""
+        """Ask for what is new; several questions travel in one message."""
         with self.lock:
             for run in [*self._polled.values()]:
                 if run is not self.newest and now - run.viewed_at > _VIEWED_S:
@@ -284,7 +283,7 @@ class SessionPoll:
         return changed
 
     def _follow(self, run_id: str, now: float) -> bool:
-        """Begin with a run."""
+        """Start polling a run."""
         run = RunState(run_id, self._limits)
         for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
             questions = run.questions(now + again)
@@ -302,7 +301,7 @@ class SessionPoll:
         return True
 
     def _catch_up(self, run: RunState, began: float) -> bool:
-        """Read on in a run that has more stored than one answer holds, for a while."""
+        """Read further rows of a run for a limited time, if more are stored than one answer holds."""
         changed, more = False, True
         while more and not run.is_read_to_end and self.timer() - began < _SLICE_S:
             (times,) = self._question([query.Times(run.id)])
@@ -316,8 +315,8 @@ class SessionPoll:
 
     def selected(self, named: str | None) -> RunState | None:
         """
-        Return the run of that id or name, from here on followed. Called without `lock`. Raises QueryError for
-        one that is not there, or cannot be read.
+        Return the run with that id or name and keep polling it. Called without `lock`. Raises QueryError if
+        there is no such run, or it cannot be read.
         """
         if named is None or not self.runs:
             return self.newest
@@ -334,7 +333,7 @@ class SessionPoll:
         return run
 
     def _failed(self, error: QueryError) -> bool:
-        """Note that there was no answer: what is known stays."""
+        """Record that there was no answer; the known state stays."""
         before = self.stale_since_ns, self.trouble
         if self.status and self.stale_since_ns is None:
             self.stale_since_ns = self.clock()

@@ -45,7 +45,7 @@ START = (
 
 
 class SourceError(QueryError):
-    """Nothing answers; the message is for a person."""
+    """Nothing answers; the message says why."""
 
 
 def open_source(session: str | None, out: str, ray_address: str | None, *, file: bool = False) -> Source:
@@ -74,7 +74,7 @@ def open_source(session: str | None, out: str, ray_address: str | None, *, file:
 
 
 class StoredSource(Answers):
-    """Asks the session file in `folder`; one that is still written to is followed."""
+    """Answers from the session file in `folder`, also while it is being written."""
 
     def __init__(self, folder: Path, thresholds: Thresholds | None = None) -> None:
         super().__init__(folder, thresholds or Settings.load().thresholds)
@@ -88,7 +88,7 @@ class StoredSource(Answers):
 
     @property
     def stored(self) -> bool:
-        """Whether nobody writes to it."""
+        """Whether nobody writes to the session any more."""
         return holder(self.folder) is None
 
 
@@ -105,7 +105,7 @@ class LiveSource:
         self._ray = ThreadPoolExecutor(1, "traceml-ray-asks")
 
     def reply(self, message: bytes) -> bytes:
-        """Have a question answered. Raises `SourceError`."""
+        """Answer a question. Raises `SourceError`."""
         asked = self._ray.submit(self._query, message)
         try:
             return asked.result(ASK_S if self._attached else ATTACH_S)
@@ -147,7 +147,7 @@ class LiveSource:
 
 
 class CannotAttach(SourceError):  # noqa: N818
-    """The Ray cluster is not to be reached, or does not let us in."""
+    """The Ray cluster cannot be reached, or refuses this process."""
 
 
 class LocalSource:

@@ -72,7 +72,7 @@ def _has_ended(entry: Mapping[str, Any]) -> bool:
 
 
 def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
-    """Return the state in one sentence, and what to do."""
+    """Return the state in one sentence, with what to do if anything."""
     if state in ("starting", "unwatched"):
         live = cache.source.starting
         return (live and start_text(live)) or "Training is running. Its aggregator does not answer yet."
@@ -135,7 +135,7 @@ def _idle_text(cache: SessionPoll, run: RunState) -> str:
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
-    """Return how many ranks report, have finished or died, and how old that is."""
+    """Return how many ranks report, have finished or died, and the age of their data."""
     if state in ("starting", "unwatched"):
         return ""
     if run is None or not run.world:
@@ -178,7 +178,7 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
 
 
 def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
-    """Return why, without what is beside it: since when it is so, and what it costs."""
+    """Return the reason for the verdict, without its beginning and cost."""
     notes = [note for note in (verdict.get("note") or "").split("; ") if note]
     why: str = verdict["why"]
     if incident:
@@ -193,7 +193,7 @@ def began_text(
     verdict: Mapping[str, Any] | None,
     incident: Mapping[str, Any] | None,
 ) -> str:
-    """Return since when it is so, and what else happened then."""
+    """Return since when the verdict holds, and what else happened then."""
     if run is None or verdict is None:
         return ""
     if incident is None:
@@ -218,8 +218,8 @@ The same for layers: `LAYERS_S`, or `LAYERS_S_A_RANK` per rank; up to `LAYERS_RA
 
 def concluded(cache: SessionPoll, run: RunState, state: str) -> Conclusion | None:
     """
-    Return what to read first of a run, None before any verdict. Of a large job that goes on, that is of its
-    verdict alone: see `SLOW_RANKS` and `LAYERS_RANKS`.
+    Return the conclusion to show first, None before any verdict. For a large running job it is the verdict
+    alone, see `SLOW_RANKS` and `LAYERS_RANKS`.
     """
     if run.verdict is None:
         return None
@@ -232,7 +232,7 @@ def concluded(cache: SessionPoll, run: RunState, state: str) -> Conclusion | Non
 
 
 def layers_of(cache: SessionPoll, run: RunState | None, state: str) -> Layers | None:
-    """Return the layers of a run, as they were a while ago, where they have been measured."""
+    """Return the newest measurement of a run's layers; None if there is none."""
     if run is None or (state in RUNNING and run.world > LAYERS_RANKS):
         return None
     layers = cache.ask(query.Layers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
