@@ -629,7 +629,7 @@ def test_events_are_selected_by_kind_rank_and_node(played: Played) -> None:
     assert every["kinds"]["note"] == 200 and every["kinds"]["verdict"] == 2
     assert every["severities"].keys() == {"warning", "info"}
     parts = [pages.view(Route("events", "", (("page", n),)))["chosen"].items for n in "123"]
-    assert [len(items) for items in parts] == [100, 100, every["chosen"].of - 200]
+    assert [len(items) for items in parts] == [100, 100, every["chosen"].n_all - 200]
     moments = [event["t_ns"] for items in parts for event in items]
     assert moments == sorted(moments, reverse=True)
     for selection, kinds in (

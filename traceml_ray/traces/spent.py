@@ -43,8 +43,8 @@ class Spent:
     """Whether work of a device was recorded."""
     operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
     """
-    Calls, thread time (ns) and device time (ns) of each operation in a step, without the operations inside. Of a
-    collective in a thread of its own, only the time in which the rank does nothing but wait for it.
+    Calls, thread time (ns) and device time (ns) of each operation in a step, without the operations inside.
+    Of a collective in a thread of its own, only the time in which the rank does nothing but wait for it.
     """
     waits: set[Key] = field(default_factory=set)
     """Operations in which the rank waits."""
