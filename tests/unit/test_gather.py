@@ -11,7 +11,7 @@ import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation
 from stormlog_example import MIB, events, write
 
-from traceml_ray.recordings.gather import gather
+from traceml_ray.importers.gather import gather
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.bundles import Manifest
 from traceml_ray.store.excerpt import cut

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, write
 
-from traceml_ray.recordings.gather import gather
-from traceml_ray.recordings.merge import UNCOMPARED_BOUND_NS, Merged, merge
+from traceml_ray.analysis.memory.recordings import UNCOMPARED_BOUND_NS, Merged, merge
+from traceml_ray.importers.gather import gather
 
 
 def merged(*paths: Path) -> Merged:

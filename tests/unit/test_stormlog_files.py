@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, of_cpu, write
 
-from traceml_ray.recordings.recording import NoSamplesError, Recording, RefusedFileError
-from traceml_ray.recordings.stormlog_files import read
+from traceml_ray.analysis.memory.recordings import (
+    NoSamplesError,
+    Recording,
+    RefusedFileError,
+)
+from traceml_ray.importers.stormlog_files import read
 
 LEVELS = [100 * MIB, 120 * MIB, None, 90 * MIB]
 

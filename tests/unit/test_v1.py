@@ -17,7 +17,8 @@ import pytest
 from sessions import Clock, NoSamples, Straight, aggregation, check_ledger
 from snapshot import Snapshot
 
-from traceml_ray import v1, wire
+from traceml_ray import wire
+from traceml_ray.importers import v1
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (

@@ -14,10 +14,10 @@ from traceml_ray.analysis.memory.alone import Alone, alone
 from traceml_ray.analysis.memory.judge import compare
 from traceml_ray.analysis.memory.kept import KeptSamples
 from traceml_ray.analysis.memory.limits import MEMORY
+from traceml_ray.analysis.memory.recordings import UNCOMPARED_BOUND_NS
 from traceml_ray.analysis.memory.shapes import Collective, Memory, Series
-from traceml_ray.recordings.merge import UNCOMPARED_BOUND_NS
-from traceml_ray.recordings.sessions import is_collective, when
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.store.memory_recordings import is_collective, when
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.samples import MemoryColumns
 

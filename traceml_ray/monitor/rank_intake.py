@@ -11,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from traceml_ray import v1, wire
+from traceml_ray import wire
 from traceml_ray.codec import Count, Name, Part, ready
 from traceml_ray.errors import Errors
+from traceml_ray.importers import v1
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import v1, wire
+from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
+from traceml_ray.importers import v1
 from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport

@@ -15,6 +15,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.judge import judge, order_of
+from traceml_ray.analysis.memory.recordings import Merged, merge
 from traceml_ray.analysis.memory.sentences import where
 from traceml_ray.analysis.memory.shapes import (
     Attribution,
@@ -28,12 +29,11 @@ from traceml_ray.analysis.memory.shapes import (
     Severity,
 )
 from traceml_ray.identity import RankFilter, rank_filter
-from traceml_ray.recordings.gather import FileRead, Gathered, gather
-from traceml_ray.recordings.merge import Merged, merge
-from traceml_ray.recordings.sessions import BUNDLE
-from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS
+from traceml_ray.importers.gather import FileRead, Gathered, gather
+from traceml_ray.importers.stormlog import EARLIEST_WALL_NS
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.run_facts import moment
+from traceml_ray.store.memory_recordings import BUNDLE
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The mildest first."""

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from traceml_ray import printing
+from traceml_ray.analysis.memory.recordings import (
+    FileContents,
+    NoSamplesError,
+    RefusedFileError,
+)
 from traceml_ray.identity import rank_in_name
-from traceml_ray.recordings import sessions, stormlog_files
-from traceml_ray.recordings.recording import FileContents, NoSamplesError, RefusedFileError
+from traceml_ray.importers import stormlog_files
+from traceml_ray.store import memory_recordings
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 
@@ -82,7 +87,7 @@ def _reason(error: Exception) -> str:
 def _reader(path: Path) -> Read:
     """Return how a file is read. Another kind of file is added here; a folder read as one, in `_walk`."""
     if path.suffix.lower() == ".sqlite":
-        return sessions.read
+        return memory_recordings.read
     if path.suffix.lower() in stormlog_files.SUFFIXES:
         return stormlog_files.read
     return _unknown

@@ -13,9 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from traceml_ray.codec import ready
-from traceml_ray.files import read_file
-from traceml_ray.recordings.recording import (
+from traceml_ray.analysis.memory.recordings import (
     FileContents,
     Floats,
     NoSamplesError,
@@ -23,7 +21,9 @@ from traceml_ray.recordings.recording import (
     RefusedFileError,
     column,
 )
-from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
+from traceml_ray.codec import ready
+from traceml_ray.files import read_file
+from traceml_ray.importers.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
 
 _MOST_BESIDE = 1 << 20
 _T = TypeVar("_T", bound=msgspec.Struct)

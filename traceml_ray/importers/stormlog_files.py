@@ -9,11 +9,16 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray.analysis.memory.recordings import (
+    MAX_FILE_BYTES,
+    FileContents,
+    NoSamplesError,
+    RefusedFileError,
+)
 from traceml_ray.codec import ready
 from traceml_ray.files import read_file
-from traceml_ray.recordings import stormlog, stormlog_timeline
-from traceml_ray.recordings.recording import MAX_FILE_BYTES, FileContents, NoSamplesError, RefusedFileError
-from traceml_ray.recordings.stormlog import Event, Legacy
+from traceml_ray.importers import stormlog, stormlog_timeline
+from traceml_ray.importers.stormlog import Event, Legacy
 
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
 _NOTHING = "there are no samples of memory in it"

@@ -15,10 +15,15 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis.memory.recordings import (
+    Floats,
+    Recording,
+    RefusedFileError,
+    column,
+)
 from traceml_ray.codec import Count
 from traceml_ray.identity import MAX_RANKS
-from traceml_ray.recordings.recording import Floats, Recording, RefusedFileError, column
-from traceml_ray.recordings.stormlog_marks import collectives, operation
+from traceml_ray.importers.stormlog_marks import collectives, operation
 
 VERSIONS = (2, 3, 4)
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]

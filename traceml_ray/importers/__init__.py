@@ -1,0 +1,1 @@
+"""Foreign formats, each understood here and nowhere else."""
