@@ -69,7 +69,7 @@ def test_imports_have_no_circle() -> None:
 
 
 def _line_of(name: str) -> int | None:
-    """Return the line of the table that a module is in: by its own path, else by its folder's; None: by neither."""
+    """Return the line of the table that a module is in, by its own path or its folder's; None: in none."""
     path = name.replace(".", "/")
     matching = [
         (len(place.replace("*", "")), number)

@@ -23,11 +23,11 @@ from traceml_ray.agent.output_tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
-from traceml_ray.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.launchers.arguments import command_text
 from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.signals.kinds import encoded
+from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.store.output import Line, joined
 from traceml_ray.store.session_file import SessionFile

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.errors import Errors, error_text
-from traceml_ray.last_lines import LINE_CHARS, LastLines
+from traceml_ray.signals.output.last_lines import LINE_CHARS, LastLines
 from traceml_ray.signals.output.records import Output
 
 _PIECES = 512

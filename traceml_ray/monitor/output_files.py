@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from traceml_ray.last_lines import LastLines
+from traceml_ray.signals.output.last_lines import LastLines
 from traceml_ray.signals.output.records import Output
 
 _READ_BYTES = 1 << 16
