@@ -91,6 +91,9 @@ def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
+        # An actor of Ray Train for each attempt, a second of a core: does a cloud take nodes away?
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        patch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
         import ray
 
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # nobody else is to find it

@@ -143,7 +143,6 @@ for name in [name for name in vars(TraceMLTrainCallback) if name.startswith(("be
 def cluster() -> Iterator[FakeCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")  # how often the controller looks
-        patch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
         interrupted = signal.getsignal(signal.SIGINT)  # `fit` puts a handler of its own there
         with fake_cluster(1, cpus=2) as made:
