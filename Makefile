@@ -168,7 +168,8 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	@$(FRAMEWORKS)/bin/pip install -q --no-deps --target $(FRAMEWORKS)/timm timm==1.0.31 >&2
 	@touch $@
 
-# Python compiles what is imported; to compile all of torch and ray is a third of the installation.
+# Python compiles what is imported: here what most tests import, before several processes do so at the same time. To
+# compile all of torch and ray is a third of the installation.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
 		"Python 3.10 or newer is needed; %s is %d.%d. Try: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
@@ -177,4 +178,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PY) -m pip install --no-compile --progress-bar off -c constraints.txt -e '.[dev]' | tee .venv/install.log | sed -u -n -E \
 		-e 's/^ *Downloading ([^ ]+) \(([0-9]{2,}\.[0-9]+ MB|[0-9.]+ GB)\).*/  downloading \1, \2/p' \
 		-e 's/^Installing collected packages.*/  installing/p' || { tail -n 20 .venv/install.log; exit 1; }
+	@$(PY) -c 'import torch.distributed.run' & $(PY) -c 'import dash, hypothesis, ray.data'; wait $$!
 	@touch $@
