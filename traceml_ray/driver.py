@@ -145,15 +145,15 @@ def start(
     loaded = Settings.load(**chosen)
     name = loaded.session or DEFAULT_SESSION
     _check_ray()
-    found = find_aggregator(name)
-    if found is not None:
+    aggregator = find_aggregator(name)
+    if aggregator is not None:
         kept = sorted(chosen.keys() - {"session"})
         if kept:
             warnings.warn(
                 f"session {name!r} runs already; {', '.join(kept)} are as they were when it started",
                 stacklevel=3,
             )
-        made = Session(name, found, START_S)
+        made = Session(name, aggregator, START_S)
     else:
         made = _make(configure(loaded, _runtime_env(runtime_env, ship)))
         if _cluster_is_ours():
@@ -168,8 +168,8 @@ def session_here() -> Session | None:
     config, ray = current_config(), sys.modules.get("ray")
     if config is None or ray is None or not ray.is_initialized():
         return None
-    found = find_aggregator(config.session)
-    return None if found is None else Session(config.session, found)
+    aggregator = find_aggregator(config.session)
+    return None if aggregator is None else Session(config.session, aggregator)
 
 
 def _check_ray() -> None:

@@ -113,12 +113,12 @@ def resolve(
     """
     ranks = global_rank, world_size, local_rank, local_world_size, node_rank, nnodes
     given = dict(zip(_FIELDS, ranks, strict=True))
-    source, found = _from_keywords(given) or _from_torch(environ) or _from_environment(environ) or _SINGLE
+    source, numbers = _from_keywords(given) or _from_torch(environ) or _from_environment(environ) or _SINGLE
     if attempt is None:
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT")
         attempt = _integer("TORCHELASTIC_RESTART_COUNT", restarts) if restarts else 0
     return RankIdentity(
-        **_complete(found),
+        **_complete(numbers),
         hostname=os.uname().nodename,
         node_id=None,
         job_id=job_id or _job_id(environ),
@@ -132,10 +132,10 @@ def resolve(
 def _from_keywords(given: Mapping[str, int | None]) -> _Found | None:
     if all(value is None for value in given.values()):
         return None
-    found = _group("explicit", _FIELDS, given.get)
-    if found is None:
+    group = _group("explicit", _FIELDS, given.get)
+    if group is None:
         raise IdentityError("global_rank and world_size must be given together")
-    return found
+    return group
 
 
 def _from_torch(environ: Mapping[str, str]) -> _Found | None:
@@ -147,17 +147,17 @@ def _from_torch(environ: Mapping[str, str]) -> _Found | None:
     world = {"global_rank": dist.get_rank(), "world_size": dist.get_world_size()}
     for source, names in _ENVIRONMENTS.items():
         try:
-            found = _group(source, names, environ.get)
+            group = _group(source, names, environ.get)
         except IdentityError:
             continue  # unreadable, so it cannot be the same world
-        if found is not None and world.items() <= found[1].items():
-            return "torch.distributed", found[1]
+        if group is not None and world.items() <= group[1].items():
+            return "torch.distributed", group[1]
     return "torch.distributed", world
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Found | None:
     groups = (_group(source, names, environ.get) for source, names in _ENVIRONMENTS.items())
-    return next((found for found in groups if found is not None), None)
+    return next((group for group in groups if group is not None), None)
 
 
 def _group(source: str, names: tuple[str, ...], get: Callable[[str], str | int | None]) -> _Found | None:
@@ -208,8 +208,8 @@ def _job_id(environ: Mapping[str, str]) -> str:
 
 def rank_in_name(name: str) -> int | None:
     """Return the rank in the name of a file or folder (`rank3`, `x.rank_3.json`); None where it has none."""
-    found = _IN_NAME.search(name)
-    return int(found[1]) if found else None
+    match = _IN_NAME.search(name)
+    return int(match[1]) if match else None
 
 
 _RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
@@ -228,7 +228,7 @@ class RankFilter:
 
     def __contains__(self, rank: int) -> bool:
         """Return whether that rank is asked for."""
-        return self.ranges is None or any(rank in each for each in self.ranges)
+        return self.ranges is None or any(rank in one_range for one_range in self.ranges)
 
 
 def rank_filter(text: str) -> RankFilter:
@@ -245,11 +245,11 @@ def rank_filter(text: str) -> RankFilter:
 
 
 def _range(part: str, text: str) -> range:
-    found = _RANGE.fullmatch(part)
-    if found is None:
+    match = _RANGE.fullmatch(part)
+    if match is None:
         what = f"{part[:40]!r} is not a rank" if part else "a rank is missing"
         raise RankFilterError(f"ranks {text[:80]!r}: {what}; write all, or 0,2, or 0,4-7")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise RankFilterError(f"ranks {text[:80]!r}: {part} ends before it begins; write {last}-{first}")
     if last >= MAX_RANKS:

@@ -233,18 +233,18 @@ def _is_secret(name: str, value: str, unsure: bool = False) -> bool:
     return not (last.endswith(("token", "auth", "key")) and _NO_TOKEN.fullmatch(value))
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    end = found.start("sign")
-    before = found.string[max(0, end - _NAME_CHARS) : end]
+def _hide_assigned(match: re.Match[str]) -> str:
+    end = match.start("sign")
+    before = match.string[max(0, end - _NAME_CHARS) : end]
     name = _IDENTIFIER.search(before)
     assert name is not None  # it may be empty
-    auth = found[0][:4].lower() == "auth" and "=" in found["sign"]
-    return _hidden(found, name[0], unsure=auth)
+    auth = match[0][:4].lower() == "auth" and "=" in match["sign"]
+    return _hidden(match, name[0], unsure=auth)
 
 
-def _hide_option(found: re.Match[str]) -> str:
-    name = found["name"]
-    return found[0] if _is_flag(name) else _hidden(found, name.lstrip("-"), unsure=_is_auth(name))
+def _hide_option(match: re.Match[str]) -> str:
+    name = match["name"]
+    return match[0] if _is_flag(name) else _hidden(match, name.lstrip("-"), unsure=_is_auth(name))
 
 
 def _is_flag(option: str) -> bool:
@@ -255,14 +255,14 @@ def _is_auth(name: str) -> bool:
     return name.lower().endswith("auth")
 
 
-def _hide_pair(found: re.Match[str]) -> str:
-    option = found["open"].endswith("-")
-    alone = option or found.string[found.end() :].lstrip().startswith(")")
-    return _hidden(found, found["name"], unsure=option) if alone else found[0]
+def _hide_pair(match: re.Match[str]) -> str:
+    option = match["open"].endswith("-")
+    alone = option or match.string[match.end() :].lstrip().startswith(")")
+    return _hidden(match, match["name"], unsure=option) if alone else match[0]
 
 
-def _hidden(found: re.Match[str], name: str, unsure: bool) -> str:
+def _hidden(match: re.Match[str], name: str, unsure: bool) -> str:
     """Return what was found with its value hidden, where that is a secret."""
-    if not _is_secret(name, found["value"], unsure):
-        return found[0]
-    return found[0][: found.start("value") - found.start()] + HIDDEN
+    if not _is_secret(name, match["value"], unsure):
+        return match[0]
+    return match[0][: match.start("value") - match.start()] + HIDDEN

@@ -121,9 +121,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the settings that are not as by default; not where a session is and how it is reached."""
 
         def flat(settings: Settings) -> dict[str, Any]:
-            own = msgspec.structs.asdict(settings)
-            limits = msgspec.structs.asdict(own.pop("thresholds"))
-            return own | {f"threshold_{name}": value for name, value in limits.items()}
+            values = msgspec.structs.asdict(settings)
+            limits = msgspec.structs.asdict(values.pop("thresholds"))
+            return values | {f"threshold_{name}": value for name, value in limits.items()}
 
         usual, left_out = flat(Settings()), OF_LAUNCHERS | {"session", "out"}
         return {

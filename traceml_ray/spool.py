@@ -35,12 +35,12 @@ def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:
     """Return the whole frames of `path`; stops at a cut or absurd frame. Raises OSError."""
     data = read_file(path, _MAX_BYTES)
     frames: list[bytes] = []
-    at = 0
-    while at + _LENGTH.size <= len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        if length > max_frame or at + length > len(data):
+    position = 0
+    while position + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        if length > max_frame or position + length > len(data):
             break
-        frames.append(data[at : at + length])
-        at += length
+        frames.append(data[position : position + length])
+        position += length
     return frames

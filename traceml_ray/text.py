@@ -97,10 +97,10 @@ def duration(seconds: float | None) -> str:
     """Return seconds as "0.4 s", "41 s", "16 min", "3.2 h" or "4 d"."""
     if seconds is None:
         return NA
-    for name, least, of in (("s", 120, 60), ("min", 120, 60), ("h", 48, 24)):
+    for name, least, factor in (("s", 120, 60), ("min", 120, 60), ("h", 48, 24)):
         if seconds < least:
             return f"{number(seconds, figures=2)} {name}"
-        seconds /= of
+        seconds /= factor
     return f"{number(seconds, figures=2)} d"
 
 
@@ -116,7 +116,7 @@ def clock(moment: str | None) -> str:
 
 def with_clocks(sentence: str) -> str:
     """Return a sentence with its moments as "22:13:25 UTC"."""
-    return MOMENT.sub(lambda found: f"{clock(found[0])} UTC", sentence)
+    return MOMENT.sub(lambda match: f"{clock(match[0])} UTC", sentence)
 
 
 def date(moment: str | None) -> str:
@@ -126,7 +126,7 @@ def date(moment: str | None) -> str:
 
 def with_dates(sentence: str) -> str:
     """Return a sentence with its moments (ISO 8601, UTC) as "2023-11-14 22:13:25 UTC"."""
-    return MOMENT.sub(lambda found: f"{date(found[0])} UTC", sentence)
+    return MOMENT.sub(lambda match: f"{date(match[0])} UTC", sentence)
 
 
 def count(amount: int, noun: str) -> str:
@@ -195,7 +195,7 @@ def visible(text: str) -> str:
 
 def _escaped(char: str) -> str:
     units = char.encode("utf-16-be", "surrogatepass")
-    parts = (units[at : at + 2].hex() for at in range(0, len(units), 2))
+    parts = (units[index : index + 2].hex() for index in range(0, len(units), 2))
     return _SHORT.get(char) or "".join(f"\\u{part}" for part in parts)
 
 

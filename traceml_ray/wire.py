@@ -206,8 +206,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
         row = ROW_BYTES * skip
-        own = self.keys[8 * skip :], self.flags[skip:], self.rows[row:]
-        return *own, self.host_rows[row:], self.leads[LEAD_BYTES * skip :]
+        columns = self.keys[8 * skip :], self.flags[skip:], self.rows[row:]
+        return *columns, self.host_rows[row:], self.leads[LEAD_BYTES * skip :]
 
     def check(self) -> None:
         """Raise `WireError` where the columns do not fit each other."""

@@ -8,18 +8,15 @@ ROOT = Path(__file__).parents[2]
 CLEANED = (
     "launchers",
     "dash_app",
-    "traceml_ray/traces",
-    "traceml_ray/terminal",
-    "traceml_ray/views",
-    "traceml_ray/ray",
-    "traceml_ray/exports",
-    "traceml_ray/adapters",
     "benchmarks",
     "examples",
     "docs",
     "tests",
+    "traceml_ray",
 )
 """Packages without such variables; new ones are added, none is removed."""
+NOT_YET = ("traceml_ray/analysis/",)
+"""What is still to be cleaned of them: files and folders are removed from this list, none is added."""
 
 VAGUE = frozenset({"found", "each", "at", "own", "of", "told", "said"})
 
@@ -47,12 +44,21 @@ def test_every_cleaned_package_has_sources() -> None:
 
 
 def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    files = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in files if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)]
 
 
 def vague_names(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    fields = {
+        id(statement.target)
+        for cls in ast.walk(tree)
+        if isinstance(cls, ast.ClassDef)
+        for statement in cls.body
+        if isinstance(statement, ast.AnnAssign)
+    }  # of messages and files: what others read
+    for node in ast.walk(tree):
         name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
         bound = isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        if bound and name in VAGUE:
+        if bound and name in VAGUE and id(node) not in fields:
             yield f"{path}:{node.lineno} `{name}`"

@@ -45,8 +45,8 @@ def objects(value: Any, path: tuple[Any, ...], depth: int) -> Iterator[tuple[tup
     if size is not None:
         yield path, size
     elif depth and isinstance(value, (list, tuple)):
-        for at, part in enumerate(value[:8]):
-            yield from objects(part, (*path, at), depth - 1)
+        for index, part in enumerate(value[:8]):
+            yield from objects(part, (*path, index), depth - 1)
     elif depth:
         for name in fields_of(value):
             yield from objects(getattr(value, name), (*path, name), depth - 1)
@@ -135,8 +135,8 @@ _Tensors = list[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 def written(samples: int | None, tokens: int | None) -> int:
     """Return how the size of a batch stands in the log of marks."""
-    own = 0 if samples is None or not 0 <= samples < _HALF else samples + 1
-    return BATCHES - (own | (0 if tokens is None else tokens + 1) << _BITS)
+    low = 0 if samples is None or not 0 <= samples < _HALF else samples + 1
+    return BATCHES - (low | (0 if tokens is None else tokens + 1) << _BITS)
 
 
 def understood(size: int) -> tuple[int | None, int | None]:
@@ -180,23 +180,23 @@ class BatchSizes:
             return _of_object(_getter(path), size, _packed_tokens(_getter(path)(batch)))
         if (lists := _ragged(batch)) is not None:
             return lists
-        found = [*_tensors(batch, (), _DEPTH)][:_MOST]
-        if not found:
+        tensors = [*_tensors(batch, (), _DEPTH)][:_MOST]
+        if not tensors:
             self.why = f"no tensor in a batch ({type(batch).__name__})"
             return _unknown
-        named = [each for each in found if each[0] and each[0][-1] == _TOKENS]
+        named = [tensor for tensor in tensors if tensor[0] and tensor[0][-1] == _TOKENS]
         if isinstance(batch, (list, tuple)) and len(named) > 1:
             self.why = "several `input_ids` in a batch"
             return _unknown
-        for path, _ in [*named, *_next_tokens(batch, found)]:
+        for path, _ in [*named, *_next_tokens(batch, tensors)]:
             return _of_tokens(_getter(path), _getter(path)(batch))
-        if len({shape[0] for _, shape in found}) > 1:
+        if len({shape[0] for _, shape in tensors}) > 1:
             self.why = "the tensors of a batch differ in dimension 0"
             return _unknown
-        if isinstance(batch, (list, tuple)) and _is_list_of_samples(found):
+        if isinstance(batch, (list, tuple)) and _is_list_of_samples(tensors):
             self.why = "a list of tensors of one shape: samples, or parts of a batch"
             return _unknown
-        return _of_samples(_getter(found[0][0]))
+        return _of_samples(_getter(tensors[0][0]))
 
 
 def _tensors(
@@ -211,25 +211,25 @@ def _tensors(
         for key in [*value.keys()][:_MOST]:
             yield from _tensors(value[key], (*path, key), depth - 1)
     elif depth and isinstance(value, (list, tuple)):
-        for at, part in enumerate(value[:_MOST]):
-            yield from _tensors(part, (*path, at), depth - 1)
+        for index, part in enumerate(value[:_MOST]):
+            yield from _tensors(part, (*path, index), depth - 1)
     elif depth:
         for name in fields_of(value):
             yield from _tensors(getattr(value, name), (*path, name), depth - 1)
 
 
-def _is_list_of_samples(found: _Tensors) -> bool:
+def _is_list_of_samples(tensors: _Tensors) -> bool:
     """Return whether nothing tells the tensors of a list apart, which may be one sample each."""
-    shapes = {shape for _, shape in found}
-    return len(shapes) == 1 < len(found) and (len(found) > 2 or len(found[0][1]) == 3)
+    shapes = {shape for _, shape in tensors}
+    return len(shapes) == 1 < len(tensors) and (len(tensors) > 2 or len(tensors[0][1]) == 3)
 
 
-def _next_tokens(batch: Any, found: _Tensors) -> _Tensors:
+def _next_tokens(batch: Any, tensors: _Tensors) -> _Tensors:
     """Return the tokens of a batch (tokens, targets), both of integers, (batch, time)."""
-    if not isinstance(batch, (list, tuple)) or not len(found) == len(batch) == 2 or len(found[0][0]) > 1:
+    if not isinstance(batch, (list, tuple)) or not len(tensors) == len(batch) == 2 or len(tensors[0][0]) > 1:
         return []
-    same = found[0][1] == found[1][1] and len(found[0][1]) == 2
-    return found[:1] if same and all(map(_is_whole, batch)) else []
+    same = tensors[0][1] == tensors[1][1] and len(tensors[0][1]) == 2
+    return tensors[:1] if same and all(map(_is_whole, batch)) else []
 
 
 def _getter(path: tuple[Any, ...]) -> Callable[[Any], Any]:
@@ -279,8 +279,10 @@ def _ragged(batch: Any) -> Read | None:
     """Return how to read sequences that nobody has put into one tensor; None of other batches."""
     if isinstance(batch, Mapping):
         return _read_lists if _TOKENS in batch and _is_ragged(batch[_TOKENS]) else None
-    samples = isinstance(batch, (list, tuple)) and batch and all(isinstance(each, Mapping) for each in batch)
-    tokens = [each.get(_TOKENS) for each in batch[:_MOST]] if samples else ()
+    samples = (
+        isinstance(batch, (list, tuple)) and batch and all(isinstance(sample, Mapping) for sample in batch)
+    )
+    tokens = [sample.get(_TOKENS) for sample in batch[:_MOST]] if samples else ()
     return _read_samples if _is_ragged(tokens) else None
 
 

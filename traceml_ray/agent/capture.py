@@ -204,10 +204,10 @@ class Capture:
             self._fail(error)
 
     def _may_start(self) -> None:
-        found = self._recorder.step_begins(SETTLE_S)
-        if found is None or found[0] < self.wanted.first_step:
+        position = self._recorder.step_begins(SETTLE_S)
+        if position is None or position[0] < self.wanted.first_step:
             return
-        step, began, _ = found
+        step, began, _ = position
         if step > self.wanted.first_step:
             self.end("refused", f"step {self.wanted.first_step} {LATE}")
             return
@@ -233,10 +233,10 @@ class Capture:
             self._turn_off()
 
     def _note_step(self) -> None:
-        found = self._recorder.step_now(SETTLE_S)
-        if found is None or found[0] <= self._edge[0]:
+        position = self._recorder.step_now(SETTLE_S)
+        if position is None or position[0] <= self._edge[0]:
             return
-        step, now, exit_ns = found
+        step, now, exit_ns = position
         last, began = self._edge
         wall = self._wall_ns
         ended = exit_ns + wall if began < exit_ns <= now else None
@@ -275,9 +275,9 @@ class Capture:
 
     def _end_slowed(self) -> None:
         """Note that the open step, in which the profiler was turned off, is the last that it slowed."""
-        found = self._recorder.step_now(SETTLE_S)
-        if found is not None:
-            self._slowed.end(_PROFILE, found[0])
+        position = self._recorder.step_now(SETTLE_S)
+        if position is not None:
+            self._slowed.end(_PROFILE, position[0])
 
     def _fail(self, error: Exception) -> None:
         """End it because of an error, on the thread that records."""
@@ -338,12 +338,12 @@ class Capture:
 
     def pieces(self, most: int) -> list[wire.TracePiece]:
         """Return the next pieces."""
-        found: list[wire.TracePiece] = []
-        while self._file is not None and self.sent < self._file.size and len(found) < most:
+        pieces: list[wire.TracePiece] = []
+        while self._file is not None and self.sent < self._file.size and len(pieces) < most:
             data = self._file.read(self.sent, PIECE_BYTES)
-            found.append(wire.TracePiece(self.wanted.id, self.wanted.number, self.sent, data))
+            pieces.append(wire.TracePiece(self.wanted.id, self.wanted.number, self.sent, data))
             self.sent += len(data)
-        return found
+        return pieces
 
     def status(self) -> wire.Capture:
         """Return what each batch has about it."""

@@ -80,7 +80,7 @@ class SocketChannel:
 
     def replies(self) -> list[bytes]:
         """Every packet that has arrived; a closed connection is noticed here."""
-        found: list[bytes] = []
+        answers: list[bytes] = []
         while self._socket is not None:
             try:
                 data = self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
@@ -91,8 +91,8 @@ class SocketChannel:
             if not data:
                 self.close()
                 break
-            found.append(data)
-        return found
+            answers.append(data)
+        return answers
 
     def close(self) -> None:
         """Close the socket; the next offer opens a new one."""

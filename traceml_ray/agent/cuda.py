@@ -190,11 +190,11 @@ def contexts(driver: Any) -> list[bool]:
 
 def device_uuid(driver: Any, index: int) -> str:
     """Return the uuid of a device, or of the MIG slice that it is, as NVML spells it after its prefix."""
-    device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    device, uuid_bytes = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     call(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
     name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-    call(driver, name, ctypes.byref(found), device)
-    return str(uuid.UUID(bytes=bytes(found)))
+    call(driver, name, ctypes.byref(uuid_bytes), device)
+    return str(uuid.UUID(bytes=bytes(uuid_bytes)))
 
 
 def call(driver: Any, name: str, *args: Any) -> None:

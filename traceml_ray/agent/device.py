@@ -130,12 +130,12 @@ def read_row(cuts: Sequence[Cut], elapsed: Callable[[int, int], int | None]) -> 
     now = moved = 0
     for cut in cuts:
         far = now > LONG_NS
-        found = elapsed(cut.since if far else cuts[0].since, cut.until)
-        if found is None:
+        elapsed_ns = elapsed(cut.since if far else cuts[0].since, cut.until)
+        if elapsed_ns is None:
             return None
-        found += now if far else 0
-        moved += max(0, now - found)
-        now = max(now, found)
+        elapsed_ns += now if far else 0
+        moved += max(0, now - elapsed_ns)
+        now = max(now, elapsed_ns)
         times.append(now)
     return times, moved
 
@@ -531,7 +531,7 @@ class DeviceClock:
         """
         cuts = [(row.key >> SEGMENT_BITS, cut) for row in self._rows for cut in row.cuts]
         cuts += [(step, cut) for cut in open_cuts]
-        cuts = [found for found in cuts if found[1].stage < N_STAGES and found[1].until != NO_EVENT]
+        cuts = [cut for cut in cuts if cut[1].stage < N_STAGES and cut[1].until != NO_EVENT]
         try:
             first = (
                 0 if self.stopped else bisect_left(cuts, True, key=lambda cut: not self._done(cut[1].until))

@@ -91,14 +91,14 @@ class DeviceMemory:
         if self._devices is None:
             self._devices = self.devices()
         used = [index for index, active in enumerate(self._devices.contexts()) if active]
-        found = {index: self._of_torch(torch, index) for index in used}
+        by_device = {index: self._of_torch(torch, index) for index in used}
         for index in used:
             if index not in self._uuids:
                 self._uuids[index] = self._devices.uuid(index)
         known = self.driver.ask([self._uuids[index] for index in used]) if used else {}
-        for index, own in found.items():
-            self._add_driver(own, known.get(self._uuids[index], Reading()))
-        return found
+        for index, values in by_device.items():
+            self._add_driver(values, known.get(self._uuids[index], Reading()))
+        return by_device
 
     def _of_torch(self, torch: Any, index: int) -> dict[str, int]:
         """Return what torch's allocator says of a device."""
@@ -108,22 +108,22 @@ class DeviceMemory:
             return {}
         try:
             stats = torch.cuda.memory_stats_as_nested_dict(index)
-            found = {name: stats[key]["all"]["current"] for name, key in _CURRENT.items()}
-            found |= {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}
+            values = {name: stats[key]["all"]["current"] for name, key in _CURRENT.items()}
+            values |= {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}
             peak = self._peaks.setdefault(index, Peak()).since(stats["allocated_bytes"]["all"])
         except Exception as error:  # a device that the allocator does not know, or a torch that is another
             self.missing[_ALLOCATOR] = error_text(error)[:200]
             return {}
-        return found | ({} if peak is None else {"peak_bytes": peak})
+        return values | ({} if peak is None else {"peak_bytes": peak})
 
-    def _add_driver(self, own: dict[str, int], known: Reading) -> None:
+    def _add_driver(self, values: dict[str, int], known: Reading) -> None:
         why = dict(known.why)
         if known.used is not None and known.total is not None:
-            own |= {"device_used_bytes": known.used, "device_total_bytes": known.total}
+            values |= {"device_used_bytes": known.used, "device_total_bytes": known.total}
         if known.processes is not None:
-            mine, lack = own_bytes(known.processes, own.get("reserved_bytes", 0), self.host_pids)
+            mine, lack = own_bytes(known.processes, values.get("reserved_bytes", 0), self.host_pids)
             if mine is not None:
-                own["process_bytes"] = mine
+                values["process_bytes"] = mine
             else:
                 why["process_bytes"] = lack
         self.missing |= {f"memory: {name}": text[:200] for name, text in why.items()}

@@ -102,8 +102,8 @@ class DeviceUse:
         """Return where the device is, if that is behind its host, whose step this is."""
         if self.clock is None:
             return None
-        found = self.clock.standing(step, self._recorder.steps.open_cuts())
-        return None if found is None else OpenStage(*found)
+        standing = self.clock.standing(step, self._recorder.steps.open_cuts())
+        return None if standing is None else OpenStage(*standing)
 
     # -- on and off --------------------------------------------------------------------------------
 

@@ -76,29 +76,29 @@ class DriverMemory:
             with self._changed:
                 self._changed.wait_for(lambda: not self._idle())
                 asked = self._asked or []
-            found = {uuid: self._read(uuid) for uuid in asked}
+            readings = {uuid: self._read(uuid) for uuid in asked}
             with self._changed:
-                self._asked, self._found = None, found
+                self._asked, self._found = None, readings
                 self._changed.notify_all()
 
     def _read(self, uuid: str) -> Reading:
-        found = Reading()
+        reading = Reading()
         try:
             handle = self._handle(uuid)
         except Exception as error:
-            found.why["nvml"] = _reason(error)
-            return found
+            reading.why["nvml"] = _reason(error)
+            return reading
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            found.used, found.total = int(memory.used), int(memory.total)
+            reading.used, reading.total = int(memory.used), int(memory.total)
         except Exception as error:
-            found.why["device_used_bytes"] = _reason(error)
+            reading.why["device_used_bytes"] = _reason(error)
         try:
             processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            found.processes = [(each.pid, each.usedGpuMemory) for each in processes]
+            reading.processes = [(process.pid, process.usedGpuMemory) for process in processes]
         except Exception as error:
-            found.why["process_bytes"] = _reason(error)
-        return found
+            reading.why["process_bytes"] = _reason(error)
+        return reading
 
     def _handle(self, uuid: str) -> Any:
         if not self._ready:
@@ -136,13 +136,13 @@ def own_bytes(
         pid: of this process.
     """
     pid = pid or os.getpid()
-    mine = [each for each in processes if each[0] == pid] if known else processes
+    mine = [process for process in processes if process[0] == pid] if known else processes
     if len(mine) != 1:
         return None, _NO_PIDS
-    ((_, found),) = mine
-    if found is None:
+    ((_, used_bytes),) = mine
+    if used_bytes is None:
         return None, _NO_BYTES
-    return (found, "") if found >= least else (None, _NO_PIDS)
+    return (used_bytes, "") if used_bytes >= least else (None, _NO_PIDS)
 
 
 def _reason(error: Exception) -> str:

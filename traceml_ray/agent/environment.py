@@ -18,13 +18,13 @@ def environment() -> dict[str, str]:
     Return versions, and the configuration of torch's allocator, of what this process
     has imported already.
     """
-    found = {"traceml_ray": __version__, "python": platform.python_version()}
+    values = {"traceml_ray": __version__, "python": platform.python_version()}
     if (torch := sys.modules.get("torch")) is not None:
-        found["torch"] = str(torch.__version__)
+        values["torch"] = str(torch.__version__)
         for name in ("cuda", "hip"):
             if version := getattr(torch.version, name, None):
-                found[name] = str(version)
+                values[name] = str(version)
     if (ray := sys.modules.get("ray")) is not None:
-        found["ray"] = str(getattr(ray, "__version__", ""))
-    found |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return {name: sendable(value)[:_CHARS] for name, value in found.items() if value}
+        values["ray"] = str(getattr(ray, "__version__", ""))
+    values |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {name: sendable(value)[:_CHARS] for name, value in values.items() if value}

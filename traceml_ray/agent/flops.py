@@ -78,10 +78,10 @@ class FlopCount:
             self._give_up(error_text(error))
 
     def _may_begin(self) -> None:
-        found = self._recorder.step_begins(SETTLE_S)
-        if found is None:
+        position = self._recorder.step_begins(SETTLE_S)
+        if position is None:
             return
-        step, before = found[0], self._seen
+        step, before = position[0], self._seen
         self._seen = step
         if before is None:
             self._begin = SKIPPED if step < SKIPPED else step + SKIPPED
@@ -96,17 +96,17 @@ class FlopCount:
                 self._give_up(_ABANDONED)
 
     def _may_end(self) -> None:
-        found = self._recorder.step_now(SETTLE_S)
-        if not self._over and (found is None or found[0] <= self._began):
+        position = self._recorder.step_now(SETTLE_S)
+        if not self._over and (position is None or position[0] <= self._began):
             return
         mode = self._mode
         if not self._leave() or self._over:
             self._give_up(self.why or "the script has a dispatch mode of its own across steps")
             return
-        assert found is not None
+        assert position is not None
         self._done()
         self.why = _cannot() or mode.why()
-        steps, total = found[0] - self._began, mode.get_total_flops()
+        steps, total = position[0] - self._began, mode.get_total_flops()
         if total and not self.why:
             self.found = ModelFlops(total // steps, self._began, mode.dtypes.most_common(1)[0][0])
         self.why = self.why or ("" if total else "no operation with known FLOPs")
@@ -206,13 +206,17 @@ def _on_cpu(torch: Any, counter: Any) -> dict[Any, Any]:
         return int(counter.sdpa_backward_flop_count(gradient, query, key, value))
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    own = {name: forward, f"{name}_backward": backward}
-    return {getattr(torch.ops.aten, name): of for name, of in own.items() if hasattr(torch.ops.aten, name)}
+    functions = {name: forward, f"{name}_backward": backward}
+    return {
+        getattr(torch.ops.aten, name): function
+        for name, function in functions.items()
+        if hasattr(torch.ops.aten, name)
+    }
 
 
 def _dtype(torch: Any, packet: Any, args: Any) -> str:
     """Return what an operation computes with: `tf32` where torch may do so for float32."""
-    tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+    tensor = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
     if tensor is None:
         return "unknown"
     name = str(tensor.dtype).removeprefix("torch.")

@@ -41,8 +41,8 @@ class HostMemory:
 
     def uss(self) -> int:
         """Return the bytes that no other process shares; takes 1 ms at 3 GB."""
-        found = _values(_read(str(self._root / "proc/self/smaps_rollup")), b":")
-        return 1024 * sum(found[name] for name in (b"Private_Clean", b"Private_Dirty"))
+        fields = _values(_read(str(self._root / "proc/self/smaps_rollup")), b":")
+        return 1024 * sum(fields[name] for name in (b"Private_Clean", b"Private_Dirty"))
 
     def limit(self) -> Limit:
         """Return the tightest limit above this process: that of a cgroup, or all that the machine has."""
@@ -52,12 +52,12 @@ class HostMemory:
     def used(self, limit: Limit) -> int:
         """Return what is used of `limit`, without file cache that can be had back."""
         if limit.group is None:
-            found = self._machine()
-            return 1024 * (found[b"MemTotal"] - found[b"MemAvailable"])
+            fields = self._machine()
+            return 1024 * (fields[b"MemTotal"] - fields[b"MemAvailable"])
         name, prefix = ("memory.usage_in_bytes", b"total_") if limit.legacy else ("memory.current", b"")
         current = int(_read(f"{limit.group}/{name}"))
         stat = _values(_read(f"{limit.group}/memory.stat"), b" ")
-        return max(0, current - sum(stat.get(prefix + each, 0) for each in _CACHE))
+        return max(0, current - sum(stat.get(prefix + name, 0) for name in _CACHE))
 
     def _machine(self) -> dict[bytes, int]:
         return _values(_read(self._meminfo)[:512], b":")
@@ -69,9 +69,9 @@ class HostMemory:
             legacy = "memory" in controllers.split(",")
             if controllers and not legacy:
                 continue
-            own = Path(path.lstrip("/"))
+            own_group = Path(path.lstrip("/"))
             # Which of these exists depends on whether the process sees its cgroup from within.
-            for part in dict.fromkeys([own, *own.parents]):
+            for part in dict.fromkeys([own_group, *own_group.parents]):
                 group = self._root / "sys/fs/cgroup" / ("memory" if legacy else "") / part
                 text = _read_if(f"{group}/memory.{'limit_in_bytes' if legacy else 'max'}").strip()
                 if text.isdigit():
@@ -95,10 +95,10 @@ def _read_if(path: str) -> bytes:
 
 def _values(text: bytes, separator: bytes) -> dict[bytes, int]:
     """Return the numbers by name of lines `name<separator> number …`; other lines are left out."""
-    found = {}
+    values = {}
     for line in text.splitlines():
         name, _, rest = line.partition(separator)
         number = rest.split(None, 1)
         if number and number[0].isdigit():
-            found[name] = int(number[0])
-    return found
+            values[name] = int(number[0])
+    return values

@@ -62,8 +62,8 @@ class Instrumentation:
         """How the job is known to be parallel: single, ddp, fsdp2+hsdp, ddp+tp, all_reduce (inferred), …"""
         inferred = self.collectives.reduction + INFERRED if self.recorder.exchange.inferred else ""
         self.model_parallel.look_again()
-        own, others = self.data_parallel, sorted(self.model_parallel.strategies)
-        known = [own.engine, own.strategy, HYBRID * own.hybrid, inferred, *others]
+        parallel, others = self.data_parallel, sorted(self.model_parallel.strategies)
+        known = [parallel.engine, parallel.strategy, HYBRID * parallel.hybrid, inferred, *others]
         return "+".join(filter(None, known)) or ("rpc" if self.rpc.worker else "single")
 
     @property

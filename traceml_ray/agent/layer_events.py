@@ -37,8 +37,8 @@ class LayerEvents:
         first, times = sample.first_event, [0] * (len(sample.calls) + 1)
         if not self._api.done((first + len(sample.owners) - 1) % EVENT_SLOTS):
             return None
-        for at, owner in enumerate(sample.owners[:-1], first):
-            elapsed = self._api.elapsed_ns(at % EVENT_SLOTS, (at + 1) % EVENT_SLOTS)
+        for number, owner in enumerate(sample.owners[:-1], first):
+            elapsed = self._api.elapsed_ns(number % EVENT_SLOTS, (number + 1) % EVENT_SLOTS)
             if elapsed is None or elapsed < 0:
                 return []
             times[owner] += elapsed

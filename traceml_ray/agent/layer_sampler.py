@@ -111,11 +111,11 @@ class LayerSampler:
             return
         began = self._clock()
         try:
-            found = self._recorder.step_begins(_SETTLE_S)
-            if found is not None and self._lock.acquire(blocking=False):
+            position = self._recorder.step_begins(_SETTLE_S)
+            if position is not None and self._lock.acquire(blocking=False):
                 try:
                     if self._installed:  # else the agent has stopped it since this call began
-                        self._decide(found[0], began)
+                        self._decide(position[0], began)
                 finally:
                     self._lock.release()
         except Exception as error:

@@ -68,7 +68,9 @@ class LayerSums:
         """Return the window as it is sent."""
         n, steps = len(self._squares), max(1, self.steps)
         layers = [
-            self._layer(at, steps) for at in range(n) if self._calls[at] or self._table.parameter_bytes[at]
+            self._layer(index, steps)
+            for index in range(n)
+            if self._calls[index] or self._table.parameter_bytes[index]
         ]
         longest = sorted(layers, key=lambda one: one.forward_ns + one.backward_ns, reverse=True)
         window = LayerWindow(
@@ -96,20 +98,20 @@ class LayerSums:
                 return made
             most = most * 4 // 5
 
-    def _layer(self, at: int, steps: int) -> LayerSum:
-        n, layer = len(self._squares), self._table.layers[at]
+    def _layer(self, index: int, steps: int) -> LayerSum:
+        n, layer = len(self._squares), self._table.layers[index]
         return LayerSum(
             layer.name,
             layer.kind,
             layer.region,
-            self._calls[at],
-            self._calls[n + at],
-            self._times[at],
-            self._times[n + at],
-            float(self._squares[at]),
-            self._outputs[at] // steps,
-            self._table.parameter_bytes[at],
-            self._gradients[at],
+            self._calls[index],
+            self._calls[n + index],
+            self._times[index],
+            self._times[n + index],
+            float(self._squares[index]),
+            self._outputs[index] // steps,
+            self._table.parameter_bytes[index],
+            self._gradients[index],
         )
 
 

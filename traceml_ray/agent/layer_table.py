@@ -44,16 +44,16 @@ class LayerTable:
         """Layers inside which nothing is measured."""
         self.accelerated = False
         self._own: list[list[weakref.ref[Any]]] = []
-        found = list(_found(roots))
-        for depth in sorted({each.depth for each in found}, reverse=True):
-            if len(found) <= most:
+        modules = list(_found(roots))
+        for depth in sorted({entry.depth for entry in modules}, reverse=True):
+            if len(modules) <= most:
                 break
-            found = [each for each in found if each.depth < depth]
-        for each in found:
-            self.by_id[id(each.module)] = len(self.layers)
-            if each.layer.region in ("compiled", "graph"):
+            modules = [entry for entry in modules if entry.depth < depth]
+        for entry in modules:
+            self.by_id[id(entry.module)] = len(self.layers)
+            if entry.layer.region in ("compiled", "graph"):
                 self.closed.add(len(self.layers))
-            self.layers.append(each.layer)
+            self.layers.append(entry.layer)
         self._divide(roots)
         self.parameter_bytes = self._bytes(lambda parameter: parameter)
 
@@ -80,19 +80,21 @@ class LayerTable:
         """Return how large the gradients of each layer are on this rank; None where there are none now."""
         return self._bytes(lambda parameter: parameter.grad)
 
-    def _bytes(self, of: Callable[[Any], Any]) -> list[int | None]:
-        found: list[int | None] = []
-        for own in self._own:
+    def _bytes(self, tensor_of: Callable[[Any], Any]) -> list[int | None]:
+        sizes_of_layers: list[int | None] = []
+        for parameters in self._own:
             sizes = [
-                _size(tensor) for ref in own if (p := ref()) is not None and (tensor := of(p)) is not None
+                _size(tensor)
+                for ref in parameters
+                if (p := ref()) is not None and (tensor := tensor_of(p)) is not None
             ]
-            found.append(sum(sizes) if sizes or not own else None)
-        return found
+            sizes_of_layers.append(sum(sizes) if sizes or not parameters else None)
+        return sizes_of_layers
 
-    def compile(self, at: int) -> None:
+    def compile(self, index: int) -> None:
         """Note that a layer is called through torch.compile."""
-        self.layers[at] = self.layers[at]._replace(region="compiled")
-        self.closed.add(at)
+        self.layers[index] = self.layers[index]._replace(region="compiled")
+        self.closed.add(index)
 
     def same(self, other: LayerTable) -> bool:
         """Return whether the layers are the same modules."""
@@ -120,14 +122,16 @@ def _found(roots: list[Any]) -> Iterator[_Found]:
                 continue
             chain = _unwrapped(module)
             taken.update(map(id, chain))
-            region: Region = next((found for each in chain if (found := _region(each))), "")
+            region: Region = next((known_region for module in chain if (known_region := _region(module))), "")
             if depth == 0 or not sharded or any(map(_is_sharded, chain)):
                 kind = type(chain[-1]).__name__.removeprefix("FSDP" * (region == "sharded"))[:_MAX_KIND]
                 yield _Found(module, Layer(name[-_MAX_NAME:], kind, region), depth)
             if region not in ("compiled", "graph"):
-                inside = [(child, each) for child, each in chain[-1]._modules.items() if each is not None]
+                inside = [
+                    (child, module) for child, module in chain[-1]._modules.items() if module is not None
+                ]
                 waiting += [
-                    (each, f"{name}.{child}".lstrip("."), depth + 1) for child, each in reversed(inside)
+                    (module, f"{name}.{child}".lstrip("."), depth + 1) for child, module in reversed(inside)
                 ]
 
 

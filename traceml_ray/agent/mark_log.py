@@ -246,8 +246,8 @@ class MarkLog:
         if not self._lock.acquire(timeout=LOCK_S):
             return 0
         try:
-            found = first_event(self.steps.open_cuts())
-            return self.newest + 1 if found == NO_EVENT else found
+            event = first_event(self.steps.open_cuts())
+            return self.newest + 1 if event == NO_EVENT else event
         finally:
             self._lock.release()
 

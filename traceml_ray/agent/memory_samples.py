@@ -48,28 +48,30 @@ class MemorySampler:
         """Return one sample for each device in use, or the one of a process without; takes some 50 µs."""
         self.missing = {}
         host = self._sample_host()
-        found = self._try("device", self._devices.sample) or {}
+        by_device = self._try("device", self._devices.sample) or {}
         self.missing |= self._devices.missing
-        for own in found.values():
-            self.sources |= {name: "torch" for name in OF_TORCH if name in own}
-            self.sources |= {name: "nvml" for name in OF_NVML if name in own}
-        if not found:
+        for values in by_device.values():
+            self.sources |= {name: "torch" for name in OF_TORCH if name in values}
+            self.sources |= {name: "nvml" for name in OF_NVML if name in values}
+        if not by_device:
             return [MemorySample(t_ns, step, None, **host)]
-        return [MemorySample(t_ns, step, device, **own, **host) for device, own in sorted(found.items())]
+        return [
+            MemorySample(t_ns, step, device, **values, **host) for device, values in sorted(by_device.items())
+        ]
 
     def _sample_host(self) -> dict[str, int]:
         """Return what is known of the process; of the count that is taken now and then, when it is."""
-        now, found = self._clock(), {}
-        found["rss_bytes"] = self._try("rss_bytes", self._host.rss)
+        now, values = self._clock(), {}
+        values["rss_bytes"] = self._try("rss_bytes", self._host.rss)
         if now >= self._uss_due:
-            found["uss_bytes"] = self._try("uss_bytes", self._host.uss)
+            values["uss_bytes"] = self._try("uss_bytes", self._host.uss)
             self._uss_due = self._clock() + max(USS_S, (self._clock() - now) / _USS_SHARE)
         if now >= self._limit_due:
             self._limit, self._limit_due = self._try("limit_bytes", self._host.limit), now + USS_S
         if (limit := self._limit) is not None:
-            found["limit_bytes"] = limit.total
-            found["limit_used_bytes"] = self._try("limit_used_bytes", lambda: self._host.used(limit))
-        known = {name: value for name, value in found.items() if value is not None}
+            values["limit_bytes"] = limit.total
+            values["limit_used_bytes"] = self._try("limit_used_bytes", lambda: self._host.used(limit))
+        known = {name: value for name, value in values.items() if value is not None}
         source = "kernel" if limit is None or limit.group is None else "cgroup"
         self.sources |= {name: source if name.startswith("limit") else "kernel" for name in known}
         return known

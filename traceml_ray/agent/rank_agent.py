@@ -257,8 +257,8 @@ class RankAgent:
         """Return what went wrong by place, and what was lost before it was in a batch."""
         # Other threads count in these: copied whole, they do not change in a loop over them.
         recorder = self.recorder
-        found = dict(self.instrumentation.errors)
-        found.update({sendable(f"channel.{kind}"): n for kind, n in dict(self.channel.errors).items()})
+        counts = dict(self.instrumentation.errors)
+        counts.update({sendable(f"channel.{kind}"): n for kind, n in dict(self.channel.errors).items()})
         lost = {
             "marks lost: no room": recorder.lost_marks,
             "spans lost: more than 256 names": recorder.sums.refused,
@@ -266,7 +266,7 @@ class RankAgent:
             "sizes of batches lost: no room": recorder.steps.work.sizes.lost,
             "router: indices of no expert": self.instrumentation.routers.outside,
         }
-        return found | {place: count for place, count in lost.items() if count}
+        return counts | {place: count for place, count in lost.items() if count}
 
     def _lose(self, batch: Batch) -> None:
         """Count what was in a batch that will not be sent."""
@@ -334,10 +334,10 @@ class RankAgent:
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
         """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""
-        found = stacks.flight_recorder(opened, str(event.data["dump"]))
-        if found is not None:
-            event.data.update({name: value for name, value in found.data.items() if name != "by"})
-            self.unsent.events.extend([found] if asked == "dump" else [])
+        dump = stacks.flight_recorder(opened, str(event.data["dump"]))
+        if dump is not None:
+            event.data.update({name: value for name, value in dump.data.items() if name != "by"})
+            self.unsent.events.extend([dump] if asked == "dump" else [])
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()

@@ -62,9 +62,9 @@ class StepRing:
         """From here on keep two rows of each; those that wait are on the CPU's clock."""
         self._hosts = bytearray(self._capacity * _HOST.size)
         for number in range(self._tail, self._head):
-            at = number % self._capacity
-            _, _, *row = _ROW.unpack_from(self._buffer, at * _ROW.size)
-            _HOST.pack_into(self._hosts, at * _HOST.size, *row, _NO_LEAD)
+            slot = number % self._capacity
+            _, _, *row = _ROW.unpack_from(self._buffer, slot * _ROW.size)
+            _HOST.pack_into(self._hosts, slot * _HOST.size, *row, _NO_LEAD)
 
     def end_hosts(self) -> None:
         """The device's clock is over: rows that come have no host row."""

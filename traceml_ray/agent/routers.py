@@ -106,7 +106,7 @@ def _chosen(output: Any) -> Any:
     """Return the indices of the chosen experts: the tensor of integers in what a router returns."""
     import torch
 
-    for each in output if isinstance(output, (tuple, list)) else (output,):
-        if isinstance(each, torch.Tensor) and not (each.is_floating_point() or each.dtype == torch.bool):
-            return each
+    for item in output if isinstance(output, (tuple, list)) else (output,):
+        if isinstance(item, torch.Tensor) and not (item.is_floating_point() or item.dtype == torch.bool):
+            return item
     raise TypeError("the router returns no tensor of integers: say which experts it chose (chosen=…)")

@@ -184,29 +184,29 @@ def _parts(group: Any) -> list[_Part]:
     import torch
 
     with torch.no_grad():  # `to_local` is recorded for autograd without it
-        return [_part(each, group) for each in group.fsdp_params]
+        return [_part(parameter, group) for parameter in group.fsdp_params]
 
 
-def _part(each: Any, group: Any) -> _Part:
-    parameter = each.sharded_param
+def _part(fsdp_parameter: Any, group: Any) -> _Part:
+    parameter = fsdp_parameter.sharded_param
     local = parameter.to_local()
-    dim = getattr(getattr(each, "fsdp_placement", None), "dim", 0)
-    whole = getattr(each, "_orig_size", None) or parameter.shape
+    dim = getattr(getattr(fsdp_parameter, "fsdp_placement", None), "dim", 0)
+    whole = getattr(fsdp_parameter, "_orig_size", None) or parameter.shape
     stored = parameter.dtype
     policy = group.mp_policy
-    computed = getattr(each, "param_dtype", None) or policy.param_dtype or stored
-    reduced = getattr(each, "reduce_dtype", None) or policy.reduce_dtype or computed
-    name = getattr(each, "_param_fqn", None) or each._module_info.param_name
+    computed = getattr(fsdp_parameter, "param_dtype", None) or policy.param_dtype or stored
+    reduced = getattr(fsdp_parameter, "reduce_dtype", None) or policy.reduce_dtype or computed
+    name = getattr(fsdp_parameter, "_param_fqn", None) or fsdp_parameter._module_info.param_name
     return _Part(
         name=sendable(str(name))[-_MAX_NAME_CHARS:],
         own=local.numel() * local.element_size(),
         full=parameter.numel() * parameter.element_size(),
         dtypes=(_named(stored), _named(computed), _named(reduced)),
-        offloaded=bool(getattr(each, "offload_to_cpu", False)),
+        offloaded=bool(getattr(fsdp_parameter, "offload_to_cpu", False)),
         trains=bool(parameter.requires_grad),
         rows=int(whole[dim]) if len(whole) else 1,
         own_rows=int(local.shape[dim]) if local.dim() else local.numel(),
-        shards=_shards(getattr(each, "mesh_info", None) or group.mesh_info),
+        shards=_shards(getattr(fsdp_parameter, "mesh_info", None) or group.mesh_info),
     )
 
 
@@ -231,7 +231,9 @@ def _differ(part: _Part) -> float:
 
 def _dtypes(parts: Iterable[_Part]) -> dict[str, str]:
     """Return the dtypes in each of the three uses, with a comma between several."""
-    stored, computed, reduced = (sorted(set(own)) for own in zip(*(p.dtypes for p in parts), strict=True))
+    stored, computed, reduced = (
+        sorted(set(dtypes)) for dtypes in zip(*(p.dtypes for p in parts), strict=True)
+    )
     return {"stored": ", ".join(stored), "computed": ", ".join(computed), "reduced": ", ".join(reduced)}
 
 
@@ -248,12 +250,14 @@ def _process_groups(groups: Iterable[Any]) -> tuple[set[str], set[str]]:
     gathering, reducing = set[str](), set[str]()
     for group in groups:
         infos = group.mesh_info, group.post_forward_mesh_info
-        gathering |= {group_name(of) for info in infos if (of := _of(info, "shard_process_group"))}
-        own = _of(group.mesh_info, "reduce_scatter_process_group") or _of(
+        gathering |= {
+            group_name(process_group) for info in infos if (process_group := _of(info, "shard_process_group"))
+        }
+        reducing_group = _of(group.mesh_info, "reduce_scatter_process_group") or _of(
             group.mesh_info, "shard_process_group"
         )
-        every = own, _of(group.mesh_info, "replicate_process_group")
-        reducing |= {group_name(of) for of in every if of is not None}
+        every = reducing_group, _of(group.mesh_info, "replicate_process_group")
+        reducing |= {group_name(process_group) for process_group in every if process_group is not None}
     return gathering, reducing
 
 
@@ -265,12 +269,12 @@ def _optimizer_bytes(optimizers: Iterable[Any]) -> int | None:
     """Return what the state of optimizers takes on this rank; None before any has taken a step."""
     import torch
 
-    found = None
+    n_bytes = None
     with torch.no_grad():
         for optimizer in optimizers:
-            found = found or 0
+            n_bytes = n_bytes or 0
             for state in [*optimizer.state.values()]:
                 tensors = [value for value in [*state.values()] if isinstance(value, torch.Tensor)]
                 local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors]
-                found += sum(tensor.numel() * tensor.element_size() for tensor in local)
-    return found
+                n_bytes += sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return n_bytes

@@ -37,8 +37,8 @@ class SpanSums:
 
     def number(self, name: str, group: str | None = None) -> int | None:
         """Return the number of a span's name (in a process group); None when there are too many of them."""
-        found = self._numbers.get((name, group))
-        if found is None:
+        number = self._numbers.get((name, group))
+        if number is None:
             if len(self.names) >= (MAX_NAMES if group is None else _MAX_IN_GROUPS):
                 if group is not None:
                     return self.number(name)
@@ -46,8 +46,8 @@ class SpanSums:
                 return None
             self.names.append(name[:MAX_NAME_CHARS])
             self.groups.append(group)
-            found = self._numbers[name, group] = len(self.names) - 1
-        return found
+            number = self._numbers[name, group] = len(self.names) - 1
+        return number
 
     def add(
         self, name: str, stage: int, step: int, ns: int, size: int, apart: bool, group: str | None = None

@@ -34,7 +34,7 @@ _COLLECTIVES = "/torch/distributed/"
 _WRAPPERS = {"wrapper", "wrapped"}
 
 
-def event(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
+def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     """
     Return event `stacks`: all threads' stacks as text, the thread `owner` first.
 
@@ -51,7 +51,7 @@ def event(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
     for ident in order:
         trained = ", training" if ident == owner else ""
         parts.append(f"thread {known.get(ident, ident)}{trained}:\n{_text(frames[ident])}")
-    data: dict[str, wire.Value] = {"dump": of}
+    data: dict[str, wire.Value] = {"dump": dump}
     if owner in frames:
         where, call = place(frames[owner])
         data.update(where=where, call=call)
@@ -74,7 +74,7 @@ def _current_frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
+def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
     """
     Return event `flight_recorder`: the collectives that torch has under way, None where it keeps none.
 
@@ -88,12 +88,12 @@ def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
         dump: Callable[..., bytes] | None = getattr(module, name, None)
         if dump is None:
             continue
-        found = json.loads(dump(True, True))  # collectives, only those that are active
+        record = json.loads(dump(True, True))  # collectives, only those that are active
         # Of gloo's, those that are over are only known to be retired.
-        entries = [entry for entry in found.get("entries", ()) if not entry.get("retired")]
-        if "entries" in found:
-            data = {"dump": of, "by": name, **_pending(entries, time.time_ns())}
-            text = json.dumps({**found, "entries": entries})
+        entries = [entry for entry in record.get("entries", ()) if not entry.get("retired")]
+        if "entries" in record:
+            data = {"dump": dump_id, "by": name, **_pending(entries, time.time_ns())}
+            text = json.dumps({**record, "entries": entries})
             now = time.time_ns()
             return wire.Event("flight_recorder", now, opened.step, opened.stage, _bounded(text), data)
     return None

@@ -80,11 +80,11 @@ def watched(iterable: Any) -> Any:
     """Return `iterable` with its waits counted, itself where they are; see `traceml_ray.watch`."""
     if _is_timed(iterable):
         return iterable
-    found: Any = object.__new__(_kind(type(iterable)))  # type: ignore[arg-type]
-    object.__setattr__(found, "_traceml_source", iterable)
-    if hasattr(type(found), "__next__"):
+    proxy: Any = object.__new__(_kind(type(iterable)))  # type: ignore[arg-type]
+    object.__setattr__(proxy, "_traceml_source", iterable)
+    if hasattr(type(proxy), "__next__"):
         _begin()
-    return found
+    return proxy
 
 
 def _is_timed(iterable: Any) -> bool:
@@ -102,9 +102,9 @@ def _kind(source: type) -> type:
     def asks(name: str) -> Callable[..., Any]:
         return uncounted(lambda self, *given, **named: getattr(_source(self), name)(*given, **named))
 
-    own = {name for cls in source.__mro__ for name in vars(cls)}  # a type itself has more: `__call__`
-    methods: dict[str, Callable[..., Any]] = {name: asks(name) for name in _BY_TYPE if name in own}
-    if "__enter__" in own:
+    names = {name for cls in source.__mro__ for name in vars(cls)}  # a type itself has more: `__call__`
+    methods: dict[str, Callable[..., Any]] = {name: asks(name) for name in _BY_TYPE if name in names}
+    if "__enter__" in names:
         methods["__enter__"] = _enter
     methods["__new__"] = lambda _, *arguments, **keywords: watched(source(*arguments, **keywords))
     base = _WatchedIterator if hasattr(source, "__next__") else _Watched

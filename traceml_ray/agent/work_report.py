@@ -97,11 +97,11 @@ class WorkReport:
         counted = self.flops.found
         if self._wanted and self.flops.why:
             self._missing["flops"] = self.flops.why
-        own = {} if counted is None else {
+        counted_facts = {} if counted is None else {
             "flops": counted.flops, "flops_step": counted.step, "dtype": counted.dtype
         }  # fmt: skip
         self._device = self._device or _device_of(self._roots)
-        return {**self._told, **own, **self._device}
+        return {**self._told, **counted_facts, **self._device}
 
     def _explain(self, counted: Counted | None) -> None:
         self._missing.pop("samples", None)
@@ -113,10 +113,10 @@ def _device_of(roots: RootModules) -> dict[str, str]:
     """Return name and id of the device that the model is on; nothing before it is anywhere."""
     import torch
 
-    found = next((each.device for root in roots.modules() for each in root.parameters()), None)
-    if found is None or found.type == "meta":
+    device = next((parameter.device for root in roots.modules() for parameter in root.parameters()), None)
+    if device is None or device.type == "meta":
         return {}
-    if found.type != "cuda":
-        return {"device": found.type}
-    about = torch.cuda.get_device_properties(found)
+    if device.type != "cuda":
+        return {"device": device.type}
+    about = torch.cuda.get_device_properties(device)
     return {"device": str(about.name), "device_id": str(getattr(about, "uuid", ""))}

@@ -69,28 +69,28 @@ class WorkSums:
         """Return the sums of the steps before `step`; None without any."""
         if step > self._step:
             self._go_to(step)
-        found, self._sum = self._sum, None
-        return found
+        counted, self._sum = self._sum, None
+        return counted
 
     def _go_to(self, step: int) -> None:
         """Sum up the open step, if another one follows."""
         if step == self._step:
             return
-        (batches, samples, tokens), told, last = self._now, self._told, self._step
+        (batches, samples, tokens), declared, last = self._now, self._told, self._step
         self._now, self._told, self._step = _NONE, (None, None), step
-        if not batches and told == (None, None):
+        if not batches and declared == (None, None):
             return
-        found = Counted(
+        counted = Counted(
             last,
             last,
             1,
             batches,
-            told[0] if told[0] is not None else samples if batches else None,
-            told[1] if told[1] is not None else tokens if batches else None,
+            declared[0] if declared[0] is not None else samples if batches else None,
+            declared[1] if declared[1] is not None else tokens if batches else None,
         )
-        self.sizes.add(last, found.samples, found.tokens)
+        self.sizes.add(last, counted.samples, counted.tokens)
         before = self._sum
-        self._sum = found if before is None else _joined(before, found)
+        self._sum = counted if before is None else _joined(before, counted)
 
 
 def _told(before: int | None, more: int | None) -> int | None:

@@ -58,18 +58,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         with printing.progress_bar("analyze"):
-            found = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
+            analysis = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
     except RankFilterError as error:
         say(error)
         return 2
     except over_files.AnalyzeError as error:
         _print_refused(error.refused or [error])
         return 2
-    _print_refused(found.refused)
-    show(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
-    if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
+    _print_refused(analysis.refused)
+    show(over_files.to_json(analysis) if arguments.json else render_analysis(analysis), end="")
+    if arguments.fail_on is not None and over_files.reaches(analysis, arguments.fail_on):
         return 3
-    return 2 if found.refused or unknown else 0
+    return 2 if analysis.refused or unknown else 0
 
 
 def _resolved(given: Sequence[str], out: str) -> tuple[list[Path], list[str]]:
@@ -102,5 +102,5 @@ def _is_missing(path: Path) -> bool:
 
 def _print_refused(refused: Sequence[Any]) -> None:
     """Print on stderr which files are not used, in one line each."""
-    for each in refused:
-        say(each)
+    for refused_file in refused:
+        say(refused_file)

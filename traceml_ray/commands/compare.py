@@ -20,8 +20,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command.add_argument("a", metavar="A", help=f"session to compare with: {which.NAMED}"),
         command.add_argument("b", nargs="?", metavar="B", help=judged),
     ]
-    for each in both:
-        each.completer = names_of_sessions
+    for argument in both:
+        argument.completer = names_of_sessions
     which.add_folder(command)
     which.add_wait(command)
     for side in "ab":
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     gate = arguments.fail_on_regression
     a, b = (which.awaited(name, arguments) for name in (arguments.a, arguments.b))
     with printing.progress_bar("compare"):
-        found = compare(
+        comparison = compare(
             a,
             b,
             run_a=arguments.run_a,
@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             least_pct=None if gate is None else min(gate, DEFAULT_PCT),
         )
-    show(to_json(found) if arguments.json else render_comparison(found), end="")
+    show(to_json(comparison) if arguments.json else render_comparison(comparison), end="")
     if gate is None:
         return 0
-    if found.word is None:
-        say(found.headline)
+    if comparison.word is None:
+        say(comparison.headline)
         return 1
-    return 3 if regressed(found, gate) else 0
+    return 3 if regressed(comparison, gate) else 0

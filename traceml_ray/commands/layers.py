@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     asked = secrets.token_hex(8)
     try:
         if arguments.steps is None:
-            found = answers.answer(query.Layers(arguments.run))
+            layers = answers.answer(query.Layers(arguments.run))
         else:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
             check_goes_on(folder, arguments.run)
             request(folder, wire.Request(wire.VERSION, asked, layers=wanted), LIMIT_S)
             with printing.progress_bar("layers"):
-                found = measured(
+                layers = measured(
                     answers.answer,
                     asked,
                     arguments.run,
@@ -64,12 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         answers.close()
     if arguments.json:
-        show(json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2))
-    elif found.ranks:
-        show(render_layers(found), end="")
+        show(json.dumps(msgspec.to_builtins(layers, str_keys=True), indent=2))
+    elif layers.ranks:
+        show(render_layers(layers), end="")
     else:
         say(_nothing(folder, arguments.steps))
-    return 0 if found.ranks else 1
+    return 0 if layers.ranks else 1
 
 
 def _nothing(folder: Path, steps: int | None) -> str:

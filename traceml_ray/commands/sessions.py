@@ -42,10 +42,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def age(given: str) -> float:
     """Return "30d" in seconds. Raises ArgumentTypeError."""
-    found = _AGE.fullmatch(given.strip())
-    if found is None:
+    match = _AGE.fullmatch(given.strip())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{one_line(given)} is no age, as 45min, 12h, 30d or 4w")
-    return float(int(found[1]) * _SECONDS[found[2]])
+    return float(int(match[1]) * _SECONDS[match[2]])
 
 
 def number(given: str) -> int:
@@ -69,28 +69,28 @@ def run(arguments: argparse.Namespace) -> int:
     if session.why_unreadable(Path(out)):
         raise session.no_sessions(Path(out))
     with printing.progress_bar("sessions"):
-        found = listed(out, time.time_ns())
+        sessions = listed(out, time.time_ns())
     if arguments.prune:
-        return _prune(found, arguments, out)
-    title = f"{total(found)} in {Path(out).absolute()}"
-    show(to_json(found) if arguments.json else render_sessions(found, title), end="")
+        return _prune(sessions, arguments, out)
+    title = f"{total(sessions)} in {Path(out).absolute()}"
+    show(to_json(sessions) if arguments.json else render_sessions(sessions, title), end="")
     return 0
 
 
-def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
+def _prune(sessions: list[Listed], arguments: argparse.Namespace, out: str) -> int:
     from traceml_ray.reports.listing import render_sessions, to_go, to_json, total
 
-    chosen = to_go(found, arguments.older_than, arguments.keep)
+    chosen = to_go(sessions, arguments.older_than, arguments.keep)
     what = "Removing" if arguments.yes else "To be removed:"
-    stay = total([each for each in found if each not in chosen])
+    stay = total([session for session in sessions if session not in chosen])
     title = f"{what} {total(chosen)}; {stay} stay in {Path(out).absolute()}"
-    show(to_json(found, chosen) if arguments.json else render_sessions(chosen, title), end="")
+    show(to_json(sessions, chosen) if arguments.json else render_sessions(chosen, title), end="")
     if not arguments.yes:
         if chosen and not arguments.json:
             show("\nNothing was removed; the same with --yes removes them.")
         return 0
     with printing.progress_bar("removing sessions") as advance:
-        return max([0, *(_remove(one, advance, at / len(chosen)) for at, one in enumerate(chosen))])
+        return max([0, *(_remove(one, advance, number / len(chosen)) for number, one in enumerate(chosen))])
 
 
 def _remove(one: Listed, advance: printing.Progress, share: float) -> int:

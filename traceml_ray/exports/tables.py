@@ -168,7 +168,7 @@ def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
     """Yield each layer of each window that is kept of a process; of a window without layers one row."""
     rows: list[tuple[Any, ...]] = []
     windows = sorted(session.records_of(LAYERS).items())
-    for process, window in ((process, window) for process, own in windows for window in own):
+    for process, window in ((process, window) for process, kept in windows for window in kept):
         values = msgspec.structs.asdict(window)
         about = [int(value) if isinstance(value := values[name], bool) else value for name in _OF_WINDOW]
         of_layers = [msgspec.structs.astuple(one) for one in window.layers] or [(None,) * len(_OF_LAYER)]

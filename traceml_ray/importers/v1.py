@@ -91,8 +91,8 @@ _Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 
 def is_v1(data: bytes) -> bool:
     """Tell a message of version 1, a map or a list of maps, from one of version 2: a list, a tag first."""
-    at = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if 0x90 <= data[0] <= 0x9F else 0) if data else 0
-    return _is_map(data[at : at + 1])
+    position = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if 0x90 <= data[0] <= 0x9F else 0) if data else 0
+    return _is_map(data[position : position + 1])
 
 
 def _is_map(data: bytes) -> bool:
@@ -171,7 +171,7 @@ class Senders:
         steps = _steps(tables.get("StepTimeTable", []), sender)
         samples = _samples(tables.get("ProcessTable", []), sender)
         identity = self._identity(rank, pid)
-        chunks = [steps[at : at + wire.MAX_ROWS] for at in range(0, len(steps), wire.MAX_ROWS)]
+        chunks = [steps[begin : begin + wire.MAX_ROWS] for begin in range(0, len(steps), wire.MAX_ROWS)]
         for chunk, sample in list(zip_longest(chunks, samples)) or [(None, None)]:
             yield _batch(sender, identity, chunk or [], sample, now_ns)
 

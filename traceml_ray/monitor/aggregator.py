@@ -241,8 +241,8 @@ class AggregatorCore:
         for path, batches in spooled(folder, self.errors, set()):
             received = [self._intake.of_rank(batch) for batch, _ in batches]
             with self._writer.lock:
-                for each in received:
-                    self._intake.take_rank(each, None)
+                for batch in received:
+                    self._intake.take_rank(batch, None)
             read.append(path)
         return read
 

@@ -129,37 +129,40 @@ class Incidents:
         """Take what has happened, once."""
         if cause.key in self._known:
             return
-        now, found = self.clock(), self.open
-        if found is None and not self._may_begin(cause, now):
+        now, incident = self.clock(), self.open
+        if incident is None and not self._may_begin(cause, now):
             self.count(f"no bundle, too soon after the last: {cause.reason}")
             return
-        if found is None:
-            found = self.open = Incident(now, now)
-        requested = found.requested
-        kept = sum((other.request is None) == (cause.request is None) for other in found.causes)
+        if incident is None:
+            incident = self.open = Incident(now, now)
+        requested = incident.requested
+        kept = sum((other.request is None) == (cause.request is None) for other in incident.causes)
         if kept < MAX_CAUSES:
-            found.causes.append(cause)
+            incident.causes.append(cause)
         elif cause.request is not None:
             self.fail(cause.request, f"{MAX_CAUSES} others are in the same bundle; ask again in a minute")
             return
         self._known.add(cause.key)
         if cause.request is None:
-            self._happened(found, cause, now)
+            self._happened(incident, cause, now)
         elif not requested:  # else it shares the bundle that is under way
-            self._requested(found, cause, now)
-        found.changed = True
+            self._requested(incident, cause, now)
+        incident.changed = True
 
-    def _happened(self, found: Incident, cause: Cause, now: float) -> None:
-        if found.name is None:
-            found.due = now + (STACKS_S if cause.reason == "hang" else SETTLE_S)
-        if found.stacks_for is None and cause.reason not in ("hang", "terminated"):  # there they come anyway
-            found.stacks_for, found.stacks_until = cause, now + ASK_S
+    def _happened(self, incident: Incident, cause: Cause, now: float) -> None:
+        if incident.name is None:
+            incident.due = now + (STACKS_S if cause.reason == "hang" else SETTLE_S)
+        if incident.stacks_for is None and cause.reason not in (
+            "hang",
+            "terminated",
+        ):  # there they come anyway
+            incident.stacks_for, incident.stacks_until = cause, now + ASK_S
 
-    def _requested(self, found: Incident, cause: Cause, now: float) -> None:
-        found.due = now + SETTLE_S
-        if len(found.causes) == 1:  # no bundle is to be written but for this request
-            found.due = max(found.due, self._request_from)
-        found.stacks_for, found.stacks_until = cause, now + ASK_S
+    def _requested(self, incident: Incident, cause: Cause, now: float) -> None:
+        incident.due = now + SETTLE_S
+        if len(incident.causes) == 1:  # no bundle is to be written but for this request
+            incident.due = max(incident.due, self._request_from)
+        incident.stacks_for, incident.stacks_until = cause, now + ASK_S
 
     def _may_begin(self, cause: Cause, now: float) -> bool:
         if cause.reason != "oom" or cause.fatal:
@@ -182,38 +185,38 @@ class Incidents:
 
     def is_due(self) -> bool:
         """Whether the bundle of the open incident is to be written now. Closes one that is over."""
-        found, now = self.open, self.clock()
-        if found is not None and not found.changed and now >= found.until:
+        incident, now = self.open, self.clock()
+        if incident is not None and not incident.changed and now >= incident.until:
             self.open = None
-        return found is not None and found.changed and now >= min(found.due, found.until)
+        return incident is not None and incident.changed and now >= min(incident.due, incident.until)
 
     def written(self, causes: Sequence[Cause], name: str | None, why: str = "") -> None:
         """
         Note that the bundle of the open incident was written, with these of its causes. None: it was not, and
         `why`; then it is not tried again for these.
         """
-        found = self.open
-        if found is None:
+        incident = self.open
+        if incident is None:
             return
-        found.name, found.written = name or found.name, len(causes)
-        found.changed = len(found.causes) > len(causes)  # more came while it was written
-        found.due = self.clock() + SETTLE_S if found.changed else found.until
+        incident.name, incident.written = name or incident.name, len(causes)
+        incident.changed = len(incident.causes) > len(causes)  # more came while it was written
+        incident.due = self.clock() + SETTLE_S if incident.changed else incident.until
         requests = [cause.request for cause in causes if cause.request is not None]
         if requests:
             self._request_from = self.clock() + REQUEST_S
         if name is None:
             for request in requests:
                 self.fail(request, why)
-        if len(requests) == len(found.causes):
+        if len(requests) == len(incident.causes):
             self.open = None  # the next request is for a bundle of its own
         self.is_due()
 
     def commands(self) -> list[wire.Command]:
         """Return what to ask the ranks for: of a hang, they are asked anyway."""
-        found = self.open
-        if found is None or found.stacks_for is None or self.clock() >= found.stacks_until:
+        incident = self.open
+        if incident is None or incident.stacks_for is None or self.clock() >= incident.stacks_until:
             return []
-        return [wire.Command("dump", {"id": f"{ASKED}{found.stacks_for.t_ns:x}"})]
+        return [wire.Command("dump", {"id": f"{ASKED}{incident.stacks_for.t_ns:x}"})]
 
 
 STACKS = "stacks.txt"
@@ -260,9 +263,9 @@ class Bundling:
         for bundle in bundles_of(self.folder):  # of an aggregator that was restarted
             self.incidents.know(bundle.manifest.causes)
 
-    def died(self, run: str | None, found: Sequence[Death]) -> None:
+    def died(self, run: str | None, all_deaths: Sequence[Death]) -> None:
         """Take the deaths that are known of a run so far."""
-        for death in found:
+        for death in all_deaths:
             if death.message.startswith("KeyboardInterrupt"):  # a person has ended the run
                 continue
             cause = Cause(
@@ -301,11 +304,11 @@ class Bundling:
         data, rank = event.data, process.rank if process else None
         where, traceback = data.get("where"), data.get("traceback")
         who = "a process of unknown rank" if rank is None else f"rank {rank}"
-        at = f" in {where}" if where else ""
+        where_text = f" in {where}" if where else ""
         cause = Cause(
             "oom",
             event.t_ns,
-            f"memory ran out on {who}{at}: {event.message.rstrip('.: ')}.",
+            f"memory ran out on {who}{where_text}: {event.message.rstrip('.: ')}.",
             run=process.identity.job_id if process and process.identity else None,
             rank=rank,
             step=event.step,
@@ -339,14 +342,14 @@ class Bundling:
         """Write the bundle that is due; `at_end`, whatever has happened. An error is counted."""
         with self._writing:
             with self.writer.lock:
-                due, found = self.incidents.is_due(), self.incidents.open
-                if found is None or not (due or (at_end and found.changed)):
+                due, incident = self.incidents.is_due(), self.incidents.open
+                if incident is None or not (due or (at_end and incident.changed)):
                     return
-                causes = list(found.causes)
+                causes = list(incident.causes)
             name, why = None, ""
             try:
                 if self.settings.bundles:
-                    name = self._write(found, causes)
+                    name = self._write(incident, causes)
             except BundleError as error:
                 why = str(error)
                 self.errors.count(f"no bundle: {why}")
@@ -392,13 +395,18 @@ class Bundling:
                 continue
             path = Path(str(event["data"].get("path")))
             places = [self.folder / SNAPSHOTS / path.name, *([before / path.name] if before else [])]
-            found = next((each for each in places if each.is_file() and not each.is_symlink()), None)
-            if found is None or not path.name.startswith(SNAPSHOT_NAME):
+            snapshot = next(
+                (place_here for place_here in places if place_here.is_file() and not place_here.is_symlink()),
+                None,
+            )
+            if snapshot is None or not path.name.startswith(SNAPSHOT_NAME):
                 left_out[path.name] = f"it is on {event['data'].get('host')}: {path}"
-            elif found.stat().st_size > room:
-                left_out[path.name] = f"it has {found.stat().st_size} bytes, which is too large for a bundle"
+            elif snapshot.stat().st_size > room:
+                left_out[path.name] = (
+                    f"it has {snapshot.stat().st_size} bytes, which is too large for a bundle"
+                )
             elif not (here / path.name).exists():
-                os.link(found, here / path.name, follow_symlinks=False)
-                room -= found.stat().st_size
+                os.link(snapshot, here / path.name, follow_symlinks=False)
+                room -= snapshot.stat().st_size
                 taken.append(places[0])
         return taken, left_out

@@ -62,8 +62,8 @@ def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
 
 def was_late(profile: Profile, rank: RankProfile) -> bool:
     """Return whether a rank without steps has begun to record when the others did theirs already."""
-    own = [each for each in profile.ranks if not each.serves and each.steps]
-    edges = _steps_of(own)
+    training = [rank for rank in profile.ranks if not rank.serves and rank.steps]
+    edges = _steps_of(training)
     if not (rank.serves and rank.steps and edges):
         return False
     ((_, began_ns, _),) = _edges(rank)
@@ -73,9 +73,9 @@ def was_late(profile: Profile, rank: RankProfile) -> bool:
 def share_steps(profile: Profile) -> None:
     """Give ranks without steps those of the others, or the time that all have recorded."""
     serving = [rank for rank in profile.captured if rank.serves]
-    own = [rank for rank in profile.captured if not rank.serves and rank.steps]
-    edges = _steps_of(own) if own else _together(serving)
-    if serving and not own:
+    training = [rank for rank in profile.captured if not rank.serves and rank.steps]
+    edges = _steps_of(training) if training else _together(serving)
+    if serving and not training:
         profile.first_step = None
     for rank in serving:
         offset_ns = rank.clock_offset_ns or 0
@@ -90,12 +90,12 @@ def _records(rank: RankProfile) -> bool:
 
 
 def _steps_of(ranks: list[RankProfile]) -> Edges:
-    found: Edges = {}
+    edges_of_step: Edges = {}
     for rank in ranks:
         for step, begin_ns, end_ns in _edges(rank):
-            first_ns, last_ns = found.get(step, (begin_ns, end_ns))
-            found[step] = min(first_ns, begin_ns), max(last_ns, end_ns)
-    return found
+            first_ns, last_ns = edges_of_step.get(step, (begin_ns, end_ns))
+            edges_of_step[step] = min(first_ns, begin_ns), max(last_ns, end_ns)
+    return edges_of_step
 
 
 def _together(ranks: list[RankProfile]) -> Edges:
@@ -141,14 +141,14 @@ def asked_ranks(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> di
     numbers = [rank for rank in sorted(run.ranks) if rank in wanted]
     named = () if wanted.ranges is None else itertools.chain.from_iterable(wanted.ranges)
     unknown = [rank for rank in itertools.islice(named, profiles.MAX_RANKS) if rank not in run.ranks]
-    found = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
-    going = [rank for rank in found.values() if rank.about.state == "asked"]
+    profiles_of_rank = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
+    going = [rank for rank in profiles_of_rank.values() if rank.about.state == "asked"]
     for rank in going[profiles.MAX_RANKS :]:
         rank.process_id = ""
         rank.end("refused", f"a profile has {profiles.MAX_RANKS} ranks at most")
     unknown += to_come(asked, run)
     absent = {rank: AskedRank(RankProfile(rank, "refused", _absence(rank, run))) for rank in unknown}
-    return dict(sorted((found | absent).items()))
+    return dict(sorted((profiles_of_rank | absent).items()))
 
 
 def to_come(asked: wire.ProfileRequest, run: RunNow) -> list[int]:
@@ -280,9 +280,9 @@ class Captures:
         if now is not None and now.joins and now.wanted.request == wanted.request:
             now.profile.requests.extend(wanted.requests)
             return None
-        for at, other in enumerate(self._waiting):
+        for index, other in enumerate(self._waiting):
             if other.request == wanted.request:
-                self._waiting[at] = replace(other, requests=other.requests + wanted.requests)
+                self._waiting[index] = replace(other, requests=other.requests + wanted.requests)
                 return None
         if len(self._waiting) >= MAX_WAITING:
             self._errors.count("profile: too many wait")
@@ -475,7 +475,9 @@ class Captures:
         since = {rank.about.rank: self._ticks() - rank.moved_s for rank in now.ranks.values()}
         if not now.over and is_over(now.profile, since):
             now.over = True
-            now.commands = [wire.Command(each.name, {**each.args, "over": 1}) for each in now.commands]
+            now.commands = [
+                wire.Command(command.name, {**command.args, "over": 1}) for command in now.commands
+            ]
 
     def _give_up(self, now: _Capture, why: str) -> None:
         for rank in now.ranks.values():

@@ -238,9 +238,9 @@ class Endings:
         try:
             with SessionFile(self.writer.path, run=run) as reader:
                 facts = RunFacts(reader, self.settings.thresholds)
-                found = facts.deaths() if facts.fact("status") == "failed" else []
+                all_deaths = facts.deaths() if facts.fact("status") == "failed" else []
             with self.writer.lock:
-                self.bundling.died(facts.run.get("id"), found)
+                self.bundling.died(facts.run.get("id"), all_deaths)
                 self.bundling.stopped(exit_code)
             self.bundling.write_due(at_end=True)
         except Exception as error:
@@ -295,8 +295,8 @@ class Endings:
             return 0, ""
         processes = self.writer.processes.values()
         runs = by_run(processes)
-        own = self.writer.meta["session"]
-        last = last_attempt(runs.get(own if own in runs else newest(processes, {}) or "", []))
+        own_run = self.writer.meta["session"]
+        last = last_attempt(runs.get(own_run if own_run in runs else newest(processes, {}) or "", []))
         seen = {process.identity.node_id for process in last if process.identity and process.identity.node_id}
         lost = {node.node_id for node in nodes.values() if node.lost_ns is not None}
         missing = max(0, max(self._nodes, len(seen | left)) - len(left | (seen & lost)))

@@ -93,13 +93,13 @@ class HangWatch:
             places = self._places(ranks, labels, now, hang)
         if places is None:
             return hang.verdict if hang else None
-        found = find(places, quiet_s)
+        finding = find(places, quiet_s)
         if hang is None:
             hang = self._hangs[run] = _Hang(last_ns, now, ended)
-        elif hang.verdict is None and (found is not None or hang.doubts_again(now)):
+        elif hang.verdict is None and (finding is not None or hang.doubts_again(now)):
             hang.found_ns, hang.ended, hang.rounds = now, ended, hang.rounds + 1
-        if found is not None and not _same(found, hang.verdict):
-            hang.verdict = msgspec.structs.replace(found, began_ns=last_ns)
+        if finding is not None and not _same(finding, hang.verdict):
+            hang.verdict = msgspec.structs.replace(finding, began_ns=last_ns)
         return hang.verdict
 
     def _expected(self, processes: list[RankProcess], ranks: dict[int, RankProcess], quiet_s: float) -> bool:

@@ -81,10 +81,10 @@ class KeptJudging:
         """
         baseline = None if judge.baseline is None else msgspec.to_builtins(judge.baseline)
         self._keep(run, "baselines", baseline, MAX_RUNS)
-        found, now = judge.episodes.named, self.clock()
+        named, now = judge.episodes.named, self.clock()
         before, at_ns = self._kept.get(run, (None, 0))
-        if found != before or now - at_ns >= EVERY_NS:
-            self._kept[run] = found, now
+        if named != before or now - at_ns >= EVERY_NS:
+            self._kept[run] = named, now
             state = base64.b64encode(PACKER.pack(judge.state())).decode()
             times = [[step, t_ns] for step, t_ns in began.items()]
             self._keep(run, KEY, {"which": [*which], "state": state, "began": times}, MAX_HISTORIES)

@@ -88,13 +88,15 @@ class LiveRuns:
         writer = self.writer
         runs, processes = self.processes(), writer.processes.values()
         unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
-        last = {run: trained(own) for run, own in runs.items()}
+        last = {run: trained(processes_of_run) for run, processes_of_run in runs.items()}
         ranks = {run: standing(together) for run, (together, _) in last.items()}
-        kept = {process.id for own in ranks.values() for process in own.values()}.union(unknown)
+        kept = {
+            process.id for processes_of_run in ranks.values() for process in processes_of_run.values()
+        }.union(unknown)
         self.recent.keep(kept)
         # Where a rank has had several processes, time alone may decide which of them is the one.
         epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
-        which = {run: of for run, (_, of) in last.items()}
+        which = {run: generation for run, (_, generation) in last.items()}
         return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
 
     def running(
@@ -111,13 +113,13 @@ class LiveRuns:
         """
         known, clocks = self.known, self.clocks()
         names = run_names([], self.writer.meta)
-        found = []
+        running = []
         for run, ranks in known.ranks.items():
             now = verdict(run)
             took = now.mean_step_ms / 1e3 if now and now.mean_step_ms else step_s(ranks.values())
             if ranks:
-                found.append(RunNow(run, names.get(run, run), ranks, known.labels, clocks, now, took))
-        return found
+                running.append(RunNow(run, names.get(run, run), ranks, known.labels, clocks, now, took))
+        return running
 
     def clocks(self) -> dict[str, tuple[int, int]]:
         """Return offset and bound of each node's clock that are known."""

@@ -140,12 +140,12 @@ class LiveSteps:
             alike: dict[tuple[LiveRun, bytes], list[tuple[int, Rows]]] = {}
             for process, rows in arrived:
                 if process in self._owners:
-                    own, rank = self._owners[process]
-                    alike.setdefault((own, rows[0]), []).append((rank, rows))
+                    owner, rank = self._owners[process]
+                    alike.setdefault((owner, rows[0]), []).append((rank, rows))
                 elif process in unknown:
                     _keep(self._unknown.setdefault(process, []), rows)
-            for (own, _), found in alike.items():
-                own.put(found)
+            for (owner, _), rows_of_ranks in alike.items():
+                owner.put(rows_of_ranks)
             for process in self._unknown.keys() - unknown:
                 del self._unknown[process]
             for run in runs:
@@ -160,8 +160,8 @@ class LiveSteps:
         if process not in self._owners:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
         owner, rank = self._owners[process]
-        keys, flags, found = owner.history.table.line(rank, last)
-        return keys, flags, found[:, :N_STAGES]
+        keys, flags, row = owner.history.table.line(rank, last)
+        return keys, flags, row[:, :N_STAGES]
 
     def step_s(self, processes: Iterable[RankProcess]) -> float | None:
         """Return how long the newest steps of these took, of the shortest, s; None: there are none so far."""
@@ -175,34 +175,34 @@ class LiveSteps:
         return min(took, default=0.0) or None
 
     def resume(
-        self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], found: list[RankRows]
+        self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], rows: list[RankRows]
     ) -> None:
         """Begin with rows that had arrived before a restart, the newest; those before them follow."""
         self._follow(run, ranks, labels)
-        self._runs[run].history.take(found)
+        self._runs[run].history.take(rows)
         self._look_back(run)
 
     def close(self) -> None:
         """Close the session file."""
         with self.lock.feeding():
-            for own in self._runs.values():
-                own.close()
+            for live_run in self._runs.values():
+                live_run.close()
 
     def _look_back(self, run: str) -> None:
         """Have all stored rows of a run read, a slice at a time."""
-        own = self._runs[run]
-        own.older, own.whole = HistoryReader(self.open_file(run), self.limits), False
+        live_run = self._runs[run]
+        live_run.older, live_run.whole = HistoryReader(self.open_file(run), self.limits), False
 
-    def _advance(self, own: LiveRun) -> None:
+    def _advance(self, live_run: LiveRun) -> None:
         try:
-            own.advance()
+            live_run.advance()
         except Exception as error:  # of one run: it goes on with the rows that follow
-            own.forget()
+            live_run.forget()
             self.errors.swallow("steps", error)
         try:
-            own.read_older()
+            live_run.read_older()
         except Exception as error:
-            own.close()
+            live_run.close()
             self.errors.note("older steps", error)
 
     def _follow(self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
@@ -214,24 +214,26 @@ class LiveSteps:
         if before is not None and before.processes == processes:
             before.know(ranks, labels)
             return
-        anew = before is None or any(processes.get(rank) != own for rank, own in before.processes.items())
-        own = self._runs[run] = LiveRun(self.limits) if before is None or anew else before
-        own.processes = processes
-        own.know(ranks, labels)
-        if before is not None and own is not before:
+        anew = before is None or any(
+            processes.get(rank) != process for rank, process in before.processes.items()
+        )
+        live_run = self._runs[run] = LiveRun(self.limits) if before is None or anew else before
+        live_run.processes = processes
+        live_run.know(ranks, labels)
+        if before is not None and live_run is not before:
             same = before.rows_of(processes)
-            own.history.take(same)
+            live_run.history.take(same)
             if same:
                 self._look_back(run)
             self._disown(before)
             before.close()
         for rank, process in processes.items():
-            self._owners[process] = own, rank
+            self._owners[process] = live_run, rank
             for rows in self._unknown.pop(process, ()):
-                own.put([(rank, rows)])
+                live_run.put([(rank, rows)])
 
-    def _disown(self, own: LiveRun) -> None:
-        for process in [process for process, (owner, _) in self._owners.items() if owner is own]:
+    def _disown(self, live_run: LiveRun) -> None:
+        for process in [process for process, (owner, _) in self._owners.items() if owner is live_run]:
             del self._owners[process]
 
 
@@ -274,14 +276,16 @@ class LiveRun:
             for rank, line in lines.items()
         ]
 
-    def put(self, found: list[tuple[int, Rows]]) -> None:
+    def put(self, ranks_rows: list[tuple[int, Rows]]) -> None:
         """Put rows of ranks that have the same keys."""
-        found.sort(key=lambda each: each[0])
-        keys = np.frombuffer(found[0][1][0], "<i8")
-        flags = np.frombuffer(b"".join(rows[1] for _, rows in found), np.uint8).reshape(len(found), -1)
-        stages = from_wire([rows[2:] for _, rows in found])
-        stages = stages.reshape(len(found), len(keys), -1)
-        self.history.put([rank for rank, _ in found], keys, flags, stages)
+        ranks_rows.sort(key=lambda rank_row: rank_row[0])
+        keys = np.frombuffer(ranks_rows[0][1][0], "<i8")
+        flags = np.frombuffer(b"".join(rows[1] for _, rows in ranks_rows), np.uint8).reshape(
+            len(ranks_rows), -1
+        )
+        stages = from_wire([rows[2:] for _, rows in ranks_rows])
+        stages = stages.reshape(len(ranks_rows), len(keys), -1)
+        self.history.put([rank for rank, _ in ranks_rows], keys, flags, stages)
 
     def read_older(self) -> None:
         """Read on in older rows; once all are read, go on from there."""
@@ -314,7 +318,7 @@ class LiveRun:
 
 def _keep(kept: list[Rows], rows: Rows) -> None:
     kept.append(rows)
-    while sum(len(each[1]) for each in kept) > MAX_UNKNOWN_ROWS and len(kept) > 1:
+    while sum(len(rows[1]) for rows in kept) > MAX_UNKNOWN_ROWS and len(kept) > 1:
         del kept[0]
 
 

@@ -100,15 +100,15 @@ class LiveJudge:
 
     def verdict(self, run: str | None = None) -> Verdict | None:
         """Return the present verdict on `run` (None: the newest); None while there is none."""
-        found = self._runs.get(run or self.newest() or "")
-        return found.verdict if found else None
+        live_run = self._runs.get(run or self.newest() or "")
+        return live_run.verdict if live_run else None
 
     def answer(self, run: str | None = None) -> dict[str, Any] | None:
         """Return `verdict` as data, with the `episodes` of the run, the costliest first, and the `brief`."""
-        found = self._runs.get(run or self.newest() or "")
-        if found is None or found.verdict is None:
+        live_run = self._runs.get(run or self.newest() or "")
+        if live_run is None or live_run.verdict is None:
             return None
-        return {**found.verdict.plain(), **msgspec.to_builtins(found.history)}
+        return {**live_run.verdict.plain(), **msgspec.to_builtins(live_run.history)}
 
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
@@ -183,12 +183,14 @@ class LiveJudge:
         self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
-        self._memory_events = {run: own for run, own in self._memory_events.items() if run in known.runs}
+        self._memory_events = {
+            run: events for run, events in self._memory_events.items() if run in known.runs
+        }
 
     def _judge(self, run: str, known: LiveRanks) -> None:
         processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
-        limits, own = self._limits, self.steps.of(run)
-        assert own is not None
+        limits, run_steps = self._limits, self.steps.of(run)
+        assert run_steps is not None
         state = self._runs.get(run)
         if state is None:
             evidence = NodeEvidence(self.writer, self.recent, self.steps, self.clock, limits.warmup_steps)
@@ -196,24 +198,24 @@ class LiveJudge:
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, process in ranks.items() if _reports(process, deadline)]
-            world, serves = own.world, serving(ranks)
+            world, serves = run_steps.world, serving(ranks)
             missing = missing_of(world, {*live, *serves})
             live = [rank for rank in live if rank not in serves]
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(process.lost for process in processes)
-            found = deaths([], self._fatal, processes) if died else []
-        first = culprits(found)[0] if found else None
+            all_deaths = deaths([], self._fatal, processes) if died else []
+        first = culprits(all_deaths)[0] if all_deaths else None
         if first and not (first.consequence and first.when.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
             dead = headline(
-                found,
+                all_deaths,
                 lambda death: labels.get(death.process.id) if death.process else None,
                 ranks,
                 world,
             )
             self._keep(run, state.evidence.add(dead, ranks, labels))
             with self.writer.lock:
-                self.bundling.died(run, found)
+                self.bundling.died(run, all_deaths)
             return
         hang = self._hang_watch.check(run, processes, ranks, labels)
         if hang is not None:
@@ -226,8 +228,8 @@ class LiveJudge:
         if which != state.which:
             self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
-        expected = own.training + sum(rank >= world for rank in live)
-        window = own.history.window(live, expected, missing, steps)
+        expected = run_steps.training + sum(rank >= world for rank in live)
+        window = run_steps.history.window(live, expected, missing, steps)
         rates = functools.partial(self._rates, ranks)
         verdict = with_spans(state.judge.update(window), window, rates, limits)
         verdict = self._with_reason(state, verdict, window, ranks)
@@ -239,9 +241,9 @@ class LiveJudge:
     def _judge_memory(self, known: LiveRanks) -> None:
         """Judge the memory of some ranks; what needs action is an event."""
         for run in self.memory.judge({run: self._ranks_of(run, known) for run in known.runs}):
-            found = self.memory.of(run)
-            assert found is not None
-            events = self._memory_events.setdefault(run, MemoryEvents()).of(found, self.clock())
+            memory = self.memory.of(run)
+            assert memory is not None
+            events = self._memory_events.setdefault(run, MemoryEvents()).of(memory, self.clock())
             with self.writer.lock:
                 for rank, event in events:
                     self.writer.add_event(event, known.ranks[run].get(rank), run=run)
@@ -258,17 +260,22 @@ class LiveJudge:
 
     def peer(self, run: str, verdict: Verdict) -> int | None:
         """Return the rank that those of a verdict on a run are compared with: the median of the others."""
-        own, ranks = self.steps.of(run), sorted(self.live_runs.known.ranks.get(run, {}))
-        if own is None:
+        run_steps, ranks = self.steps.of(run), sorted(self.live_runs.known.ranks.get(run, {}))
+        if run_steps is None:
             return None
         with self.steps.lock.feeding():
-            window = own.history.window(ranks, len(ranks), (), self._limits.window_steps)
+            window = run_steps.history.window(ranks, len(ranks), (), self._limits.window_steps)
         return median_rank(window, verdict.ranks, verdict.stage)
 
     def _ranks_of(self, run: str, known: LiveRanks) -> Ranks:
-        own = self.steps.of(run)
+        run_steps = self.steps.of(run)
         processes = {process.id: process for process in known.runs[run]}
-        return Ranks(processes, known.labels, own.world if own is not None else None, self.live_runs.clocks())
+        return Ranks(
+            processes,
+            known.labels,
+            run_steps.world if run_steps is not None else None,
+            self.live_runs.clocks(),
+        )
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""
@@ -286,8 +293,8 @@ class LiveJudge:
     ) -> dict[int, SpanRates]:
         """Return how long the spans of some ranks took, see `analysis.span_rates.Find`."""
         with self.writer.lock:
-            found = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
-        return {rank: span_rates(sums, first, last) for rank, sums in found.items() if sums}
+            sums_of_rank = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
+        return {rank: span_rates(sums, first, last) for rank, sums in sums_of_rank.items() if sums}
 
     def _with_reason(
         self, state: _LiveRun, verdict: Verdict, window: Window, processes: dict[int, RankProcess]
@@ -362,16 +369,16 @@ class _LiveRun:
         summary does, and kept.
         """
         episodes = self.judge.episodes
-        found = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
-        for episode in found:
+        episodes_told = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
+        for episode in episodes_told:
             step = episode["from_step"]
             for_ns = episodes.named_for_ns(step)
             if episode["goes_on"] and for_ns is not None and step not in self.began:
                 self.began[step] = self.evidence.began_ns(episode["rank"], step, ranks) or now_ns - for_ns
             episode["started_at"] = moment(self.began.get(step))
-        first = {episode["from_step"] for episode in found}
+        first = {episode["from_step"] for episode in episodes_told}
         self.began = {step: t_ns for step, t_ns in self.began.items() if step in first}
-        return found
+        return episodes_told
 
 
 def _reports(process: RankProcess, deadline: int) -> bool:

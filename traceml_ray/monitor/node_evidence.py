@@ -104,8 +104,8 @@ class NodeEvidence:
         return self._trained[1]
 
     def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
-        found = {}
+        machines = {}
         for node in nodes:
             with self.writer.lock:  # node by node: a message never waits until all of them are copied
-                found.update(self.recent.machines([node], first_ns, last_ns))
-        return found
+                machines.update(self.recent.machines([node], first_ns, last_ns))
+        return machines

@@ -82,8 +82,8 @@ class NodeSampler:
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            found = [self._device(index) for index in range(self._nvml.nvmlDeviceGetCount())]
-            self._devices = [device for device in found if device is not None]
+            devices = [self._device(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+            self._devices = [device for device in devices if device is not None]
         except Exception as error:
             if type(error).__name__ not in _NO_GPUS:
                 self.errors[f"nvml: {type(error).__name__}"] += 1
@@ -136,7 +136,9 @@ class NodeSampler:
         counted = [counters[name] for name in devices or counters]
         if not counted:
             return None
-        return sum(each.bytes_recv for each in counted), sum(each.bytes_sent for each in counted)
+        return sum(counters.bytes_recv for counters in counted), sum(
+            counters.bytes_sent for counters in counted
+        )
 
     def _swapped_in(self) -> int:
         text = (self._proc / "vmstat").read_bytes()
@@ -186,20 +188,20 @@ class NodeSampler:
 
     def _xids(self, index: int, nvml: Any, handle: Any) -> list[int]:
         """Return the critical errors of a device since the call before, or since the first one."""
-        found = list[int]()
+        xids = list[int]()
         try:
             if index not in self._listening:
                 self._listening[index] = nvml.nvmlEventSetCreate()
                 nvml.nvmlDeviceRegisterEvents(handle, _XID, self._listening[index])
-            while len(found) < _MAX_XIDS:
-                found.append(int(nvml.nvmlEventSetWait_v2(self._listening[index], 0).eventData))
+            while len(xids) < _MAX_XIDS:
+                xids.append(int(nvml.nvmlEventSetWait_v2(self._listening[index], 0).eventData))
         except Exception as error:
             if type(error).__name__ == "NVMLError_Timeout":
-                return found  # nothing more waits
+                return xids  # nothing more waits
             self._release(index)
-            if not found:  # a device that is lost has given the reason just before
+            if not xids:  # a device that is lost has given the reason just before
                 raise
-        return found
+        return xids
 
     def _release(self, index: int) -> None:
         events = self._listening.pop(index, None)
@@ -208,14 +210,14 @@ class NodeSampler:
 
     def _on_device(self, util_pct: float | None, nvml: Any, handle: Any) -> list[GpuProcess]:
         """Return the processes that compute on a device; the family of each is looked up once."""
-        found = []
+        listed = []
         seen = lambda pid: (self._proc / str(pid)).exists()  # noqa: E731
         for process in processes(nvml, handle, util_pct, seen)[:_MAX_PROCESSES]:
             known = self._known.get(process.pid)
             name, parents = (known.name, known.parents) if known else self._family(process.pid)
-            found.append(GpuProcess(process.pid, process.usedGpuMemory, name, parents))
-        self._processes.update((process.pid, process) for process in found)
-        return found
+            listed.append(GpuProcess(process.pid, process.usedGpuMemory, name, parents))
+        self._processes.update((process.pid, process) for process in listed)
+        return listed
 
     def _family(self, pid: int) -> tuple[str | None, list[int]]:
         """Return a process's name and its parents' pids, as far as they can be seen from here."""
@@ -255,17 +257,17 @@ class NodeSampler:
 
 def _quota_files(root: Path) -> list[Path]:
     """Return where the kernel counts what CPU quotas held back: of this process's cgroup and those above."""
-    found = []
+    files_here = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        own = Path(path.lstrip("/"))
+        group = Path(path.lstrip("/"))
         # Which of these exists depends on whether the process sees its cgroup from within.
         base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        files = [base / part / "cpu.stat" for part in dict.fromkeys([own, *own.parents])]
-        found += [file for file in files if file.is_file()]
-    return found
+        files = [base / part / "cpu.stat" for part in dict.fromkeys([group, *group.parents])]
+        files_here += [file for file in files if file.is_file()]
+    return files_here
 
 
 def _held_back_ns(files: list[Path]) -> int | None:

@@ -73,10 +73,14 @@ def processes(nvml: Any, handle: Any, util_pct: float | None, seen: Callable[[in
     Raises:
         NotMeasuredError: pids that mean something elsewhere, or none although the device works.
     """
-    found: list[Any] = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    if not any(seen(process.pid) for process in found) if found else (util_pct or 0) >= _BUSY_PCT:
+    processes_here: list[Any] = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    if (
+        not any(seen(process.pid) for process in processes_here)
+        if processes_here
+        else (util_pct or 0) >= _BUSY_PCT
+    ):
         raise NotMeasuredError(_UNSEEN)
-    return found
+    return processes_here
 
 
 def mig(nvml: Any, handle: Any) -> bool:
@@ -101,23 +105,25 @@ def _throttle(nvml: Any, handle: Any) -> dict[str, list[str]]:
         if lack(error, nvml) is None:
             raise
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    bits = [1 << at for at in range(64) if reasons >> at & 1]
+    bits = [1 << bit for bit in range(64) if reasons >> bit & 1]
     return {"throttle": [_THROTTLE.get(bit, f"{bit:#x}") for bit in bits]}
 
 
 _Questions = dict[str, Callable[[Any, Any], dict[str, Any]]]
 QUESTIONS: _Questions = {
-    "utilization": lambda nvml, at: {"util_pct": float(nvml.nvmlDeviceGetUtilizationRates(at).gpu)},
+    "utilization": lambda nvml, handle: {"util_pct": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
     "memory": _memory,
-    "power": lambda nvml, at: {"power_w": nvml.nvmlDeviceGetPowerUsage(at) / 1e3},
-    "temperature": lambda nvml, at: {
-        "temperature_c": float(nvml.nvmlDeviceGetTemperature(at, _TEMPERATURE_GPU))
+    "power": lambda nvml, handle: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3},
+    "temperature": lambda nvml, handle: {
+        "temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU))
     },
-    "clock": lambda nvml, at: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(at, _CLOCK_SM))},
+    "clock": lambda nvml, handle: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))},
     "throttle": _throttle,
 }
 """What NVML is asked in every sample, as errors name it: fields of a `GpuSample`."""
 LIMITS: _Questions = {
-    "power limit": lambda nvml, at: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(at) / 1e3},
-    "clock limit": lambda nvml, at: {"sm_max_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(at, _CLOCK_SM))},
+    "power limit": lambda nvml, handle: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3},
+    "clock limit": lambda nvml, handle: {
+        "sm_max_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(handle, _CLOCK_SM))
+    },
 }

@@ -172,7 +172,7 @@ def _besides_rows(data: bytes) -> Counter[str]:
         batch = decode(data, RankBatch)
     except WireError:
         return Counter()
-    found = {
+    counts = {
         "event": len(batch.events),
         "span": len(batch.spans),
         "process sample": int(batch.process is not None),
@@ -181,7 +181,7 @@ def _besides_rows(data: bytes) -> Counter[str]:
             for name, records in batch.records.items()
         },
     }
-    return Counter({f"{what}: no room": n for what, n in found.items() if n})
+    return Counter({f"{what}: no room": n for what, n in counts.items() if n})
 
 
 def _amount(name: str, records: list[msgspec.Raw]) -> int:

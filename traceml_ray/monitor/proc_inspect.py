@@ -44,7 +44,7 @@ def _stat(pid: int) -> list[str]:
 
 def memory_events(pid: int, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
     """Return the file in which the kernel counts the out-of-memory kills of the process's cgroup."""
-    found = None
+    file_here = None
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -55,8 +55,8 @@ def memory_events(pid: int, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
                 files.append(root / "memory" / "memory.oom_control")
             else:
                 continue
-            found = found or next((file for file in files if file.is_file()), None)
-    return found
+            file_here = file_here or next((file for file in files if file.is_file()), None)
+    return file_here
 
 
 def oom_kills(file: Path | None) -> int | None:

@@ -132,7 +132,9 @@ class ProfileFiles:
 
     def settle(self, profile: Profile) -> None:
         """Note of the ranks of a profile that is over which traces could not be written. A job calls it."""
-        failed = {name: why for (of, _, name), why in self._failed.items() if of == profile.id}
+        failed = {
+            name: why for (profile_id, _, name), why in self._failed.items() if profile_id == profile.id
+        }
         self._failed.clear()
         for rank in profile.captured:
             if why := failed.get(str(rank.file)):

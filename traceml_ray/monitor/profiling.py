@@ -283,10 +283,10 @@ def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
 
 def _rows_of(file: SessionFile, processes: set[int], step: int) -> dict[int, list[int]]:
     """Return the time (ns) in each stage of a step, by rank process; its segments together."""
-    found = {}
+    sums = {}
     for process, chunks in file.step_chunks(processes, step).items():
         keys, _, rows = columns_of(chunks)
-        own = rows[keys >> SEGMENT_BITS == step, :N_STAGES]
-        if len(own):
-            found[process] = [int(ns) for ns in np.sum(own, axis=0)]
-    return found
+        rows_of_step = rows[keys >> SEGMENT_BITS == step, :N_STAGES]
+        if len(rows_of_step):
+            sums[process] = [int(ns) for ns in np.sum(rows_of_step, axis=0)]
+    return sums

@@ -144,8 +144,8 @@ class LiveAnswers(Answers):
         return self._judge.answer(run)
 
     def _memory(self, asked: query.Memory) -> Any:
-        found = None if self._over(asked.run) else self._judge.memory_now(asked.run)
-        return self._read(asked) if found is None else found
+        answer = None if self._over(asked.run) else self._judge.memory_now(asked.run)
+        return self._read(asked) if answer is None else answer
 
     @contextmanager
     def _history(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:

@@ -137,15 +137,15 @@ class Restarts:
         `seconds` are between the last report with rows of the attempt before and the first of this
         one, as the aggregator got them: exact to about one interval of reporting.
         """
-        identity, at = process.identity, process.last_rows_ns
-        if identity is None or at is None:
+        identity, last_rows_ns = process.identity, process.last_rows_ns
+        if identity is None or last_rows_ns is None:
             return None
         now = self._runs.get(identity.job_id)
         if now is not None and identity.attempt <= now.attempt:
             if identity.attempt == now.attempt:
-                now.last_rows_ns, now.world_size = max(at, now.last_rows_ns), identity.world_size
+                now.last_rows_ns, now.world_size = max(last_rows_ns, now.last_rows_ns), identity.world_size
             return None
-        self._runs[identity.job_id] = _Now(identity.attempt, identity.world_size, at)
+        self._runs[identity.job_id] = _Now(identity.attempt, identity.world_size, last_rows_ns)
         return None if now is None else _event(now, self._runs[identity.job_id])
 
 

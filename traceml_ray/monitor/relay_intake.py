@@ -117,20 +117,20 @@ class RelayIntake:
         """Return a batch with its records; the only way to one, however the batch came here."""
         return ReceivedOfRank(batch, self._records(batch.records, "process"))
 
-    def _records(self, records: wire.Records, of: str) -> Records:
+    def _records(self, records: wire.Records, owner: str) -> Records:
         """Return the records of a message; what cannot be read, or is of another version, is counted."""
-        found: Records = []
+        decoded: Records = []
         for name, encoded in records.items():
             kind = KINDS.get(name)
-            if kind is None or kind.of != of:
+            if kind is None or kind.of != owner:
                 self.errors.count("records: unknown_kind", len(encoded))
                 continue
             for raw in encoded:
                 try:
-                    found.append((kind, kind.decode(raw)))
+                    decoded.append((kind, kind.decode(raw)))
                 except wire.WireError as error:
                     self.errors.note(kind.lost, error)
-        return found
+        return decoded
 
     def take(self, received: Received, now: int) -> None:
         """Take a message with the batches in it, if it is the next of its relay."""

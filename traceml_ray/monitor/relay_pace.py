@@ -37,7 +37,7 @@ class RelayPace:
         """Choose how often relays of so many nodes send; forget nodes whose ranks have fallen silent."""
         self.tick_s = wire.TICK_S if nodes <= MANY_NODES else MANY_NODES_TICK_S
         since = self._ticks() - int(QUIET_S * 1e9)
-        self._rows_at = {node: at for node, at in self._rows_at.items() if at > since}
+        self._rows_at = {node: rows_ns for node, rows_ns in self._rows_at.items() if rows_ns > since}
 
     def begin_round(self) -> None:
         """All is judged that has been reported."""

@@ -39,10 +39,10 @@ def given(settings: Settings) -> Baseline | None:
     folder = _folder(settings)
     try:
         with SessionFile(folder / DATABASE) as session, legible(folder / DATABASE):
-            found = baseline_of(session, settings.thresholds)
+            baseline = baseline_of(session, settings.thresholds)
     except SessionFileError as error:
         raise SettingError(f"baseline={settings.baseline!r}: {error}") from None
-    if found is None:
+    if baseline is None:
         limits = settings.thresholds
         steps = (
             limits.warmup_steps + limits.baseline_after_steps + limits.baseline_windows * limits.window_steps
@@ -51,7 +51,7 @@ def given(settings: Settings) -> Baseline | None:
             f"baseline={settings.baseline!r} has too few healthy steps to be a baseline: all ranks must have "
             f"reported, and it takes about {steps} steps"
         )
-    return msgspec.structs.replace(found.elsewhere(f"session {folder.name}"), ranks=None)
+    return msgspec.structs.replace(baseline.elsewhere(f"session {folder.name}"), ranks=None)
 
 
 def _out(settings: Settings) -> Path:

@@ -220,8 +220,10 @@ def known(
         last_step=sample["last"],
         verdict=named(verdict) if verdict else None,
     )
-    of = {process.id: rank for rank, process in ranks.items()}
-    series = {what: _series(memory, field, of, sample["first"]) for what, field in _MEMORY.items()}
+    rank_of_process = {process.id: rank for rank, process in ranks.items()}
+    series = {
+        what: _series(memory, field, rank_of_process, sample["first"]) for what, field in _MEMORY.items()
+    }
     return Known(side, times, verdict or {}, sample, series)
 
 
@@ -232,12 +234,15 @@ def _series(
     first: int | None,
 ) -> list[MemorySeries]:
     """Return what was measured of each rank and device from step `first` on; none of what is not known."""
-    found: dict[tuple[int, int | None], list[int]] = {}
+    values_by_device: dict[tuple[int, int | None], list[int]] = {}
     for process, sample in samples:
         value, step = getattr(sample, field), sample.step
         if value is not None and process in rank_of and (step is None or step >= (first or 0)):
-            found.setdefault((rank_of[process], sample.device), []).append(value)
-    return [MemorySeries(rank=rank, samples=np.array(own, float)) for (rank, _), own in found.items()]
+            values_by_device.setdefault((rank_of[process], sample.device), []).append(value)
+    return [
+        MemorySeries(rank=rank, samples=np.array(values, float))
+        for (rank, _), values in values_by_device.items()
+    ]
 
 
 def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
@@ -248,7 +253,10 @@ def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
         for what in _MEMORY
         if a.memory[what] or b.memory[what]
     ]
-    facts = [fact(what, unit, of(a.times, a.verdict), of(b.times, b.verdict)) for what, unit, of in _FACTS]
+    facts = [
+        fact(what, unit, value_of(a.times, a.verdict), value_of(b.times, b.verdict))
+        for what, unit, value_of in _FACTS
+    ]
     by = verdict.by or Change(what="step", unit="ms")
     return Comparison(
         word=verdict.word,
@@ -267,14 +275,14 @@ def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
     )
 
 
-def regressed(found: Comparison, percent: float) -> bool:
+def regressed(comparison: Comparison, percent: float) -> bool:
     """Return whether `b` is worse by `percent` of a step or more."""
-    return found.word == "worse" and (found.change_pct or 0.0) >= percent
+    return comparison.word == "worse" and (comparison.change_pct or 0.0) >= percent
 
 
-def to_json(found: Comparison) -> str:
+def to_json(comparison: Comparison) -> str:
     """Return it as indented JSON with a line break at the end."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
 
 
 def interval(low: float | None, high: float | None, unit: str = "%") -> str:
@@ -315,12 +323,14 @@ def _pct(by: Change) -> str:
 
 
 def _on_ranks(verdict: Verdict) -> str:
-    own = verdict.ranks
-    if not own or verdict.of_ranks < 2:
+    ranks = verdict.ranks
+    if not ranks or verdict.of_ranks < 2:
         return ""
-    if len(own) == verdict.of_ranks:
-        return f" on all {len(own):,} ranks"
-    return f" on {text.ranks(each.rank for each in own)}" + (f" ({own[0].node})" if len(own) == 1 else "")
+    if len(ranks) == verdict.of_ranks:
+        return f" on all {len(ranks):,} ranks"
+    return f" on {text.ranks(rank.rank for rank in ranks)}" + (
+        f" ({ranks[0].node})" if len(ranks) == 1 else ""
+    )
 
 
 def _where(verdict: Verdict, step: Change) -> str:
@@ -339,17 +349,17 @@ def _where(verdict: Verdict, step: Change) -> str:
 def _cannot(a: Known, b: Known, changes: Sequence[Change]) -> list[str]:
     """Return what cannot be compared, with the reason; what has the same reason together."""
     by_reason: dict[str, list[str]] = {}
-    for each in changes:
-        if each.why:
-            by_reason.setdefault(each.why, []).append(each.what)
-    found = [f"{text.listed(names)}: {why}" for why, names in by_reason.items()]
-    if not any(each.memory[what] for each in (a, b) for what in _MEMORY):
-        found.append("memory: neither has samples of it")
+    for change in changes:
+        if change.why:
+            by_reason.setdefault(change.why, []).append(change.what)
+    reasons = [f"{text.listed(names)}: {why}" for why, names in by_reason.items()]
+    if not any(side.memory[what] for side in (a, b) for what in _MEMORY):
+        reasons.append("memory: neither has samples of it")
     elif not any(a.memory[what] or b.memory[what] for what in [*_MEMORY][1:]):
-        found.append("memory of devices: neither has one")
+        reasons.append("memory of devices: neither has one")
     if a.sample["ranks"] != b.sample["ranks"]:
-        found.append(f"rank by rank: A has {_ranks(a)}, B {_ranks(b)}")
-    return found
+        reasons.append(f"rank by rank: A has {_ranks(a)}, B {_ranks(b)}")
+    return reasons
 
 
 def _ranks(side: Known) -> str:
@@ -357,76 +367,80 @@ def _ranks(side: Known) -> str:
 
 
 def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
-    found = []
+    notes = []
     sizes = a.sample["world"], b.sample["world"]
     if sizes[0] != sizes[1] and all(sizes):
-        found.append(
+        notes.append(
             f"A has {text.count(sizes[0], 'rank')}, B {sizes[1]:,}: with the same batch on each rank a step "
             f"of B does {text.times(sizes[1] / sizes[0])} the work. More ranks have a larger skew by chance."
         )
     if a.side.strategy != b.side.strategy:
-        found.append(f"A is {a.side.strategy or text.NA}, B is {b.side.strategy or text.NA}.")
-    for name, own in (("A", a), ("B", b)):
-        found += _notes_of(name, own)
-    found.append(
+        notes.append(f"A is {a.side.strategy or text.NA}, B is {b.side.strategy or text.NA}.")
+    for name, known_side in (("A", a), ("B", b)):
+        notes += _notes_of(name, known_side)
+    notes.append(
         "Intervals are of the steps of these two runs, and take it that the next run may differ by as much "
         "as the fifths of one do. What lasts longer than a run is in none of them; below "
         f"{100 * limits.least:g} % of a step nothing is called different."
     )
-    return found
+    return notes
 
 
-def _notes_of(name: str, own: Known) -> list[str]:
-    found = []
-    if own.side.status == "running":
-        found.append(f"{name} goes on: it is compared as it is now.")
-    elif own.side.status not in ("finished", "stopped", None):
-        found.append(f"{name} is {own.side.status}.")
-    if own.sample["per"] > 1:
-        found.append(
-            f"{name} has more steps than are kept one by one: {own.sample['columns']:,} means over "
-            f"{own.sample['per']:,} steps each are compared, and its median and p95 are of these."
+def _notes_of(name: str, known_side: Known) -> list[str]:
+    notes = []
+    if known_side.side.status == "running":
+        notes.append(f"{name} goes on: it is compared as it is now.")
+    elif known_side.side.status not in ("finished", "stopped", None):
+        notes.append(f"{name} is {known_side.side.status}.")
+    if known_side.sample["per"] > 1:
+        notes.append(
+            f"{name} has more steps than are kept one by one: {known_side.sample['columns']:,} means over "
+            f"{known_side.sample['per']:,} steps each are compared, and its median and p95 are of these."
         )
-    return found
+    return notes
 
 
 _MOST_RANKS = 16
 
 
-def render_comparison(found: Comparison) -> str:
+def render_comparison(comparison: Comparison) -> str:
     """Return a comparison as text: verdict, numbers, the ranks that moved, what was not compared."""
-    lines = [(name, _side(side)) for name, side in (("A", found.a), ("B", found.b))]
+    lines = [(name, _side(side)) for name, side in (("A", comparison.a), ("B", comparison.b))]
     return page(
         [
-            facts(*lines, ("Verdict", found.headline), ("Where", found.where)),
-            table("Numbers", _NUMBERS, [each for each in found.changes if _is_shown(each)]),
-            table(f"Ranks in {found.stage}", _RANKS, found.ranks[:_MOST_RANKS]),
-            facts(*_labelled("Not known", found.cannot)),
-            facts(*_labelled("Notes", found.notes)),
+            facts(*lines, ("Verdict", comparison.headline), ("Where", comparison.where)),
+            table("Numbers", _NUMBERS, [change for change in comparison.changes if _is_shown(change)]),
+            table(f"Ranks in {comparison.stage}", _RANKS, comparison.ranks[:_MOST_RANKS]),
+            facts(*_labelled("Not known", comparison.cannot)),
+            facts(*_labelled("Notes", comparison.notes)),
         ]
     )
 
 
-def render_value(of: float | None, unit: str) -> str:
+def render_value(value: float | None, unit: str) -> str:
     """Return a number of a comparison: "41.3 ms", "3.2 GB"."""
-    return text.size(of) if unit == "B" else text.unit(of, unit)
+    return text.size(value) if unit == "B" else text.unit(value, unit)
 
 
-def label(of: Change) -> str:
+def label(change: Change) -> str:
     """Return what a number of a comparison is: of a stage, its exposed time."""
-    return f"exposed {of.what}" if of.what in STAGES else text.words(of.what)
+    return f"exposed {change.what}" if change.what in STAGES else text.words(change.what)
 
 
-def change(of: Change) -> str:
+def change(change: Change) -> str:
     """Return by how much it changed: "+15 %"; of what is in % already, the points."""
-    if of.unit == "%":
-        return "" if of.change is None else f"{signed(of.change)} points"
-    return "" if of.change_pct is None else f"{signed(of.change_pct)} %"
+    if change.unit == "%":
+        return "" if change.change is None else f"{signed(change.change)} points"
+    return "" if change.change_pct is None else f"{signed(change.change_pct)} %"
 
 
-def range_of(of: Change) -> str:
+def range_of(change: Change) -> str:
     """Return the interval of the same."""
-    return interval(of.low, of.high, "points") if of.unit == "%" else interval(of.low_pct, of.high_pct)
+    return (
+        interval(change.low, change.high, "points")
+        if change.unit == "%"
+        else interval(change.low_pct, change.high_pct)
+    )
 
 
 def _side(side: Side) -> str:
@@ -438,27 +452,27 @@ def _side(side: Side) -> str:
     return " · ".join(filter(None, about))
 
 
-def _is_shown(of: Change) -> bool:
-    return not (of.a is None and of.b is None)
+def _is_shown(change: Change) -> bool:
+    return not (change.a is None and change.b is None)
 
 
 _NUMBERS: Columns = {
-    "": lambda of: label(of) + (f", rank {of.rank_b}" if of.rank_b is not None else ""),
-    ">A": lambda of: render_value(of.a, of.unit),
-    ">B": lambda of: render_value(of.b, of.unit),
+    "": lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else ""),
+    ">A": lambda row: render_value(row.a, row.unit),
+    ">B": lambda row: render_value(row.b, row.unit),
     ">change": change,
     "95 %": range_of,
-    "judged": lambda of: of.word or "",
+    "judged": lambda row: row.word or "",
 }
 _RANKS: Columns = {
-    ">rank": lambda of: str(of.rank),
-    "node": lambda of: of.node,
-    ">A": lambda of: text.ms(of.a),
-    ">B": lambda of: text.ms(of.b),
-    ">change": lambda of: f"{signed(of.change)} ms",
-    "95 %": lambda of: interval(of.low, of.high, "ms"),
+    ">rank": lambda row: str(row.rank),
+    "node": lambda row: row.node,
+    ">A": lambda row: text.ms(row.a),
+    ">B": lambda row: text.ms(row.b),
+    ">change": lambda row: f"{signed(row.change)} ms",
+    "95 %": lambda row: interval(row.low, row.high, "ms"),
 }
 
 
 def _labelled(label: str, sentences: list[str]) -> list[tuple[str, str]]:
-    return [(label if not at else "", each) for at, each in enumerate(sentences)]
+    return [(label if not number else "", sentence) for number, sentence in enumerate(sentences)]

@@ -161,28 +161,37 @@ def deaths(
     `failures` are the launcher's (RankFailure as dicts), `events` and `processes` the run's. An exception,
     the launcher and the relay report a death, each with a time: the most exact one counts.
     """
-    own: dict[int | None, list[dict[str, Any]]] = {}
+    events_of_process: dict[int | None, list[dict[str, Any]]] = {}
     for event in events:
         if event["kind"] in FATAL:
-            own.setdefault(event["process"], []).append(event)
+            events_of_process.setdefault(event["process"], []).append(event)
     known = {(s.identity.global_rank, s.identity.pid) for s in processes if s.identity}
     by_process = {(failure["rank"], failure["pid"]): failure for failure in failures}
-    found = [
+    all_deaths = [
         Death(failure["rank"], _moment([], failure), _message(failure), failure["exit_code"])
         for who, failure in by_process.items()
         if who not in known
     ]
 
-    def died(of: Iterable[RankProcess]) -> list[Death]:
-        every = (_death(process, own.get(process.id, []), by_process) for process in of)
+    def died(processes_of: Iterable[RankProcess]) -> list[Death]:
+        every = (
+            _death(process, events_of_process.get(process.id, []), by_process) for process in processes_of
+        )
         return [death for death in every if death]
 
     last = generations(last_attempt(processes))
-    found += died({process.rank: process for process in last[-1]}.values()) if last else []
-    if failed and not found:
+    all_deaths += died({process.rank: process for process in last[-1]}.values()) if last else []
+    if failed and not all_deaths:
         replaced = (died(before) for before in reversed(last))
-        found = next((each for each in replaced if not all(death.consequence for death in each)), [])
-    return sorted(found, key=lambda death: death.when.t_ns)
+        all_deaths = next(
+            (
+                generation_deaths
+                for generation_deaths in replaced
+                if not all(death.consequence for death in generation_deaths)
+            ),
+            [],
+        )
+    return sorted(all_deaths, key=lambda death: death.when.t_ns)
 
 
 def _death(
@@ -234,12 +243,12 @@ def _message(failure: dict[str, Any] | None) -> str:
     return "" if _SIGNAL.match(message) else message
 
 
-def culprits(found: Sequence[Death]) -> list[Death]:
+def culprits(all_deaths: Sequence[Death]) -> list[Death]:
     """
     Return the first death that is no consequence (if all are, the first), then those that may have been
     before it within the error of clocks.
     """
-    unexplained = [death for death in found if not death.consequence] or list(found)
+    unexplained = [death for death in all_deaths if not death.consequence] or list(all_deaths)
     return [death for death in unexplained if death is unexplained[0] or _maybe_before(death, unexplained[0])]
 
 
@@ -250,7 +259,7 @@ def _maybe_before(death: Death, other: Death) -> bool:
 
 
 def headline(
-    found: Sequence[Death],
+    all_deaths: Sequence[Death],
     node_of: Callable[[Death], str | None],
     ranks: Mapping[int, RankProcess],
     world: int,
@@ -259,9 +268,9 @@ def headline(
     Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the name
     of its node, `ranks` are those of `world` that are known.
     """
-    first = culprits(found)
-    death, tie, others = first[0], len(first) > 1, len(found) - len(first)
-    if death.consequence and (earlier := _earlier(found, node_of(death), ranks, world)):
+    first = culprits(all_deaths)
+    death, tie, others = first[0], len(first) > 1, len(all_deaths) - len(first)
+    if death.consequence and (earlier := _earlier(all_deaths, node_of(death), ranks, world)):
         return earlier
     stage = _one({one.stage for one in first})
     then = f" {text.count(others, 'other rank')} went down after {'them' if tie else 'it'}."
@@ -281,13 +290,13 @@ def headline(
 
 
 def _earlier(
-    found: Sequence[Death], node: str | None, ranks: Mapping[int, RankProcess], world: int
+    all_deaths: Sequence[Death], node: str | None, ranks: Mapping[int, RankProcess], world: int
 ) -> Verdict | None:
     """
     Return the verdict where each death only followed from the end of a peer: one that had finished, or one
     that never reported.
     """
-    death, dead = found[0], {each.rank for each in found}
+    death, dead = all_deaths[0], {one_death.rank for one_death in all_deaths}
     reached = -1 if death.last_step is None else death.last_step
     finished = [
         rank
@@ -304,13 +313,13 @@ def _earlier(
         which = "it" if one else "one of them"
         then = f"sent nothing before {'it' if one else 'they'} ended: {which} probably ended first."
         advice = f"Read the output of {who}."
-    (name, at), so = _where(death, node), who[0].upper() + who[1:]
+    (name, where), so = _where(death, node), who[0].upper() + who[1:]
     return Verdict(
         label="rank_lost",
         rank=gone[0] if one else None,
         ranks=tuple(gone),
         confidence="medium" if finished else "low",
-        why=f"{name} failed{at}, because a peer was gone: {death.reason}. {so} {then}",
+        why=f"{name} failed{where}, because a peer was gone: {death.reason}. {so} {then}",
         next=advice,
     )
 
@@ -324,12 +333,12 @@ def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
     places = [_where(death, node_of(death)) for death in first]
     if len(first) == 1:
         return f"{places[0][0]} ended first{places[0][1]}: {first[0].reason}."
-    each = "; ".join(
-        f"{who}{at}: {death.reason}" for (who, at), death in zip(places[:_LISTED], first, strict=False)
+    details = "; ".join(
+        f"{who}{where}: {death.reason}" for (who, where), death in zip(places[:_LISTED], first, strict=False)
     )
     more = f"; and {len(first) - _LISTED} more" if len(first) > _LISTED else ""
     ranks = text.ranks([death.rank for death in first])
-    return f"{ranks} ended so close together that clocks cannot tell which was first: {each}{more}."
+    return f"{ranks} ended so close together that clocks cannot tell which was first: {details}{more}."
 
 
 def _where(death: Death, node: str | None) -> tuple[str, str]:

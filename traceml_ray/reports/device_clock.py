@@ -25,11 +25,13 @@ def with_advice(verdict: Verdict, processes: Iterable[RankProcess]) -> Verdict:
     Return `verdict`, that of CUDA ranks with how to have them judged, or why they are not; and with what it
     is not of, where device clocks have ended themselves.
     """
-    found = [*processes]
-    verdict = msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, _closed(found)))))
+    all_processes = [*processes]
+    verdict = msgspec.structs.replace(
+        verdict, note="; ".join(filter(None, (verdict.note, _closed(all_processes))))
+    )
     if verdict.label != "accounting_only":
         return verdict
-    for process in found:
+    for process in all_processes:
         why = process.missing.get(DEVICE_CLOCK)
         if why and not _OTHERWISE & {*(process.strategy or "").split("+")}:
             advice = _TURN_ON if _SETTING in why else f"The device's clock is not read: {why}."

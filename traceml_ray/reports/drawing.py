@@ -80,11 +80,11 @@ def css(colour: tuple[int, int, int, float]) -> str:
 
 def heat_palette() -> Array:
     """Return the colour of each of the 256 levels of `spread.deviations`, (256, 4) uint8 RGBA."""
-    at = [float(level(ratio)) for ratio in HEAT_COLOURS]
+    levels = [float(level(ratio)) for ratio in HEAT_COLOURS]
     channels = np.array([(*rgb, 255 * alpha) for *rgb, alpha in HEAT_COLOURS.values()])
-    found = np.array([np.interp(np.arange(256), at, channel) for channel in channels.T]).T
-    found[MISSING] = (*HEAT_MISSING[:3], 255 * HEAT_MISSING[3])
-    palette: Array = np.rint(found).astype(np.uint8)
+    channels_of_level = np.array([np.interp(np.arange(256), levels, channel) for channel in channels.T]).T
+    channels_of_level[MISSING] = (*HEAT_MISSING[:3], 255 * HEAT_MISSING[3])
+    palette: Array = np.rint(channels_of_level).astype(np.uint8)
     return palette
 
 
@@ -98,12 +98,12 @@ def cap(values: Array) -> float | None:
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[Bar]:
     """Return what a step took before and takes since, and between them what each stage has added, ms."""
     total = sum(before.values()), sum(since.values())
-    bars, at = [Bar("before", 0.0, total[0], GREY, text.ms(total[0]))], total[0]
+    bars, bottom = [Bar("before", 0.0, total[0], GREY, text.ms(total[0]))], total[0]
     for stage in STAGES:
         change = since[stage] - before[stage]
         colour, label = ORANGE if change > 0 else BLUE, f"{text.number(change, sign=True)} ms"
-        bars.append(Bar(stage, min(at, at + change), abs(change), colour, label))
-        at += change
+        bars.append(Bar(stage, min(bottom, bottom + change), abs(change), colour, label))
+        bottom += change
     return [*bars, Bar("since", 0.0, total[1], GREY, text.ms(total[1]))]
 
 
@@ -154,7 +154,7 @@ def spark(values: Sequence[float | None], between: tuple[float, float] | None, s
         for i, v in enumerate(values)
     ]
     pairs = zip([None, *points], points, strict=False)
-    return "".join(("L" if before else "M") + at for before, at in pairs if at)
+    return "".join(("L" if before else "M") + point for before, point in pairs if point)
 
 
 HEIGHT = 278
@@ -196,12 +196,12 @@ def ordered(columns: Mapping[str, Any], absent: Mapping[int, str]) -> dict[str, 
     if columns["by"] != "node":
         ranks += absent
         nodes += absent.values()
-    order = sorted(range(len(nodes)), key=lambda at: (text.natural(nodes[at]), ranks[at]))
+    order = sorted(range(len(nodes)), key=lambda index: (text.natural(nodes[index]), ranks[index]))
     unknown = np.full((len(ranks) - len(columns["ranks"]), len(columns["first"])), MISSING, np.uint8)
     return {
         **columns,
-        "ranks": [ranks[at] for at in order],
-        "nodes": [nodes[at] for at in order],
+        "ranks": [ranks[index] for index in order],
+        "nodes": [nodes[index] for index in order],
         "z": np.concatenate([columns["z"], unknown])[order],
     }
 
@@ -210,7 +210,7 @@ def suspects(heat: Mapping[str, Any], verdict: Mapping[str, Any]) -> set[int]:
     """Return the lines of `heat` that a verdict names."""
     kind = "nodes" if heat["by"] == "node" else "ranks"
     named = () if verdict.get("label") == "healthy" else (verdict.get(kind) or ())[:_MOST_NAMED]
-    return {at for at, line in enumerate(heat[kind]) if line in named}
+    return {index for index, line in enumerate(heat[kind]) if line in named}
 
 
 def by_node(
@@ -222,7 +222,7 @@ def by_node(
     """
     nodes, count = heat["nodes"], len(heat["nodes"])
     few = count <= _MOST_ROWS
-    starts = [at for at in range(count) if at == 0 or nodes[at] != nodes[at - 1]]
+    starts = [index for index in range(count) if index == 0 or nodes[index] != nodes[index - 1]]
     groups = starts if few else starts[:: -(-len(starts) // _MOST_GROUPS)]
     spans = [range(*both) for both in pairwise([*groups, count])]
     chosen = [
@@ -232,26 +232,26 @@ def by_node(
     ]
     many = max(1, sum(map(len, chosen)))
     high = 1 if few else max(1, min(round(12 * len(spans) / HEIGHT), round(0.7 * len(spans) / many)))
-    found = []
+    rows = []
     for span in spans:
         if span in chosen:
-            found += [_single(heat, at)._replace(first=at == span[0], height=high) for at in span]
+            rows += [_single(heat, index)._replace(first=index == span[0], height=high) for index in span]
         else:
             node = nodes[span[0]]
-            found.append(Row(span, f"worst of {node}", node, first=True))
-    return _marked(found, named)
+            rows.append(Row(span, f"worst of {node}", node, first=True))
+    return _marked(rows, named)
 
 
 def by_cost(heat: Mapping[str, Any], named: set[int]) -> list[Row]:
     """Return the rows by what they cost, the others of many as one."""
     order = np.argsort(-np.nan_to_num(excess(heat["z"]), nan=-1.0), kind="stable").tolist()
     if len(order) <= _MOST_ROWS:
-        return _marked([_single(heat, at)._replace(first=True) for at in order], named)
-    found = [_single(heat, at)._replace(first=True) for at in order[:_WORST]]
+        return _marked([_single(heat, index)._replace(first=True) for index in order], named)
+    worst = [_single(heat, index)._replace(first=True) for index in order[:_WORST]]
     rest = order[_WORST:]
-    of = "node" if heat["by"] == "node" else "rank"
-    others = Row(sorted(rest), f"worst of {text.count(len(rest), f'other {of}')}", "others", first=True)
-    return _marked([*found, others], named)
+    kind = "node" if heat["by"] == "node" else "rank"
+    others = Row(sorted(rest), f"worst of {text.count(len(rest), f'other {kind}')}", "others", first=True)
+    return _marked([*worst, others], named)
 
 
 def worst(heat: Mapping[str, Any], rows: Sequence[Row]) -> UInt8:
@@ -261,9 +261,13 @@ def worst(heat: Mapping[str, Any], rows: Sequence[Row]) -> UInt8:
     return levels
 
 
-def _single(heat: Mapping[str, Any], at: int) -> Row:
-    rank, node = heat["ranks"][at], heat["nodes"][at]
-    return Row((at,), node, node) if heat["by"] == "node" else Row((at,), f"rank {rank} ({node})", node, rank)
+def _single(heat: Mapping[str, Any], index: int) -> Row:
+    rank, node = heat["ranks"][index], heat["nodes"][index]
+    return (
+        Row((index,), node, node)
+        if heat["by"] == "node"
+        else Row((index,), f"rank {rank} ({node})", node, rank)
+    )
 
 
 def _marked(rows: Sequence[Row], named: set[int]) -> list[Row]:

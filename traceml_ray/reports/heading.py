@@ -51,15 +51,15 @@ def about_session(summary: Mapping[str, Any]) -> list[str]:
         code = session["exit_code"]
         status += f" by {exit_words(code if code < 0 else _SHELL - code)}"
     about = [status, session["launcher"], size, session["strategy"], _duration(session)]
-    return [each for each in about if each]
+    return [fact for fact in about if fact]
 
 
 def run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
     """Return which run this is of, where there is more than one or it has a name of its own."""
-    for at, run in enumerate(runs):
+    for number, run in enumerate(runs):
         if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
-            of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
-            return [f"run {run['name']}{of}: {run['status']}"]
+            position = f" ({number + 1} of {len(runs)})" if len(runs) > 1 else ""
+            return [f"run {run['name']}{position}: {run['status']}"]
     return []
 
 

@@ -68,8 +68,8 @@ def entries(out: str, most: int | None = _MOST) -> list[Entry]:
     """Return the sessions under `out`, the newest `most`: those that run, then the newest first."""
     files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
     folders = [*starting_sessions(Path(out)), *(path.parent for path in files)]
-    found = [_entry(folder) for folder in folders[:most]]
-    return sorted(found, key=lambda entry: entry.status != "running")
+    listed = [_entry(folder) for folder in folders[:most]]
+    return sorted(listed, key=lambda entry: entry.status != "running")
 
 
 def found_in(entry: Entry) -> str:
@@ -86,10 +86,10 @@ def size_of(folder: Path) -> int:
 
 def _size(path: Path) -> int:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def names(out: str) -> set[str]:
@@ -101,12 +101,12 @@ def names(out: str) -> set[str]:
 def _entry(folder: Path) -> Entry:
     summary = folder / "summary.json"
     running = holder(folder) is not None
-    found = None if running or not summary.is_file() else _summed_up(summary, _changed_ns(summary))
-    if found is None:
+    entry = None if running or not summary.is_file() else _summed_up(summary, _changed_ns(summary))
+    if entry is None:
         changed = max(map(_changed_ns, (folder / DATABASE, folder / f"{DATABASE}-wal")))
-        found = _from_file(folder / DATABASE, changed)
-    status = "running" if running else UNFINISHED if found.status == "running" else found.status
-    return msgspec.structs.replace(found, name=folder.name, path=str(folder), status=status)
+        entry = _from_file(folder / DATABASE, changed)
+    status = "running" if running else UNFINISHED if entry.status == "running" else entry.status
+    return msgspec.structs.replace(entry, name=folder.name, path=str(folder), status=status)
 
 
 @lru_cache(2 * _MOST)
@@ -129,11 +129,11 @@ def _from_file(path: Path, _changed_ns: int) -> Entry:
     try:
         with SessionFile(path) as file, legible(path):
             meta, ranks = file.meta(), file.ranks()
-            found, _ = file.verdicts()
+            verdicts, _ = file.verdicts()
             steps = [rank.last_step + 1 for rank in ranks.values() if rank.last_step is not None]
             seen = max((rank.last_seen_ns for rank in ranks.values()), default=None)
             return msgspec.structs.replace(
-                msgspec.convert(found[-1], ready(Entry)) if found else Entry(),
+                msgspec.convert(verdicts[-1], ready(Entry)) if verdicts else Entry(),
                 last_at=moment(meta.get("ended_at") or seen or meta.get("started_at")),
                 status=meta.get("status", "running"),
                 launcher=meta.get("launcher"),
@@ -171,17 +171,20 @@ class Listed(Entry, frozen=True, kw_only=True):
 
 def listed(out: str, now_ns: int) -> list[Listed]:
     """Return all sessions under `out`: those that run, then the newest first."""
-    found = []
+    listed_sessions = []
     for entry in entries(out, most=None):
         age = None if entry.last_at is None else max(0.0, now_ns / 1e9 - _seconds(entry.last_at))
         age = 0.0 if entry.status == "running" else age
         known = msgspec.structs.asdict(entry)
-        found.append(Listed(**known, bytes=size_of(Path(entry.path)), age_s=age))
+        listed_sessions.append(Listed(**known, bytes=size_of(Path(entry.path)), age_s=age))
     for folder in starting_sessions(Path(out)):
-        found.append(
+        listed_sessions.append(
             Listed(name=folder.name, path=str(folder), status=STARTING, bytes=size_of(folder), age_s=0.0)
         )
-    return sorted(found, key=lambda each: (each.status not in _LIVE, each.age_s is None, each.age_s or 0.0))
+    return sorted(
+        listed_sessions,
+        key=lambda session: (session.status not in _LIVE, session.age_s is None, session.age_s or 0.0),
+    )
 
 
 def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -> list[Listed]:
@@ -189,14 +192,14 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
     Return those that are older than `older_s` and not among the newest `keep`; None: whatever their age, or
     place. One that runs, may run, or is of an age that is not known stays.
     """
-    over = [each for each in sessions if each.status not in _LIVE]
+    over = [session for session in sessions if session.status not in _LIVE]
     beyond = over[max(0, (keep or 0) - (len(sessions) - len(over))) :]
     return [
-        each
-        for each in beyond
-        if each.age_s is not None
-        and each.age_s >= (older_s or 0.0)
-        and not (each.status == UNFINISHED and each.age_s < _FRESH_S)
+        session
+        for session in beyond
+        if session.age_s is not None
+        and session.age_s >= (older_s or 0.0)
+        and not (session.status == UNFINISHED and session.age_s < _FRESH_S)
     ]
 
 
@@ -207,16 +210,16 @@ def render_sessions(sessions: Sequence[Listed], title: str) -> str:
 
 def total(sessions: Sequence[Listed]) -> str:
     """Return "12 sessions, 3.4 GB"."""
-    return f"{text.count(len(sessions), 'session')}, {text.size(sum(each.bytes for each in sessions))}"
+    return f"{text.count(len(sessions), 'session')}, {text.size(sum(session.bytes for session in sessions))}"
 
 
 def to_json(sessions: Sequence[Listed], chosen: Sequence[Listed] | None = None) -> str:
     """Return sessions as indented JSON; with `chosen`, whether each of them is to be removed."""
-    found: list[dict[str, Any]] = msgspec.to_builtins(sessions)
+    listed_sessions: list[dict[str, Any]] = msgspec.to_builtins(sessions)
     if chosen is not None:
-        paths = {each.path for each in chosen}
-        found = [{**each, "remove": each["path"] in paths} for each in found]
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+        paths = {session.path for session in chosen}
+        listed_sessions = [{**entry, "remove": entry["path"] in paths} for entry in listed_sessions]
+    return msgspec.json.format(msgspec.json.encode(listed_sessions), indent=2).decode() + "\n"
 
 
 def _seconds(moment: str) -> float:
@@ -224,12 +227,12 @@ def _seconds(moment: str) -> float:
 
 
 _COLUMNS: Columns = {
-    "session": lambda of: of.name,
-    "began (UTC)": lambda of: text.date(of.started_at),
-    ">age": lambda of: text.age(of.age_s),
-    "status": lambda of: of.status,
-    ">ranks": lambda of: text.plain(of.world_size),
-    ">steps": lambda of: text.plain(of.steps),
-    ">size": lambda of: text.size(of.bytes),
+    "session": lambda session: session.name,
+    "began (UTC)": lambda session: text.date(session.started_at),
+    ">age": lambda session: text.age(session.age_s),
+    "status": lambda session: session.status,
+    ">ranks": lambda session: text.plain(session.world_size),
+    ">steps": lambda session: text.plain(session.steps),
+    ">size": lambda session: text.size(session.bytes),
     "verdict": found_in,
 }

@@ -82,14 +82,16 @@ class Machines:
         named = {on[rank] for rank in verdict.ranks if rank in on}
         others = sorted(set(on.values()) - named)
         peers = others[:: -(-len(others) // _MAX_PEERS) or 1]
-        own, peers = (peers, []) if all_nodes else (sorted(named), peers)
-        nodes = [*own, *peers]
+        own_nodes, peers = (peers, []) if all_nodes else (sorted(named), peers)
+        nodes = [*own_nodes, *peers]
         lead_ns = max(trained_ns, first_ns - int(MACHINE.lead_s * 1e9))
         during = {
             **self.between(peers, min(first_ns, lead_ns), last_ns),
-            **self.between(own, first_ns, last_ns),
+            **self.between(own_nodes, first_ns, last_ns),
         }
-        before = self.between(own, max(trained_ns, since_ns - int(MACHINE.before_s * 1e9)), since_ns - 1)
+        before = self.between(
+            own_nodes, max(trained_ns, since_ns - int(MACHINE.before_s * 1e9)), since_ns - 1
+        )
         pids = self._pids(nodes)
         machines = [
             Machine(
@@ -102,8 +104,8 @@ class Machines:
             for node in nodes
             if node in during
         ]
-        found = anomalies(machines, all_nodes=all_nodes)
-        return verdict if found is None else msgspec.structs.replace(verdict, machine=found)
+        evidence = anomalies(machines, all_nodes=all_nodes)
+        return verdict if evidence is None else msgspec.structs.replace(verdict, machine=evidence)
 
     def with_evidence(self, verdict: Verdict, lines: Mapping[int, Timeline], warmup_steps: int) -> Verdict:
         """Return a stored `verdict` with the anomalies of its nodes; `lines` are those of the run's ranks."""
@@ -119,11 +121,13 @@ class Machines:
         self, verdicts: Sequence[Verdict], lines: Mapping[int, Timeline], warmup_steps: int
     ) -> list[Verdict]:
         """Return `verdicts`, the newest of those that name a rank with the anomalies of its nodes."""
-        named = [at for at, verdict in enumerate(verdicts) if reference_rank(verdict, self.ranks) is not None]
+        named = [
+            index for index, verdict in enumerate(verdicts) if reference_rank(verdict, self.ranks) is not None
+        ]
         newest = set(named[-_MAX_EXAMINED:])
         return [
-            self.with_evidence(verdict, lines, warmup_steps) if at in newest else verdict
-            for at, verdict in enumerate(verdicts)
+            self.with_evidence(verdict, lines, warmup_steps) if index in newest else verdict
+            for index, verdict in enumerate(verdicts)
         ]
 
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
@@ -141,12 +145,12 @@ def system_of(session: SessionFile, nodes: Mapping[str, Node]) -> list[dict[str,
     """Return median and peak of each quantity of each node and its devices."""
     blocks = []
     for node_id, columns in sorted(session.node_columns().items()):
-        own: dict[int | None, dict[str, Any]] = {}
+        by_device: dict[int | None, dict[str, Any]] = {}
         for (device, name), values in columns.items():
-            own.setdefault(device, {} if device is None else {"index": device})[name] = _spread(values)
+            by_device.setdefault(device, {} if device is None else {"index": device})[name] = _spread(values)
         hostname = nodes[node_id].hostname if node_id in nodes else None
-        block = {"node_id": node_id, "hostname": hostname, **own.pop(None, {})}
-        blocks.append({**block, "gpus": list(own.values()) or None})
+        block = {"node_id": node_id, "hostname": hostname, **by_device.pop(None, {})}
+        blocks.append({**block, "gpus": list(by_device.values()) or None})
     return blocks
 
 

@@ -38,8 +38,8 @@ def manifest_of(
         session: its name.
         settings: of the session, that are not as by default.
     """
-    found = facts.deaths() if any(cause.fatal for cause in causes) else []
-    head = _of_death(facts, found) if found else _of_cause(facts, causes)
+    all_deaths = facts.deaths() if any(cause.fatal for cause in causes) else []
+    head = _of_death(facts, all_deaths) if all_deaths else _of_cause(facts, causes)
     t_ns = min(cause.t_ns for cause in causes)
     named = [] if head["rank"] is None else [head["rank"]]
     return Manifest(
@@ -47,10 +47,10 @@ def manifest_of(
         run=facts.run.get("id"),
         time=cast("str", moment(t_ns)),
         t_ns=t_ns,
-        output=[cast("dict[str, Any]", each) for each in output_of_ranks(facts, named, found)],
+        output=[cast("dict[str, Any]", output) for output in output_of_ranks(facts, named, all_deaths)],
         causes=list(causes),
-        deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if found else [],
-        ranks=ranks_block(facts, found),
+        deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if all_deaths else [],
+        ranks=ranks_block(facts, all_deaths),
         silent_ranks=missing_of(facts.world_size, facts.ranks),
         environment=alike(facts, lambda process: process.environment),
         memory_from=alike(facts, lambda process: process.memory_from),
@@ -61,10 +61,10 @@ def manifest_of(
     )
 
 
-def _of_death(facts: RunFacts, found: list[Death]) -> dict[str, Any]:
+def _of_death(facts: RunFacts, all_deaths: list[Death]) -> dict[str, Any]:
     """Return what names the first death."""
-    death = culprits(found)[0]
-    why = headline(found, lambda one: facts.node_of(one.rank), facts.ranks, facts.world_size).why
+    death = culprits(all_deaths)[0]
+    why = headline(all_deaths, lambda one: facts.node_of(one.rank), facts.ranks, facts.world_size).why
     return {
         "reason": reason_of(death),
         "why": why,
@@ -111,20 +111,20 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
     """Return what is to be said of the bundles in a session folder, the oldest first."""
     return [
         {
-            "name": each.path.name,
-            "path": str(each.path),
-            "bytes": sum(each.files.values()),
-            "files": each.files,
-            "requests": [cause.request for cause in each.manifest.causes if cause.request is not None],
-            "reason": each.manifest.reason,
-            "time": each.manifest.time,
-            "why": each.manifest.why,
-            "run": each.manifest.run,
-            "rank": each.manifest.rank,
-            "node": each.manifest.node,
-            "step": each.manifest.step,
+            "name": bundle.path.name,
+            "path": str(bundle.path),
+            "bytes": sum(bundle.files.values()),
+            "files": bundle.files,
+            "requests": [cause.request for cause in bundle.manifest.causes if cause.request is not None],
+            "reason": bundle.manifest.reason,
+            "time": bundle.manifest.time,
+            "why": bundle.manifest.why,
+            "run": bundle.manifest.run,
+            "rank": bundle.manifest.rank,
+            "node": bundle.manifest.node,
+            "step": bundle.manifest.step,
         }
-        for each in bundles_of(folder)
+        for bundle in bundles_of(folder)
     ]
 
 

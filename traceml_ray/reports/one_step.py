@@ -18,16 +18,16 @@ def step_of(session: SessionFile, step: int) -> dict[str, Any]:
     """Return a step, see `step_shapes.OneStep`. Raises `SessionFileError`."""
     ranks = session.ranks()
     numbers = {process.id: rank for rank, process in ranks.items() if process.stored}
-    found, flagged = {}, {}
+    rows_of_rank, flagged = {}, {}
     for process, chunks in session.step_chunks(numbers.keys(), step).items():
         keys, flags, rows = columns_of(chunks)
-        own = keys >> SEGMENT_BITS == step
-        if own.any():
-            found[numbers[process]] = rows[own, :N_STAGES] / 1e6
-            flagged[numbers[process]] = np.bitwise_or.reduce(flags[own])
-    order = sorted(found)
-    lines: list[tuple[int, Float]] = [(rank, row) for rank in order for row in found[rank]]
-    arrived = np.array([_arrival(found[rank], flagged[rank]) for rank in order], float)
+        of_step = keys >> SEGMENT_BITS == step
+        if of_step.any():
+            rows_of_rank[numbers[process]] = rows[of_step, :N_STAGES] / 1e6
+            flagged[numbers[process]] = np.bitwise_or.reduce(flags[of_step])
+    order = sorted(rows_of_rank)
+    lines: list[tuple[int, Float]] = [(rank, row) for rank in order for row in rows_of_rank[rank]]
+    arrived = np.array([_arrival(rows_of_rank[rank], flagged[rank]) for rank in order], float)
     return {
         "step": step,
         "first": session.first_step(numbers.keys()),
@@ -35,7 +35,7 @@ def step_of(session: SessionFile, step: int) -> dict[str, Any]:
         "ranks": order,
         "of": [rank for rank, _ in lines],
         "stages": np.array([row for _, row in lines], float).reshape(-1, N_STAGES),
-        "took_ms": max((float(found[rank].sum()) for rank in order), default=None),
+        "took_ms": max((float(rows_of_rank[rank].sum()) for rank in order), default=None),
         "arrived": arrived,
         "late": arrived - np.nanmedian(arrived) if np.isfinite(arrived).any() else arrived,
         "device": [rank for rank in order if flagged[rank] & FLAG_DEVICE_CLOCK],
@@ -50,7 +50,7 @@ def _arrival(rows: Float, flags: UInt8) -> float:
 
 def _latest(ranks: list[int], arrived: Float) -> list[int]:
     """Return the ranks whose spans are wanted: in a large job those that came last."""
-    return [ranks[at] for at in np.argsort(-np.nan_to_num(arrived), kind="stable")[:MAX_PEERS]]
+    return [ranks[index] for index in np.argsort(-np.nan_to_num(arrived), kind="stable")[:MAX_PEERS]]
 
 
 def _spans(
@@ -59,12 +59,12 @@ def _spans(
     numbers = {processes[rank].id: rank for rank in ranks}
     return [
         {
-            "rank": numbers[each["process"]],
-            "stage": STAGES[each["stage"]],
-            "name": each["name"],
-            "ms": each["total_ns"] / 1e6 / (each["last_step"] - each["first_step"] + 1),
-            "from_step": each["first_step"],
-            "to_step": each["last_step"],
+            "rank": numbers[span["process"]],
+            "stage": STAGES[span["stage"]],
+            "name": span["name"],
+            "ms": span["total_ns"] / 1e6 / (span["last_step"] - span["first_step"] + 1),
+            "from_step": span["first_step"],
+            "to_step": span["last_step"],
         }
-        for each in session.step_spans(numbers.keys(), step)
+        for span in session.step_spans(numbers.keys(), step)
     ]

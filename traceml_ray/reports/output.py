@@ -28,7 +28,7 @@ def output_of(session: SessionFile, rank: int, most: int) -> LastOutput:
     return {"rank": rank, "lines": lines, "missing": _missing(session.meta(), process)}
 
 
-def beside_failure(facts: RunFacts, verdict: Verdict, found: Sequence[Death]) -> list[LastOutput]:
+def beside_failure(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> list[LastOutput]:
     """
     Return what the ranks printed last that a verdict of a failure names: as `LastOutput`, without those of
     which there is nothing. `found`: the deaths of the run.
@@ -36,12 +36,12 @@ def beside_failure(facts: RunFacts, verdict: Verdict, found: Sequence[Death]) ->
     if LABELS[verdict.label].kind != "failure":
         return []
     named = [*dict.fromkeys([*([] if verdict.rank is None else [verdict.rank]), *verdict.ranks])]
-    return output_of_ranks(facts, named[:_RANKS], found)
+    return output_of_ranks(facts, named[:_RANKS], all_deaths)
 
 
-def output_of_ranks(facts: RunFacts, ranks: Sequence[int], found: Sequence[Death]) -> list[LastOutput]:
+def output_of_ranks(facts: RunFacts, ranks: Sequence[int], all_deaths: Sequence[Death]) -> list[LastOutput]:
     """Return what `ranks` printed last, those that died with the process that did; see `beside_failure`."""
-    died = {death.rank: death.process for death in found}
+    died = {death.rank: death.process for death in all_deaths}
     processes = {rank: died.get(rank) or facts.ranks.get(rank) for rank in ranks}
     ids = {rank: process.id for rank, process in processes.items() if process is not None}
     lines = lines_of(facts.session, ids.values(), _LINES)
@@ -50,7 +50,7 @@ def output_of_ranks(facts: RunFacts, ranks: Sequence[int], found: Sequence[Death
 
 def lines_of(session: SessionFile, processes: Iterable[int], most: int) -> dict[int, list[OutputLine]]:
     """Return the last lines of each of `processes` (ids). Raises `SessionFileError`."""
-    found = session.output(processes, most)
+    lines_of_process = session.output(processes, most)
     return {
         process: [
             {
@@ -62,7 +62,7 @@ def lines_of(session: SessionFile, processes: Iterable[int], most: int) -> dict[
             }
             for line in lines
         ]
-        for process, lines in found.items()
+        for process, lines in lines_of_process.items()
     }
 
 
@@ -70,5 +70,5 @@ def _missing(meta: dict[str, Any], process: RankProcess) -> str | None:
     """Return why there may be none."""
     if str((meta.get("settings") or {}).get("output_lines")) == "0":
         return "turned off: output_lines is 0"
-    found = [f"{name}: {why}" for name, why in process.missing.items() if name.startswith("last lines")]
-    return "; ".join(found) or None
+    reasons = [f"{name}: {why}" for name, why in process.missing.items() if name.startswith("last lines")]
+    return "; ".join(reasons) or None

@@ -24,5 +24,5 @@ def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.Change |
     if verdict is None or episode is None:
         return None
     first = episode["from_step"]
-    ended = [each["to_step"] + 1 for each in verdict["episodes"] if each["to_step"] < first]
+    ended = [episode["to_step"] + 1 for episode in verdict["episodes"] if episode["to_step"] < first]
     return query.Change(run, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"])

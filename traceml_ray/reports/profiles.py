@@ -41,20 +41,20 @@ def profiles_block(folder: Path, run: str | None) -> list[dict[str, Any]]:
 def by_operation(summary: Mapping[str, Any]) -> list[str]:
     """Return what a profile has found of a rank that the verdict names, of its stage if one has."""
     verdict = summary["verdict"]
-    found = [one for one in summary["profiles"] if one["suspect"] in verdict["ranks"] and one["found"]]
-    if not found:
+    matching = [one for one in summary["profiles"] if one["suspect"] in verdict["ranks"] and one["found"]]
+    if not matching:
         return []
-    newest = max(found, key=lambda one: (one["stage"] == verdict["stage"], one["time"]))
+    newest = max(matching, key=lambda one: (one["stage"] == verdict["stage"], one["time"]))
     return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']:,} on"]
 
 
 def profile_facts(summary: dict[str, Any]) -> Facts:
     """Return the part of the report that says which operations make the rank late."""
-    found = by_operation(summary)
-    return Facts(*zip(["Operation", *[""] * len(found)], found, strict=False))
+    sentences = by_operation(summary)
+    return Facts(*zip(["Operation", *[""] * len(sentences)], sentences, strict=False))
 
 
-def render_list(found: Profiles, folder: Path) -> str:
+def render_list(profiles: Profiles, folder: Path) -> str:
     """Return the list of the profiles in `folder`."""
     columns: Columns = {
         "asked for (UTC)": lambda one: text.date(one.profile.time),
@@ -65,10 +65,10 @@ def render_list(found: Profiles, folder: Path) -> str:
         ">size": lambda one: text.size(one.bytes),
         "why": lambda one: one.profile.why,
     }
-    lines = [] if found.now is None else [f"one is being made: {found.now.id}"]
-    if not found.done:
+    lines = [] if profiles.now is None else [f"one is being made: {profiles.now.id}"]
+    if not profiles.done:
         return "\n".join([f"no profiles in {folder}", *lines]) + "\n"
-    return page([table("Profiles, the oldest first", columns, found.done), [f"in {folder}", *lines]])
+    return page([table("Profiles, the oldest first", columns, profiles.done), [f"in {folder}", *lines]])
 
 
 def render_profile(profile: Profile, path: Path) -> str:
@@ -97,18 +97,18 @@ def _ms(value: float | None) -> str:
 
 
 OPERATIONS: Columns = {
-    "Node ID": lambda each: each.node or each.node_id or "",
-    ">Rank": lambda each: text.plain(each.rank),
-    "Name": lambda each: each.name,
-    "Kind": lambda each: each.kind,
-    "Input shapes": lambda each: each.input_shapes or "",
-    ">Self CPU ms": lambda each: _ms(each.self_cpu_ms),
-    ">CPU ms": lambda each: _ms(each.cpu_ms),
-    ">Self device ms": lambda each: _ms(each.self_device_ms),
-    ">Device ms": lambda each: _ms(each.device_ms),
-    ">Self CPU memory": lambda each: _size(each.self_cpu_bytes),
-    ">Self device memory": lambda each: _size(each.self_device_bytes),
-    ">Calls": lambda each: f"{each.calls:,}",
+    "Node ID": lambda operation: operation.node or operation.node_id or "",
+    ">Rank": lambda operation: text.plain(operation.rank),
+    "Name": lambda operation: operation.name,
+    "Kind": lambda operation: operation.kind,
+    "Input shapes": lambda operation: operation.input_shapes or "",
+    ">Self CPU ms": lambda operation: _ms(operation.self_cpu_ms),
+    ">CPU ms": lambda operation: _ms(operation.cpu_ms),
+    ">Self device ms": lambda operation: _ms(operation.self_device_ms),
+    ">Device ms": lambda operation: _ms(operation.device_ms),
+    ">Self CPU memory": lambda operation: _size(operation.self_cpu_bytes),
+    ">Self device memory": lambda operation: _size(operation.self_device_bytes),
+    ">Calls": lambda operation: f"{operation.calls:,}",
 }
 
 
@@ -122,30 +122,36 @@ def _more(value: float) -> str:
 
 
 COMPARED: Columns = {
-    "Operation": lambda each: each.name,
-    "Kind": lambda each: each.kind,
-    ">More ms": lambda each: _more(each.more_ms),
-    "On": lambda each: "device" if each.on_device else "",
-    ">Self CPU ms": lambda each: _ms(each.self_cpu_ms),
-    ">Others": lambda each: _ms(each.other_self_cpu_ms),
-    ">Self device ms": lambda each: _ms(each.self_device_ms),
-    "> Others": lambda each: _ms(each.other_self_device_ms),
-    ">Calls": lambda each: text.number(each.calls),
-    ">  Others": lambda each: text.number(each.other_calls),
+    "Operation": lambda operation: operation.name,
+    "Kind": lambda operation: operation.kind,
+    ">More ms": lambda operation: _more(operation.more_ms),
+    "On": lambda operation: "device" if operation.on_device else "",
+    ">Self CPU ms": lambda operation: _ms(operation.self_cpu_ms),
+    ">Others": lambda operation: _ms(operation.other_self_cpu_ms),
+    ">Self device ms": lambda operation: _ms(operation.self_device_ms),
+    "> Others": lambda operation: _ms(operation.other_self_device_ms),
+    ">Calls": lambda operation: text.number(operation.calls),
+    ">  Others": lambda operation: text.number(operation.other_calls),
 }
 
 
-def render_difference(found: Difference, top: int = 15) -> str:
+def render_difference(difference: Difference, top: int = 15) -> str:
     """Return what one rank does more of than others: sentences, then the operations that explain most."""
-    than = text.ranks(found.others) if len(found.others) == 1 else f"the median of {text.ranks(found.others)}"
-    per = f"per step, of {text.count(found.steps, 'step')}" if found.steps else "in all of the trace"
-    stage = f", `{found.stage}` alone" if found.stage else ""
-    title = f"Rank {found.rank} beside {than}, {per}{stage}:"
+    than = (
+        text.ranks(difference.others)
+        if len(difference.others) == 1
+        else f"the median of {text.ranks(difference.others)}"
+    )
+    per = (
+        f"per step, of {text.count(difference.steps, 'step')}" if difference.steps else "in all of the trace"
+    )
+    stage = f", `{difference.stage}` alone" if difference.stage else ""
+    title = f"Rank {difference.rank} beside {than}, {per}{stage}:"
     waits = "Waiting for other ranks, or for a device (time that no work hides):"
     return page(
         [
-            [each[0].upper() + each[1:] for each in found.sentences],
-            table(title, COMPARED, found.operations[:top]),
-            table(waits, COMPARED, found.waits[:top]),
+            [one_sentence[0].upper() + one_sentence[1:] for one_sentence in difference.sentences],
+            table(title, COMPARED, difference.operations[:top]),
+            table(waits, COMPARED, difference.waits[:top]),
         ]
     )

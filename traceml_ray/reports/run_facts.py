@@ -69,10 +69,10 @@ class RunFacts:
         """How ranks of the run ended badly, as the launcher saw it; the time is of the aggregator's clock."""
         who = {(s.rank, s.identity.pid): s.identity for s in self.every if s.identity}
         runs = {key: identity.job_id for key, identity in who.items()}
-        own = self.run.get("id")
-        other = own if is_own(own, self.runs, self.meta) else None
-        found = self.meta.get("failures", [])
-        kept = [f for f in found if runs.get((f["rank"], f["pid"]), other) == own]
+        run_id = self.run.get("id")
+        other = run_id if is_own(run_id, self.runs, self.meta) else None
+        failures = self.meta.get("failures", [])
+        kept = [f for f in failures if runs.get((f["rank"], f["pid"]), other) == run_id]
         return [{**f, "t_ns": f["t_ns"] + self._offset(who.get((f["rank"], f["pid"])))} for f in kept]
 
     def _offset(self, identity: RankIdentity | None) -> int:
@@ -125,7 +125,10 @@ def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
     if len(numbers) == len(claimed) == len(set(numbers)):
         number = {key: min(numbers) for key, numbers in claimed.items()}
     else:
-        number = {key: at for at, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))}
+        number = {
+            key: number_of_node
+            for number_of_node, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))
+        }
     before = {node_key(process) for process in facts.processes if process.identity}.difference(ranks)
     gone = [key for key in sorted(before) if _is_lost(facts, key)]
     return [
@@ -148,9 +151,9 @@ def _is_lost(facts: RunFacts, key: str) -> bool:
 
 def deaths_of(facts: RunFacts) -> list[DeathInfo]:
     """Return how ranks of the run died, the first cause first."""
-    found = facts.deaths()
-    first = culprits(found) if found else []
-    return [_death(death, death in first) for death in [*first, *(d for d in found if d not in first)]]
+    all_deaths = facts.deaths()
+    first = culprits(all_deaths) if all_deaths else []
+    return [_death(death, death in first) for death in [*first, *(d for d in all_deaths if d not in first)]]
 
 
 def _death(death: Death, first: bool) -> DeathInfo:
@@ -168,9 +171,9 @@ def _death(death: Death, first: bool) -> DeathInfo:
     }
 
 
-def ranks_block(facts: RunFacts, found: Sequence[Death]) -> dict[str, Any]:
+def ranks_block(facts: RunFacts, all_deaths: Sequence[Death]) -> dict[str, Any]:
     """Return how far each rank came and how it ended."""
-    died = {death.rank: death for death in found if death.process is not None}
+    died = {death.rank: death for death in all_deaths if death.process is not None}
     processes = Counter(process.rank for process in facts.processes)
     return {str(rank): _rank(facts, rank, died.get(rank), processes[rank]) for rank in facts.ranks}
 
@@ -218,13 +221,13 @@ def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def alike(facts: RunFacts, of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
+def alike(facts: RunFacts, values_of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return what processes say by name, with the ranks that say the same."""
-    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    ranks_of_values: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for rank, process in facts.ranks.items():
-        if values := of(process):
-            found.setdefault(tuple(sorted(values.items())), []).append(rank)
-    return [{"ranks": ranks, "values": dict(values)} for values, ranks in found.items()]
+        if values := values_of(process):
+            ranks_of_values.setdefault(tuple(sorted(values.items())), []).append(rank)
+    return [{"ranks": ranks, "values": dict(values)} for values, ranks in ranks_of_values.items()]
 
 
 def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:

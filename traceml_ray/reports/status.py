@@ -59,7 +59,7 @@ def render_start(folder: Path, live: Live) -> str:
 def start_json(folder: Path, live: Live) -> str:
     """Return the same as indented JSON."""
     state = "starting" if live.monitor != "failed" else "running"
-    found = {
+    document = {
         "session": folder.name,
         "path": str(folder),
         "status": state,
@@ -68,7 +68,7 @@ def start_json(folder: Path, live: Live) -> str:
         "monitor": live.monitor,
         "detail": live.detail or None,
     }
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps(document, indent=2) + "\n"
 
 
 def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
@@ -76,7 +76,7 @@ def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
     status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
     labels = _labels(nodes)
     errors, missing = _counted(status["errors"], nodes, processes)
-    found = {
+    document = {
         "session": status.get("session"),
         "path": str(folder),
         "status": status.get("status", "running"),
@@ -91,7 +91,7 @@ def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
         "errors": errors,
         "not_measured": missing,
     }
-    return json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2) + "\n"
+    return json.dumps(msgspec.to_builtins(document, str_keys=True), indent=2) + "\n"
 
 
 def _rank_json(rank: int, process: RankProcess, labels: Mapping[str, str], now: int) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def _labels(nodes: list[NodeInfo]) -> dict[str, str]:
 
 
 def _counted(
-    own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
+    aggregator_errors: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return how often each error was swallowed, and of how many processes each thing was not measured."""
-    errors = _errors(own, nodes, processes)
+    errors = _errors(aggregator_errors, nodes, processes)
     missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
     for place in [place for place in errors if NOT_MEASURED in place]:
         missing[place.replace(NOT_MEASURED, "")] = errors.pop(place)
@@ -146,15 +146,17 @@ def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int
     return table("Ranks", columns, ranks)
 
 
-def _errors(own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]) -> dict[str, int]:
+def _errors(
+    aggregator_errors: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
+) -> dict[str, int]:
     """Return the swallowed errors by source and place; a rank's are those of all its processes."""
-    sources = [("aggregator", own)]
+    sources = [("aggregator", aggregator_errors)]
     sources += [(f"relay of {node['hostname']}", node["errors"]) for node in nodes]
     sources += [(f"rank {process.rank}", process.errors) for process in processes]
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for source, errors in sources:
-        found.update({f"{source}, {place}": count for place, count in errors.items()})
-    return found
+        counts.update({f"{source}, {place}": count for place, count in errors.items()})
+    return counts
 
 
 def _counts(title: str, counts: dict[str, int]) -> list[str]:

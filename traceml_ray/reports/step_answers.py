@@ -13,19 +13,23 @@ from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.query import Request
 
 
-def _times(of: RunSteps, asked: query.Times, whole: bool) -> dict[str, Any]:
-    began = min((process.first_seen_ns for process in of.ranks.values()), default=0)
-    ended = max((process.last_rows_ns or 0 for process in of.ranks.values()), default=0)
-    stored = sum(process.stored for process in of.ranks.values())
+def _times(run_steps: RunSteps, asked: query.Times, whole: bool) -> dict[str, Any]:
+    began = min((process.first_seen_ns for process in run_steps.ranks.values()), default=0)
+    ended = max((process.last_rows_ns or 0 for process in run_steps.ranks.values()), default=0)
+    stored = sum(process.stored for process in run_steps.ranks.values())
     wall_ms = (ended - began) / 1e6 if ended > began else None
-    found = step_numbers.times(of.history, whole, of.world, wall_ms, stored, _part(asked))
-    return {**found, "whole": of.whole}
+    numbers = step_numbers.times(run_steps.history, whole, run_steps.world, wall_ms, stored, _part(asked))
+    return {**numbers, "whole": run_steps.whole}
 
 
-def _spine(of: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
-    ended = ((rank, of.ranks[rank].last_rows_ns) for rank in of.history.ranks if rank in of.ranks)
-    rank, end_ns = next((each for each in ended if each[1] is not None), (None, None))
-    return step_numbers.spine(of.history, rank, end_ns, asked.most)
+def _spine(run_steps: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
+    ended = (
+        (rank, run_steps.ranks[rank].last_rows_ns)
+        for rank in run_steps.history.ranks
+        if rank in run_steps.ranks
+    )
+    rank, end_ns = next((rank_end for rank_end in ended if rank_end[1] is not None), (None, None))
+    return step_numbers.spine(run_steps.history, rank, end_ns, asked.most)
 
 
 def _part(asked: query.Times | query.RankTimes) -> Between | None:
@@ -41,25 +45,27 @@ def _between(asked: Any, newest: bool) -> Between | None:
 
 OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
     query.Times: _times,
-    query.Columns: lambda of, asked, whole: step_numbers.columns(
-        of.history,
+    query.Columns: lambda run_steps, asked, whole: step_numbers.columns(
+        run_steps.history,
         asked.stage,
         _between(asked, not whole and not asked.first and asked.last is None),
-        of.world,
+        run_steps.world,
         asked.since,
     ),
     query.Spine: _spine,
-    query.Change: lambda of, asked, _: step_numbers.change(
-        of.history, Between(asked.begin, asked.first - 1), _between(asked, False) or ALL
+    query.Change: lambda run_steps, asked, _: step_numbers.change(
+        run_steps.history, Between(asked.begin, asked.first - 1), _between(asked, False) or ALL
     ),
-    query.Busy: lambda of, asked, *_: step_numbers.busy(of.history, asked.ranks, asked.most),
-    query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(
-        of.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
+    query.Busy: lambda run_steps, asked, *_: step_numbers.busy(run_steps.history, asked.ranks, asked.most),
+    query.RankSteps: lambda run_steps, asked, *_: step_numbers.of_rank(
+        run_steps.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
     ),
-    query.StepSample: lambda of, *_: sampled(of.history, of.world),
-    query.RankTimes: lambda of, asked, whole: step_numbers.rank_times(of.history, whole, _part(asked)),
-    query.Cell: lambda of, asked, *_: step_numbers.cell(
-        of.history, asked.rank, asked.first, asked.last, of.world
+    query.StepSample: lambda run_steps, *_: sampled(run_steps.history, run_steps.world),
+    query.RankTimes: lambda run_steps, asked, whole: step_numbers.rank_times(
+        run_steps.history, whole, _part(asked)
+    ),
+    query.Cell: lambda run_steps, asked, *_: step_numbers.cell(
+        run_steps.history, asked.rank, asked.first, asked.last, run_steps.world
     ),
 }
 """By kind: takes the history, the question, and whether it is of the whole run."""

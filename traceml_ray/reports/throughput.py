@@ -35,13 +35,19 @@ class StoredWork:
                 for self._cursor, process, work in records:
                     self._work.add(process, work)
 
-    def numbers(self, of: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
+    def numbers(self, run_steps: RunSteps, *, whole: bool, over: bool) -> dict[str, Any]:
         """Return how much the run gets through, by what has been read."""
         with self._lock:
-            processes = {rank: process.id for rank, process in of.ranks.items()}
-            missing = reasons(of.ranks.values())
+            processes = {rank: process.id for rank, process in run_steps.ranks.items()}
+            missing = reasons(run_steps.ranks.values())
             return throughput(
-                of.history, self._work, processes, of.world, whole=whole, over=over, missing=missing
+                run_steps.history,
+                self._work,
+                processes,
+                run_steps.world,
+                whole=whole,
+                over=over,
+                missing=missing,
             )
 
 
@@ -58,22 +64,24 @@ def of_run(facts: RunFacts, history: StepHistory | None) -> dict[str, Any] | Non
     return throughput(history, work, processes, facts.world_size, whole=True, over=over, missing=missing)
 
 
-def block(found: Mapping[str, Any] | None) -> dict[str, Any]:
+def block(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what the summary says of it."""
     names = ThroughputNumbers.__annotations__
-    if found is None:
+    if numbers is None:
         why = {"steps": "no rank has reported a step"}
         return {**dict.fromkeys(names), "steps": 0, "why": why, **{f"per_{name}": {} for name in _PER_RANK}}
     per_rank = {
-        f"per_{name}": dict(zip(map(str, found["ranks"]), found[name].tolist(), strict=True))
+        f"per_{name}": dict(zip(map(str, numbers["ranks"]), numbers[name].tolist(), strict=True))
         for name in _PER_RANK
     }
-    return {**{name: found[name] for name in names}, **per_rank}
+    return {**{name: numbers[name] for name in names}, **per_rank}
 
 
 def reasons(processes: Iterable[RankProcess]) -> dict[str, str]:
     """Return why processes know less of their work, the first of each."""
-    found: dict[str, str] = {}
+    reasons_of: dict[str, str] = {}
     for process in processes:
-        found = {name: why for name, why in process.missing.items() if name in ("samples", "flops")} | found
-    return found
+        reasons_of = {
+            name: why for name, why in process.missing.items() if name in ("samples", "flops")
+        } | reasons_of
+    return reasons_of

@@ -11,39 +11,40 @@ from traceml_ray.reports.layout import Facts
 
 def throughput_facts(summary: Mapping[str, Any]) -> Facts:
     """Return samples and tokens a second, the MFU, and how long the steps to come will take."""
-    found = summary.get("throughput")  # older summaries have none
-    if not found or not found["steps"]:
+    numbers = summary.get("throughput")  # older summaries have none
+    if not numbers or not numbers["steps"]:
         return Facts()
-    return Facts(("Throughput", _rates(found)), ("MFU", _mfu(found)), ("Time left", _left(found)))
+    return Facts(("Throughput", _rates(numbers)), ("MFU", _mfu(numbers)), ("Time left", _left(numbers)))
 
 
-def _rates(found: Mapping[str, Any]) -> str:
+def _rates(numbers: Mapping[str, Any]) -> str:
     known = [
-        f"{text.number(found[f'{name}_per_s'])} {name}/s"
+        f"{text.number(numbers[f'{name}_per_s'])} {name}/s"
         for name in ("tokens", "samples")
-        if found[f"{name}_per_s"] is not None
+        if numbers[f"{name}_per_s"] is not None
     ]
     if not known:
         return ""
-    best = f"; the best 5 % of the steps take {text.percent(found['efficiency_pct'])} of the mean one's time"
+    best = (
+        f"; the best 5 % of the steps take {text.percent(numbers['efficiency_pct'])} of the mean one's time"
+    )
     return f"{', '.join(known)} of all ranks{best}"
 
 
-def _mfu(found: Mapping[str, Any]) -> str:
+def _mfu(numbers: Mapping[str, Any]) -> str:
     """Return the MFU, or why FLOPs that were counted or told lead to none."""
-    if found["mfu_pct"] is None:
-        return f"not known: {found['why']['mfu']}" if found["step_flops"] else ""
-    counted = f" in step {found['flops_step']:,}" if found["flops_step"] is not None else ""
-    flops = f"{text.flops(found['step_flops'])} a step, {found['flops_from']}{counted}"
-    device = f" {found['device']}" if found["device"] else " device"
-    dtype = f" in {found['dtype']}" if found["dtype"] else ""
-    peak = f"{text.number(found['peak_tflops'])} TFLOP/s{dtype} of {found['devices']} ×{device}"
-    return f"{text.percent(found['mfu_pct'])} of the {peak}: {flops}"
+    if numbers["mfu_pct"] is None:
+        return f"not known: {numbers['why']['mfu']}" if numbers["step_flops"] else ""
+    counted = f" in step {numbers['flops_step']:,}" if numbers["flops_step"] is not None else ""
+    flops = f"{text.flops(numbers['step_flops'])} a step, {numbers['flops_from']}{counted}"
+    device = f" {numbers['device']}" if numbers["device"] else " device"
+    dtype = f" in {numbers['dtype']}" if numbers["dtype"] else ""
+    peak = f"{text.number(numbers['peak_tflops'])} TFLOP/s{dtype} of {numbers['devices']} ×{device}"
+    return f"{text.percent(numbers['mfu_pct'])} of the {peak}: {flops}"
 
 
-def _left(found: Mapping[str, Any]) -> str:
-    if found["eta_s"] is None:
+def _left(numbers: Mapping[str, Any]) -> str:
+    if numbers["eta_s"] is None:
         return ""
-    return (
-        f"{text.duration(found['eta_s'])} of {text.count(found['total_steps'], 'step')}, as the recent ones"
-    )
+    left = text.duration(numbers["eta_s"])
+    return f"{left} of {text.count(numbers['total_steps'], 'step')}, as the recent ones"

@@ -36,35 +36,41 @@ def tiles(
         return []
     worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
     sampled = "sampled " if times["timed_pct"] < 90 else ""
-    of = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} {sampled}steps"
+    steps_text = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} {sampled}steps"
     since = "the run's beginning was not read"
     if times["all_read"]:
         wall_s = times["wall_s"]
         since = "" if wall_s is None else f"of {text.duration(wall_s)} since the first report"
     median, p95 = times["median_ms"], text.ms(times["p95_ms"])
-    every = f"the share of their time in which ranks wait for others, {of}"
+    every = f"the share of their time in which ranks wait for others, {steps_text}"
     return [
-        _tile("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], of),
-        *_rate(times, columns, work, of),
+        _tile("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
+        *_rate(times, columns, work, steps_text),
         _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
-        _tile("wait", "Waiting per rank", times["waiting_pct"], "%", of, columns["waiting_pct"], every),
-        _tile("worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], of),
+        _tile(
+            "wait", "Waiting per rank", times["waiting_pct"], "%", steps_text, columns["waiting_pct"], every
+        ),
+        _tile(
+            "worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], steps_text
+        ),
         *_idle(times),
         *_left(work),
     ]
 
 
 def _rate(
-    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None, of: str
+    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None, steps_text: str
 ) -> list[Tile]:
     """Return tokens, else samples, else steps a second, and the MFU where it is known."""
     if work is None or not work["steps"]:
-        return [_tile("rate", "Throughput", times["steps_per_s"], "steps/s", of, columns["steps_per_s"])]
+        return [
+            _tile("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"])
+        ]
     best = f"its best 5 % of steps: {text.percent(work['efficiency_pct'])} of a step's time"
     for name in ("tokens", "samples"):
         if work[f"{name}_per_s"] is not None:
-            about = f"{text.number(work['samples_per_s'])} samples/s" if name == "tokens" else of
-            found = _tile(
+            about = f"{text.number(work['samples_per_s'])} samples/s" if name == "tokens" else steps_text
+            shown = _tile(
                 "rate",
                 "Throughput",
                 work[f"{name}_per_s"],
@@ -76,8 +82,10 @@ def _rate(
             break
     else:
         why = f"{work['why'].get('samples', '')}; {best}"
-        found = _tile("rate", "Throughput", work["steps_per_s"], "steps/s", of, work["line_steps_per_s"], why)
-    return [found, *_mfu(work)]
+        shown = _tile(
+            "rate", "Throughput", work["steps_per_s"], "steps/s", steps_text, work["line_steps_per_s"], why
+        )
+    return [shown, *_mfu(work)]
 
 
 def _mfu(work: Mapping[str, Any]) -> list[Tile]:
@@ -105,8 +113,8 @@ def _idle(times: Mapping[str, Any]) -> list[Tile]:
     idle = times["gpu_idle_pct"]
     if np.isnan(idle).all():
         return []
-    at = int(np.nanargmax(idle))
-    return [_tile("idle", "GPU idle, most", idle[at], "%", f"rank {times['ranks'][at]}", ())]
+    position = int(np.nanargmax(idle))
+    return [_tile("idle", "GPU idle, most", idle[position], "%", f"rank {times['ranks'][position]}", ())]
 
 
 def _tile(
@@ -121,7 +129,7 @@ def _tile(
     shown = np.asarray(series, dtype=float)
     if len(shown) > _SPARK:
         long = np.full((-(-len(shown) // _SPARK), _SPARK), np.nan)
-        for at, piece in enumerate(np.array_split(shown, _SPARK)):
-            long[: len(piece), at] = piece
+        for index, piece in enumerate(np.array_split(shown, _SPARK)):
+            long[: len(piece), index] = piece
         shown = quantiles(long, (0.5,))[0]
     return Tile(key, label, value, unit, about, shown, title)

@@ -58,7 +58,7 @@ class Whole:
         """How many steps each rank has."""
         self.timed = run.history.timed()
         """Share (0..1) of these in which a device's clock was read, where it goes on."""
-        self.lines = {own.rank: run.history.timeline(own.rank) for own in ranks}
+        self.lines = {rank_rows.rank: run.history.timeline(rank_rows.rank) for rank_rows in ranks}
         """When the steps of each were."""
         known = [line for line in self.lines.values() if len(line.first)]
         self.first_step = min((int(line.first[0]) for line in known), default=0)
@@ -124,7 +124,9 @@ def reduce(
     if not ranks:
         return None
     run, sums = None, session.folded()
-    folded = {own.rank: sums[own.process_id] for own in ranks if own.process_id in sums}
+    folded = {
+        rank_rows.rank: sums[rank_rows.process_id] for rank_rows in ranks if rank_rows.process_id in sums
+    }
     if folded and not newest:
         with contextlib.suppress(ValueError):  # of another version: then of the rows that are left
             run = unpack(session.kept(), ranks)
@@ -139,13 +141,13 @@ def reduce(
 
 def _outside(folded: Mapping[int, Folded], run: Reduction) -> dict[int, Folded]:
     """Return the sums of rows that `run` has not: it may have begun later, or have ended before."""
-    found, ends = {}, run.history.ends()
+    folded_by_rank, ends = {}, run.history.ends()
     for rank, sums in folded.items():
         first, last = ends[rank]
         outside = (sums.last_keys < first) | (sums.first_keys > last)
         if outside.any():
-            found[rank] = Folded(*(column[outside] for column in sums))
-    return found
+            folded_by_rank[rank] = Folded(*(column[outside] for column in sums))
+    return folded_by_rank
 
 
 def folded_steps(counts: Int64, first: Int64, last: Int64, following: int | Int64) -> int:
@@ -183,12 +185,12 @@ def first_steps_of(facts: RunFacts, whole: Whole | None) -> FirstSteps | None:
     processes = {process.id: rank for rank, process in sorted(facts.ranks.items()) if process.stored}
     d, flags = [], []
     for step in range(whole.first_step, whole.first_step + warmup):
-        found = _step(facts, processes, step)
-        if found is None:
+        step_rows = _step(facts, processes, step)
+        if step_rows is None:
             break
-        d.append(found[0])
-        flags.append(found[1])
-        if found[0][:, 1:].sum(axis=1).max() < 2 * usual_ns:
+        d.append(step_rows[0])
+        flags.append(step_rows[1])
+        if step_rows[0][:, 1:].sum(axis=1).max() < 2 * usual_ns:
             break
     if not d:
         return None
@@ -204,11 +206,11 @@ def _step(facts: RunFacts, processes: dict[int, int], step: int) -> tuple[Int64,
         if process not in chunks:
             return None
         keys, marks, rows = columns_of(chunks[process])
-        own = keys >> SEGMENT_BITS == step
-        if not own.any():
+        of_step = keys >> SEGMENT_BITS == step
+        if not of_step.any():
             return None
-        d.append(rows[own, :N_STAGES].sum(axis=0))
-        flags.append(int(np.bitwise_or.reduce(marks[own])))
+        d.append(rows[of_step, :N_STAGES].sum(axis=0))
+        flags.append(int(np.bitwise_or.reduce(marks[of_step])))
     return np.array(d), np.array(flags)
 
 
@@ -229,13 +231,13 @@ class StoredSpans:
         known: dict[int, int] = {}
         for row in stored:
             known[row["process"]] = max(known.get(row["process"], -1), min(row["last_step"], last))
-        found: dict[int, dict[tuple[str, int], SpanRate]] = {}
+        rates_of_rank: dict[int, dict[tuple[str, int], SpanRate]] = {}
         for row in stored:
             rank, steps = self._ranks.get(row["process"]), known[row["process"]] - first + 1
             if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
                 rate = SpanRate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
-                found.setdefault(rank, {})[row["name"], row["stage"]] = rate
-        return {rank: found[rank] for rank in ranks if rank in found}
+                rates_of_rank.setdefault(rank, {})[row["name"], row["stage"]] = rate
+        return {rank: rates_of_rank[rank] for rank in ranks if rank in rates_of_rank}
 
     def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[dict[str, Any]]:
         """
@@ -245,14 +247,17 @@ class StoredSpans:
         known = self.find(list(stages), first, last)
         block: list[dict[str, Any]] = []
         for name, stage in {key for rates in known.values() for key in rates}:
-            of = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
-            worst = max(of, key=lambda rank: of[rank].ns)
-            rate = of[worst]
+            rates_here = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
+            worst = max(rates_here, key=lambda rank: rates_here[rank].ns)
+            rate = rates_here[worst]
             block.append(
                 {
                     "stage": STAGES[stage],
                     "name": name,
-                    "median_ms": float(np.median([of[r].ns if r in of else 0.0 for r in known])) / 1e6,
+                    "median_ms": float(
+                        np.median([rates_here[r].ns if r in rates_here else 0.0 for r in known])
+                    )
+                    / 1e6,
                     "max_ms": rate.ns / 1e6,
                     "worst_rank": worst,
                     "share": min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
@@ -270,10 +275,12 @@ def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dic
     """
     ranks = session.ranks()
     known = ranks if len(ranks) <= MAX_PEERS else {rank: ranks[rank]} if rank in ranks else {}
-    found = StoredSpans(session, known).find([*known], first, last)
+    rates_of_rank = StoredSpans(session, known).find([*known], first, last)
     spans = []
-    for (name, stage), rate in sorted(found.get(rank, {}).items(), key=lambda span: -span[1].ns):
-        every = [rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in found.values()]
+    for (name, stage), rate in sorted(rates_of_rank.get(rank, {}).items(), key=lambda span: -span[1].ns):
+        every = [
+            rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in rates_of_rank.values()
+        ]
         spans.append(
             {
                 "stage": STAGES[stage],

@@ -120,11 +120,11 @@ class Bundle:
 
 def bundles_of(folder: Path) -> list[Bundle]:
     """Return the bundles in a session folder, the oldest first; a folder that is none is left out."""
-    found = []
+    bundles = []
     for path in _folders(folder / FOLDER):
         with contextlib.suppress(OSError, ValueError):
-            found.append(Bundle(path, read_json(path / MANIFEST, Manifest), _files(path)))
-    return found
+            bundles.append(Bundle(path, read_json(path / MANIFEST, Manifest), _files(path)))
+    return bundles
 
 
 def names_of(folder: Path) -> list[str]:
@@ -202,17 +202,17 @@ def prune(folder: Path, most: int, most_bytes: int) -> list[str]:
 def _folders(place: Path) -> list[Path]:
     """Return the folders of bundles; their names begin with their time."""
     try:
-        found = [path for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
+        folders = [path for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
     except (OSError, ValueError):  # a name that no file can have
         return []
-    return sorted(path for path in found if path.name[:1].isdigit())
+    return sorted(path for path in folders if path.name[:1].isdigit())
 
 
 def _files(path: Path) -> dict[str, int]:
     """Return the regular files in a bundle, with their bytes."""
-    found = {}
+    sizes = {}
     with contextlib.suppress(OSError):
         for file in sorted(path.iterdir()):
             if file.is_file() and not file.is_symlink():
-                found[file.name] = file.stat().st_size
-    return found
+                sizes[file.name] = file.stat().st_size
+    return sizes

@@ -37,7 +37,7 @@ class Fence:
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, path: Path, found: tuple[int, int] | None, *, now: bool = True
+        self, connection: sqlite3.Connection, path: Path, opened: tuple[int, int] | None, *, now: bool = True
     ) -> None:
         self.broken = False
         """Whether another writer has the session."""
@@ -51,7 +51,7 @@ class Fence:
         except sqlite3.Error as error:
             raise SessionFileError(f"{path}: cannot read the session file: {error}") from error
         self._file = identity(path)
-        if found not in (None, self._file):
+        if opened not in (None, self._file):
             raise self._fenced()
 
     def check(self) -> None:
@@ -59,10 +59,10 @@ class Fence:
         Raise `Fenced` where another writer has the session, OSError where the file is gone; called in a
         transaction.
         """
-        found = identity(self._path)
-        if found is None:
+        identity_now = identity(self._path)
+        if identity_now is None:
             raise FileNotFoundError(f"{self._path}: the session file is gone")
-        if self.broken or found != self._file or _transactions(self._connection) != self._epoch:
+        if self.broken or identity_now != self._file or _transactions(self._connection) != self._epoch:
             raise self._fenced()
         self._counted = self._epoch
 
@@ -89,10 +89,10 @@ def identity(path: Path) -> tuple[int, int] | None:
     It is not opened for that: closing it would let go of this process's locks on it.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def claim(connection: sqlite3.Connection) -> None:

@@ -79,11 +79,11 @@ class HistoryReader:
         self._processes = processes
         read = 0
         while read < most:
-            found, cursor = self.session.rows(since=self._cursor, most=self._chunks)
-            count = sum(len(own.keys) for own in found)
+            chunk, cursor = self.session.rows(since=self._cursor, most=self._chunks)
+            count = sum(len(rank_rows.keys) for rank_rows in chunk)
             self.whole = self._cursor >= 0 and cursor < self._cursor + self._chunks
             self._cursor, read = cursor, read + count
-            self._add(found)
+            self._add(chunk)
             if self.whole:
                 return
             self._chunks = int(np.clip(self._chunks * most // max(1, count), _FEW_CHUNKS, _MANY_CHUNKS))
@@ -113,14 +113,14 @@ class HistoryReader:
             run.replay = None
         return run
 
-    def _add(self, found: Sequence[RankRows]) -> None:
-        known = self.history.reported() | {own.rank for own in found}
+    def _add(self, chunk: Sequence[RankRows]) -> None:
+        known = self.history.reported() | {rank_rows.rank for rank_rows in chunk}
         holding, waited = awaited(self.ranks, self._training, self._patience_ns, known)
         if not self.whole:  # of a rank that has been read to its end nothing is waited for
             ends, none = self.history.ends(), (-1, -1)
             last = {rank: process.last_key or 0 for rank, process in self.ranks.items()}
             holding = {rank for rank, key in last.items() if ends.get(rank, none)[1] < key}
-        self._run.add(found, holding, waited, self._training)
+        self._run.add(chunk, holding, waited, self._training)
 
 
 _MAX_READERS = 3

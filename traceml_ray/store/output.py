@@ -41,26 +41,28 @@ class OutputReader(Reader):
         Return the last lines of each of `processes` (ids) that printed any, `most` of each of its streams, in
         order of time.
         """
-        found: dict[int, dict[tuple[int, int], list[Line]]] = {}
+        lines_of_process: dict[int, dict[tuple[int, int], list[Line]]] = {}
         columns = "process, stream, by_relay, t_ns, lines, unfinished, skipped"
         wanted = ", ".join(str(int(process)) for process in processes)
         rows = self._iterate(f"SELECT {columns} FROM output WHERE process IN ({wanted}) ORDER BY id")
         for process, stream, by_relay, t_ns, lines, unfinished, skipped in rows:
-            own = found.setdefault(process, {}).setdefault((stream, by_relay), [])
-            if own and own[-1].unfinished:
-                own.pop()
+            stream_lines = lines_of_process.setdefault(process, {}).setdefault((stream, by_relay), [])
+            if stream_lines and stream_lines[-1].unfinished:
+                stream_lines.pop()
             name, ended = _STREAMS[stream], lines.split("\n") if lines is not None else []
-            own += [Line(name, t_ns, text, False, 0 if at else skipped) for at, text in enumerate(ended)]
-            own += [Line(name, t_ns, unfinished, True, 0)] if unfinished else []
-        return {process: _in_order(streams, most) for process, streams in found.items()}
+            stream_lines += [
+                Line(name, t_ns, text, False, 0 if number else skipped) for number, text in enumerate(ended)
+            ]
+            stream_lines += [Line(name, t_ns, unfinished, True, 0)] if unfinished else []
+        return {process: _in_order(streams, most) for process, streams in lines_of_process.items()}
 
 
 def _in_order(streams: dict[tuple[int, int], list[Line]], most: int) -> list[Line]:
     """Return the last lines of all streams of a process, from (stream, whether the relay read them)."""
     every = list[Line]()
     for stream in _STREAMS:
-        own = joined(streams.get((stream, 1), []), streams.get((stream, 0), []))
-        every += own[-most:] if most else []
+        lines = joined(streams.get((stream, 1), []), streams.get((stream, 0), []))
+        every += lines[-most:] if most else []
     return sorted(every, key=lambda line: line.t_ns)
 
 
@@ -74,7 +76,7 @@ def joined(in_file: list[Line], seen: list[Line]) -> list[Line]:
     if in_file[-1].unfinished and seen[-1].unfinished:
         seen = seen[:-1]
     known = {line.text for line in in_file}
-    last = max((at for at, line in enumerate(seen) if line.text in known), default=None)
+    last = max((index for index, line in enumerate(seen) if line.text in known), default=None)
     if last is None:
         return sorted([*in_file, *seen], key=lambda line: line.t_ns)
     return in_file + seen[last + 1 :]

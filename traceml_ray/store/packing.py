@@ -28,7 +28,7 @@ class Packer:
     def __init__(self, form: int, most: int, *classes: type[Any]) -> None:
         self._form = form
         self._most = most
-        self._classes = {each.__name__: each for each in classes}
+        self._classes = {cls.__name__: cls for cls in classes}
 
     def pack(self, value: Any) -> bytes:
         """Return `value` as bytes. Raises TypeError for what it does not know, ValueError for too much."""
@@ -63,38 +63,38 @@ class Packer:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         if kind in _LISTS:
-            return kind, [self._plain(each, room) for each in value]
+            return kind, [self._plain(item, room) for item in value]
         if kind in _DICTS:
-            return kind, [(self._plain(key, room), self._plain(each, room)) for key, each in value.items()]
+            return kind, [(self._plain(key, room), self._plain(item, room)) for key, item in value.items()]
         if isinstance(value, deque):
-            return kind, value.maxlen, [self._plain(each, room) for each in value]
+            return kind, value.maxlen, [self._plain(item, room) for item in value]
         if kind not in self._classes:
             raise TypeError(f"cannot keep {kind}")
         if isinstance(value, tuple):  # with names
-            return kind, [self._plain(each, room) for each in value]
+            return kind, [self._plain(item, room) for item in value]
         if isinstance(value, msgspec.Struct):
             return kind, msgspec.to_builtins(value)
-        return kind, {name: self._plain(each, room) for name, each in vars(value).items()}
+        return kind, {name: self._plain(item, room) for name, item in vars(value).items()}
 
     def _whole(self, plain: Any, room: list[int]) -> Any:
         if not isinstance(plain, list):
             return plain
         kind, *rest = plain
         if kind in _LISTS:
-            return _LISTS[kind](self._whole(each, room) for each in rest[0])
+            return _LISTS[kind](self._whole(item, room) for item in rest[0])
         if kind in _DICTS:
-            return _DICTS[kind]({self._whole(key, room): self._whole(each, room) for key, each in rest[0]})
+            return _DICTS[kind]({self._whole(key, room): self._whole(item, room) for key, item in rest[0]})
         if kind == "deque":
-            return deque((self._whole(each, room) for each in rest[1]), maxlen=rest[0])
+            return deque((self._whole(item, room) for item in rest[1]), maxlen=rest[0])
         if kind == "array":
             return _to_array(room, *rest)
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
             return msgspec.convert(rest[0], ready(which))
         if issubclass(which, tuple):
-            return which(*(self._whole(each, room) for each in rest[0]))
+            return which(*(self._whole(item, room) for item in rest[0]))
         whole = object.__new__(which)
-        vars(whole).update((name, self._whole(each, room)) for name, each in rest[0].items())
+        vars(whole).update((name, self._whole(item, room)) for name, item in rest[0].items())
         return whole
 
 

@@ -58,5 +58,5 @@ class Pending:
 def row_bytes(chunk: tuple[Any, ...]) -> int:
     """Return the bytes of the rows in an entry of table `chunk`."""
     _, _, _, keys, flags, rows, host_rows, leads = chunk
-    own = len(keys) + len(flags) + len(rows)
-    return own + len(host_rows) + len(leads or b"") if host_rows else own
+    size = len(keys) + len(flags) + len(rows)
+    return size + len(host_rows) + len(leads or b"") if host_rows else size

@@ -173,12 +173,12 @@ class StoredProfile:
 
 def profiles_of(folder: Path) -> list[StoredProfile]:
     """Return the profiles in a session folder, the oldest first; a folder that is none is left out."""
-    found = []
+    stored_profiles = []
     for name in names_of(folder):
         path = folder / FOLDER / name
         with contextlib.suppress(OSError, ValueError):
-            found.append(StoredProfile(path, read_profile(path)))
-    return found
+            stored_profiles.append(StoredProfile(path, read_profile(path)))
+    return stored_profiles
 
 
 def listed(folder: Path) -> Profiles:
@@ -189,13 +189,13 @@ def listed(folder: Path) -> Profiles:
 
 def read_profile(path: Path) -> Profile:
     """Return the manifest in a folder of a profile. Raises OSError, ValueError."""
-    found = read_json(path / MANIFEST, Profile)
-    for rank in found.ranks:
+    profile = read_json(path / MANIFEST, Profile)
+    for rank in profile.ranks:
         if any(step.stages_ns is not None and len(step.stages_ns) != N_STAGES for step in rank.steps):
             raise ValueError(f"{path / MANIFEST}: rank {rank.rank} has a row that is none")
         if rank.file is not None and rank.file != trace_name(rank.rank):
             raise ValueError(f"{path / MANIFEST}: {rank.file} is not the name of a trace")
-    return found
+    return profile
 
 
 def under_way(folder: Path) -> Profile | None:
@@ -285,9 +285,9 @@ def clear_unfinished(folder: Path, but: str | None = None) -> None:
 
 def prune(folder: Path, max_bytes: int) -> list[str]:
     """Remove the oldest profiles until all have at most `max_bytes`; the newest stays. Return their ids."""
-    found = [(stored, stored.bytes) for stored in profiles_of(folder)]
-    removed, total = [], sum(size for _, size in found)
-    for stored, size in found[:-1]:
+    stored_profiles = [(stored, stored.bytes) for stored in profiles_of(folder)]
+    removed, total = [], sum(size for _, size in stored_profiles)
+    for stored, size in stored_profiles[:-1]:
         if total <= max_bytes:
             break
         total -= size

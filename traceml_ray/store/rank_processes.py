@@ -252,34 +252,36 @@ def generations(processes: Iterable[RankProcess]) -> list[list[RankProcess]]:
     known = sorted((process for process in processes if process.identity is not None), key=age)
     newest = {(attempt_of(process), process.rank): process.id for process in known}
     if len(newest) == len(known):  # no rank comes again
-        return [list(own) for _, own in groupby(known, key=attempt_of)]
+        return [list(start) for _, start in groupby(known, key=attempt_of)]
     replaced = {process.id for process in known if newest[attempt_of(process), process.rank] != process.id}
-    found: list[list[RankProcess]] = []
+    all_generations: list[list[RankProcess]] = []
     ranks: set[int | None] = set()
     for process in known:
-        if not found or attempt_of(found[-1][0]) != attempt_of(process):
-            found.append([])
+        if not all_generations or attempt_of(all_generations[-1][0]) != attempt_of(process):
+            all_generations.append([])
             ranks = set()
-        own = found[-1]
-        own.append(process)
-        if process.rank in ranks and (at := _restart(own, replaced, -1) or _restart(own, replaced, _LATE_NS)):
-            found[-1:] = [own[:at], own[at:]]
-            ranks = {each.rank for each in own[at:]}
+        generation = all_generations[-1]
+        generation.append(process)
+        if process.rank in ranks and (
+            cut := _restart(generation, replaced, -1) or _restart(generation, replaced, _LATE_NS)
+        ):
+            all_generations[-1:] = [generation[:cut], generation[cut:]]
+            ranks = {one.rank for one in generation[cut:]}
         ranks.add(process.rank)
-    return found
+    return all_generations
 
 
-def _restart(own: list[RankProcess], replaced: set[int], late_ns: int) -> int:
+def _restart(generation: list[RankProcess], replaced: set[int], late_ns: int) -> int:
     """
     Return the first place from which on processes (in order of `age`) began after all before them were gone,
     0 where there is none. The rank of the last is among those before. An end may be known `late_ns` late.
     """
-    last = own[-1]
+    last = generation[-1]
     size = last.identity.world_size if last.identity else 0
     gone_ns, again = 0, False
-    for at, process in enumerate(own):
+    for cut, process in enumerate(generation):
         if again and gone_ns <= process.first_seen_ns + late_ns:
-            return at
+            return cut
         if process.rank is not None and process.rank < size:  # others are none of the new job's
             if not process.ended and process.id not in replaced:
                 return 0
@@ -293,11 +295,13 @@ def trained(processes: Iterable[RankProcess]) -> tuple[list[RankProcess], tuple[
     Return the last of `generations` that has rows (one that died before its first step has none), else the
     last; and which it is: its attempt, and how many of that attempt came before.
     """
-    found = generations(processes) or [[]]
-    own = next((own for own in reversed(found) if any(s.stored for s in own)), found[-1])
-    attempts = [attempt_of(each[0]) for each in found if each]
-    at = next(at for at, each in enumerate(found) if each is own)
-    return own, (attempts[at], attempts[:at].count(attempts[at])) if own else (-1, 0)
+    all_generations = generations(processes) or [[]]
+    latest = next(
+        (latest for latest in reversed(all_generations) if any(s.stored for s in latest)), all_generations[-1]
+    )
+    attempts = [attempt_of(generation[0]) for generation in all_generations if generation]
+    index = next(index for index, generation in enumerate(all_generations) if generation is latest)
+    return latest, (attempts[index], attempts[:index].count(attempts[index])) if latest else (-1, 0)
 
 
 def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
@@ -306,10 +310,10 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
     first: its `attempt`, the `steps` that all its ranks closed, and `seconds` from its first rank to its end.
     """
     processes = list(processes)
-    own, _ = trained(processes)
-    found = []
+    latest, _ = trained(processes)
+    starts = []
     for generation in generations(processes):
-        if own and generation[0].id == own[0].id:
+        if latest and generation[0].id == latest[0].id:
             break
         last = [process.last_step for process in standing(generation).values()]
         known = [step for step in last if step is not None]
@@ -317,8 +321,8 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
             began = min(process.first_seen_ns for process in generation)
             ended = max(process.last_seen_ns for process in generation)
             seconds = (ended - began) / 1e9
-            found.append({"attempt": attempt_of(generation[0]), "steps": min(known) + 1, "seconds": seconds})
-    return found
+            starts.append({"attempt": attempt_of(generation[0]), "steps": min(known) + 1, "seconds": seconds})
+    return starts
 
 
 def shown(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
@@ -375,8 +379,8 @@ def world_size(ranks: dict[int, RankProcess], launched: int | None) -> int:
 
 def serving(ranks: Mapping[int, RankProcess]) -> set[int]:
     """Return the ranks (see `shown`) that only serve others over RPC; none where no rank takes steps."""
-    found = {rank for rank, process in ranks.items() if process.serves}
-    return found if len(found) < len(ranks) else set()
+    rpc_only = {rank for rank, process in ranks.items() if process.serves}
+    return rpc_only if len(rpc_only) < len(ranks) else set()
 
 
 def training(ranks: Mapping[int, RankProcess], world: int) -> int:

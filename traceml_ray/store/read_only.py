@@ -122,14 +122,14 @@ def _may_write(path: Path) -> bool:
 
 def _state(path: Path) -> tuple[tuple[int, ...], ...]:
     """Return what changes whenever somebody writes to the file or its journals."""
-    found: list[tuple[int, ...]] = []
+    state: list[tuple[int, ...]] = []
     for suffix in ("", *_JOURNALS):
         try:
             now = _beside(path, suffix).stat()
-            found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+            state.append((now.st_ino, now.st_size, now.st_mtime_ns))
         except FileNotFoundError:
-            found.append(())
-    return tuple(found)
+            state.append(())
+    return tuple(state)
 
 
 def _size(path: Path) -> int:

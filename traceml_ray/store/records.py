@@ -27,12 +27,12 @@ class RecordReader(Reader):
                     yield cursor, owner, kind.of_row(values)
                 else:
                     kept.append((cursor, owner, kind.of_row(values)))
-        yield from sorted(kept, key=lambda each: kind.slot(each[2]))
+        yield from sorted(kept, key=lambda row: kind.slot(row[2]))
 
     def records_of(self, kind: Kind[R], processes: Container[int] | None = None) -> dict[int, list[R]]:
         """Return the records of `processes` (numbers; None: all), by process. Raises `SessionFileError`."""
-        found: dict[int, list[R]] = {}
+        records_of_process: dict[int, list[R]] = {}
         for _, process, record in self.records(kind):
             if processes is None or process in processes:
-                found.setdefault(process, []).append(record)
-        return found
+                records_of_process.setdefault(process, []).append(record)
+        return records_of_process

@@ -103,31 +103,33 @@ class Retention:
         """
         slice_ = min(CHUNKS * max(1, processes), MAX_SLICE)
         newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
-        found, size = [], 0
+        chunks_read, size = [], 0
         for chunk in self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_):
-            found.append(chunk)
+            chunks_read.append(chunk)
             size += chunk.size
             if size >= SLICE_BYTES:
                 break
-        if not found:
+        if not chunks_read:
             return True
         newest_of = self._newest_chunks()
-        last = {chunk.process: newest_of[chunk.process] for chunk in found}
+        last = {chunk.process: newest_of[chunk.process] for chunk in chunks_read}
         before = [self._left[process] for process in last if process in self._left]
-        chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
-        chunks += [chunk for chunk in found if chunk.id != last[chunk.process]]
+        chunks = [chunk for chunk_id in sorted(before) for chunk in self._chunks("id = ?", chunk_id)]
+        chunks += [chunk for chunk in chunks_read if chunk.id != last[chunk.process]]
         by_process: dict[int, list[_Chunk]] = {}
         for chunk in chunks:
             by_process.setdefault(chunk.process, []).append(chunk)
         self._keep(by_process)
         for process in last:
             self._left.pop(process, None)
-        self._left.update((chunk.process, chunk.id) for chunk in found if chunk.id == last[chunk.process])
+        self._left.update(
+            (chunk.process, chunk.id) for chunk in chunks_read if chunk.id == last[chunk.process]
+        )
         self._sums += _sums(by_process)
         self._ids += [(chunk.id,) for chunk in chunks]
         self._rows += sum(chunk.n for chunk in chunks)
         self._bytes += sum(chunk.size for chunk in chunks)
-        self._to = found[-1].id
+        self._to = chunks_read[-1].id
         # What is written should be small beside what is deleted.
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
 
@@ -166,20 +168,24 @@ class Retention:
         labels = process_labels(self._session.cluster(), processes)
         for run, known in by_run(processes).items():
             ranks = {rank: process for rank, process in shown(known).items() if process.stored}
-            found = [
+            ranks_rows = [
                 RankRows(rank, labels[s.id], *_columns(by_process[s.id]), s.group, s.strategy, s.id, s.role)
                 for rank, s in ranks.items()
                 if s.id in by_process
             ]
-            if not found or len(ranks) > MAX_RANKS:
+            if not ranks_rows or len(ranks) > MAX_RANKS:
                 continue
             state = self._state(run, {rank: process.id for rank, process in ranks.items()})
             state.changed = True
             try:
                 if state.kept is not None:
-                    lack = ranks.keys() - state.kept.history.reported() - {own.rank for own in found}
+                    lack = (
+                        ranks.keys()
+                        - state.kept.history.reported()
+                        - {rank_rows.rank for rank_rows in ranks_rows}
+                    )
                     state.kept.add(
-                        found, state.processes, len(lack), training(ranks, world_size(ranks, None))
+                        ranks_rows, state.processes, len(lack), training(ranks, world_size(ranks, None))
                     )
             except NONSENSE as error:
                 state.kept, self.failed = None, error
@@ -228,7 +234,7 @@ class Retention:
         share = max(1, most // 4 // len(total))
         query = f"SELECT {', '.join(LISTS['rollup'])} FROM rollup ORDER BY process, id"
         merged = []
-        for process, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
+        for process, sums in groupby(self._connection.execute(query), key=lambda row: row[0]):
             merged += _merged(sums, total[process] // share)
         self._connection.execute("DELETE FROM rollup")
         write(self._connection, insert("rollup"), merged)
@@ -261,9 +267,9 @@ class Retention:
         """Let the newest row of each span of a process be the sum of all of its rows."""
         sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
         which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage, process_group"
-        found = self._connection.execute(f"SELECT {sums} FROM span {which}", (since, last)).fetchall()
+        sums_of_spans = self._connection.execute(f"SELECT {sums} FROM span {which}", (since, last)).fetchall()
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
-        self._connection.executemany(f"UPDATE span SET {names} WHERE id = ?", found)
+        self._connection.executemany(f"UPDATE span SET {names} WHERE id = ?", sums_of_spans)
 
     def _one(self, query: str, *values: int) -> Any:
         return self._connection.execute(query, values).fetchone()[0]
@@ -306,25 +312,25 @@ def _columns(chunks: Iterable[_Chunk]) -> Columns:
 
 def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
     """Return rows of the table, each of up to ten chunks of one rank process."""
-    found = []
-    for process, own in by_process.items():
-        for at in range(0, len(own), CHUNKS):
-            part = own[at : at + CHUNKS]
+    all_sums = []
+    for process, keys_of_process in by_process.items():
+        for begin in range(0, len(keys_of_process), CHUNKS):
+            part = keys_of_process[begin : begin + CHUNKS]
             keys, _, rows = _columns(part)
             rows = rows[:, :N_STAGES]
             sums = rows.sum(axis=0).astype("<i8").tobytes()
-            found.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums))
-    return found
+            all_sums.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums))
+    return all_sums
 
 
 def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> list[tuple[Any, ...]]:
     """Return the sums of one rank process, neighbours added up to `most` rows."""
     merged: list[tuple[Any, ...]] = []
-    for each in sums:
-        if merged and merged[-1][2] + each[2] <= most:
+    for one in sums:
+        if merged and merged[-1][2] + one[2] <= most:
             whole = merged[-1]
-            stages = np.frombuffer(whole[5], "<i8") + np.frombuffer(each[5], "<i8")
-            merged[-1] = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes())
+            stages = np.frombuffer(whole[5], "<i8") + np.frombuffer(one[5], "<i8")
+            merged[-1] = (*whole[:2], whole[2] + one[2], whole[3], one[4], stages.tobytes())
         else:
-            merged.append(each)
+            merged.append(one)
     return merged

@@ -28,11 +28,11 @@ _OURS = frozenset({"id", "started_at", "ended_at", "status"})
 
 def by_run(processes: Iterable[RankProcess]) -> dict[str, list[RankProcess]]:
     """Return the rank processes of each run by its id, oldest first; those of unknown rank are left out."""
-    found: dict[str, list[RankProcess]] = {}
+    by_job: dict[str, list[RankProcess]] = {}
     for process in processes:
         if process.identity is not None:
-            found.setdefault(process.identity.job_id, []).append(process)
-    return found
+            by_job.setdefault(process.identity.job_id, []).append(process)
+    return by_job
 
 
 def of_run(processes: Iterable[RankProcess], run: str | None) -> list[RankProcess]:
@@ -43,7 +43,9 @@ def of_run(processes: Iterable[RankProcess], run: str | None) -> list[RankProces
 def newest(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> str | None:
     """Return the newest run of a session that has rows, else the newest at all; None before any."""
     runs = by_run(processes)
-    return newest_of({run: any(s.stored for s in own) for run, own in runs.items()}, meta)
+    return newest_of(
+        {run: any(s.stored for s in processes_of_run) for run, processes_of_run in runs.items()}, meta
+    )
 
 
 def newest_of(has_rows: Mapping[str, bool], meta: Mapping[str, Any]) -> str | None:
@@ -106,15 +108,15 @@ def list_runs(
     verdict (`labels`: the last live ones), `ledger` in rows.
     """
     runs, every = by_run(processes), meta.get("runs", {})
-    found = []
+    entries = []
     for run in (ids := {**runs, **every}):
-        own, reported = runs.get(run, []), every.get(run, {})
+        processes_of_run, reported = runs.get(run, []), every.get(run, {})
         facts = {**meta, **reported} if is_own(run, ids, meta) else reported
-        status = status_of(own, reported, meta)
+        status = status_of(processes_of_run, reported, meta)
         ended = reported.get("ended_at") or meta.get("ended_at")
         if not ended and status == "ended":
-            ended = max(process.last_seen_ns for process in own)
-        first = min((process.first_seen_ns for process in own), default=None)
+            ended = max(process.last_seen_ns for process in processes_of_run)
+        first = min((process.first_seen_ns for process in processes_of_run), default=None)
         entry = {
             "id": run,
             "name": reported.get("name") or run,
@@ -122,15 +124,15 @@ def list_runs(
             "status": status,
             "started_at": facts.get("started_at") or first,
             "ended_at": ended,
-            "world_size": world_size(shown(own), facts.get("world_size")) or None,
+            "world_size": world_size(shown(processes_of_run), facts.get("world_size")) or None,
             "nnodes": facts.get("nnodes"),
-            "attempts": len({attempt_of(process) for process in own}),
-            "earlier": earlier_starts(own),
+            "attempts": len({attempt_of(process) for process in processes_of_run}),
+            "earlier": earlier_starts(processes_of_run),
             "label": reported.get("label") or labels.get(run),
-            "ledger": count(own),
+            "ledger": count(processes_of_run),
         }
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:

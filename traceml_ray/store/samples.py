@@ -84,21 +84,21 @@ class SampleReader(Reader):
         Return the same of their memory, of all devices of a process together; all times are of the
         aggregator's clock, as far as those of nodes are known.
         """
-        found = []
+        picked = []
         for process in processes:
             clock = self._clock_of(process)
-            own = between
+            between_there = between
             if clock is not None and between is not None:
-                own = clock.of_node(between[0]), clock.of_node(between[1])
-            ids = ", ".join(map(str, self._memory_ids(process, last, own)))
+                between_there = clock.of_node(between[0]), clock.of_node(between[1])
+            ids = ", ".join(map(str, self._memory_ids(process, last, between_there)))
             query = f"SELECT {', '.join(_MEMORY)} FROM memory_sample WHERE id IN ({ids}) ORDER BY id"
             rows = self._all(query)
             with legible(self.path):
                 times = [row[0] for row in rows]
                 if clock is not None and rows:
                     times = clock.to_aggregator(np.array(times))[0].tolist()
-                found += [(process, MemorySample(t, *row[1:])) for t, row in zip(times, rows, strict=True)]
-        return found
+                picked += [(process, MemorySample(t, *row[1:])) for t, row in zip(times, rows, strict=True)]
+        return picked
 
     def _clock_of(self, process: int) -> NodeClock | None:
         """Return the clock of the node of a rank process, None where that was not measured."""
@@ -151,26 +151,28 @@ class SampleReader(Reader):
 
     def _integers(self, query: str, *values: Any, width: int) -> NDArray[np.int64]:
         """Return rows of integers; raises TypeError for what is none."""
-        found = array("q")
+        numbers = array("q")
         with self._reading(query, values) as cursor:
             while rows := cursor.fetchmany(_READ_AT_ONCE):
-                found.extend(chain.from_iterable(rows))
-        return np.frombuffer(found, np.int64).reshape(-1, width) if found else np.empty((0, width), np.int64)
+                numbers.extend(chain.from_iterable(rows))
+        return (
+            np.frombuffer(numbers, np.int64).reshape(-1, width) if numbers else np.empty((0, width), np.int64)
+        )
 
     def clocks(self, nodes: Sequence[Any] | None = None) -> dict[str, NodeClock]:
         """
         Return what was measured of the clocks of `nodes` (ids; None: of all), by node id. Raises
         `SessionFileError`.
         """
-        found: dict[str, list[tuple[int, ...]]] = {}
-        query, of = "SELECT node_id, t_ns, offset_ns, bound_ns FROM clock", nodes or ()
+        measured_by_node: dict[str, list[tuple[int, ...]]] = {}
+        query, arguments = "SELECT node_id, t_ns, offset_ns, bound_ns FROM clock", nodes or ()
         if nodes is not None:
             query += f" WHERE node_id IN ({', '.join('?' * len(nodes))})"
-        rows = self._all(f"{query} ORDER BY t_ns", *of)
+        rows = self._all(f"{query} ORDER BY t_ns", *arguments)
         for node, *values in rows:
-            found.setdefault(node, []).append(tuple(values))
+            measured_by_node.setdefault(node, []).append(tuple(values))
         with legible(self.path):
-            return {str(node): _clock(measured) for node, measured in found.items()}
+            return {str(node): _clock(measured) for node, measured in measured_by_node.items()}
 
     def node_samples(
         self, nodes: Iterable[str], last: int, between: tuple[int, int] | None = None
@@ -185,24 +187,24 @@ class SampleReader(Reader):
         ]
 
     def _rows(
-        self, table: str, column: str, of: Any, last: int, between: tuple[int, int] | None
+        self, table: str, column: str, owner: Any, last: int, between: tuple[int, int] | None
     ) -> list[int]:
         """Return the ids of those samples of one node or process, in order."""
         where = f"FROM {table} WHERE {column} = ?"
         if between is None:
-            found = self._all(f"SELECT id {where} ORDER BY id DESC LIMIT ?", of, last)[::-1]
+            ids = self._all(f"SELECT id {where} ORDER BY id DESC LIMIT ?", owner, last)[::-1]
         else:
-            found = self._all(f"SELECT id {where} AND t_ns BETWEEN ? AND ? ORDER BY id", of, *between)
-        every = max(1, -(-len(found) // max(1, last)))
-        return [row for (row,) in found[::every]]  # from the first: they stay the same while others come
+            ids = self._all(f"SELECT id {where} AND t_ns BETWEEN ? AND ? ORDER BY id", owner, *between)
+        every = max(1, -(-len(ids) // max(1, last)))
+        return [row for (row,) in ids[::every]]  # from the first: they stay the same while others come
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by rank process id."""
-        found = self._all(
+        rows = self._all(
             "SELECT p.process, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
             "max(rss_bytes) AS peak FROM process_sample GROUP BY process) m ON p.id = m.id"
         )
-        return {process: (peak, last) for process, peak, last in found}
+        return {process: (peak, last) for process, peak, last in rows}
 
     def allocated_peaks(self) -> dict[int, int]:
         """Return the most that torch's allocator ever had allocated, by rank process id."""
@@ -218,22 +220,22 @@ class SampleReader(Reader):
         Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
         those of `analysis.quantities.stored`. Unknown values are left out.
         """
-        found: dict[str, dict[int | None, list[array[float]]]] = {}
+        by_node: dict[str, dict[int | None, list[array[float]]]] = {}
         last: dict[str, NodeSample] = {}
         for _, node, sample in self._samples("TRUE"):
-            columns, before = found.setdefault(node, {}), last.get(node)
+            columns, before = by_node.setdefault(node, {}), last.get(node)
             seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
-            _append(columns, None, [each.value(sample, before, seconds) for each in _NODE])
+            _append(columns, None, [quantity.value(sample, before, seconds) for quantity in _NODE])
             for gpu in sample.gpus or ():
-                _append(columns, gpu.index, [each.value(gpu) for each in _GPU])
+                _append(columns, gpu.index, [quantity.value(gpu) for quantity in _GPU])
             last[node] = sample
         return {
             node: {
-                (device, each.name): column
+                (device, quantity.name): column
                 for device, known in columns.items()
-                for each, column in zip(_NODE if device is None else _GPU, known, strict=True)
+                for quantity, column in zip(_NODE if device is None else _GPU, known, strict=True)
             }
-            for node, columns in found.items()
+            for node, columns in by_node.items()
         }
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
@@ -242,30 +244,30 @@ class SampleReader(Reader):
         high = self._first_sample(last_ns + _LATE_NS)
         every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))
         every += every % 5 == 0  # every fifth sample has more in it than the others
-        found = {node: Samples() for node in nodes}
+        samples_of_node = {node: Samples() for node in nodes}
         marks = ", ".join("?" * len(nodes))
         where = "id >= ? AND id < ? AND t_ns BETWEEN ? AND ? AND (t_ns / 1000000000 % ? = 0"
         where += f" OR t_ns IN (SELECT t_ns FROM event WHERE kind = 'xid')) AND node_id IN ({marks})"
         span = first_ns, last_ns + XID_LATE_NS
         for _, node, sample in self._samples(where, low, high, *span, every, *nodes):
-            found[node].add(sample)
-        return {node: samples.between(first_ns, last_ns) for node, samples in found.items()}
+            samples_of_node[node].add(sample)
+        return {node: samples.between(first_ns, last_ns) for node, samples in samples_of_node.items()}
 
     def _first_sample(self, t_ns: int) -> int:
         """Return the id of the first node sample at `t_ns` or later: they came in about that order."""
 
         def at(sample: int) -> int:
-            found = self._all("SELECT t_ns FROM node_sample WHERE id >= ? ORDER BY id LIMIT 1", sample)
-            return int(found[0][0]) if found else 1 << 62
+            rows = self._all("SELECT t_ns FROM node_sample WHERE id >= ? ORDER BY id LIMIT 1", sample)
+            return int(rows[0][0]) if rows else 1 << 62
 
         return bisect.bisect_left(range(self._top("node_sample") + 1), t_ns, key=at)
 
     def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, NodeSample]]:
         """Yield (row id, node id, sample) of the node samples for which `where` (SQL) holds."""
         query = f"SELECT * FROM node_sample WHERE {where} ORDER BY id"
-        at = _SAMPLE.index("gpus")
+        gpus_index = _SAMPLE.index("gpus")
         for row, node, *sample in self._iterate(query, *values):
-            sample[at] = _gpus.decode(sample[at]) if sample[at] else None
+            sample[gpus_index] = _gpus.decode(sample[gpus_index]) if sample[gpus_index] else None
             yield row, node, NodeSample(*sample)
 
 
@@ -284,18 +286,20 @@ def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]
     process, t_ns, device = rows[:, 0], rows[:, 1], rows[:, 2]
     rows = rows[np.lexsort((t_ns, device, process))]
     starts = np.flatnonzero(np.any(rows[1:, [0, 2]] != rows[:-1, [0, 2]], axis=1)) + 1
-    found = []
+    columns_of_devices = []
     for part in np.split(rows, starts) if len(rows) else ():
-        measured = {name: part[:, at] for at, name in enumerate(names, 4)}
+        measured = {name: part[:, index] for index, name in enumerate(names, 4)}
         columns = {
             name: np.where(values == _UNKNOWN, np.nan, values)
             for name, values in measured.items()
             if (values != _UNKNOWN).any()
         }
-        owner, of = int(part[0, 0]), int(part[0, 2])
+        owner, device_number = int(part[0, 0]), int(part[0, 2])
         steps = part[:, 1].copy(), part[:, 3].copy()
-        found.append(MemoryColumns(owner, None if of == _UNKNOWN else of, *steps, columns))
-    return found
+        columns_of_devices.append(
+            MemoryColumns(owner, None if device_number == _UNKNOWN else device_number, *steps, columns)
+        )
+    return columns_of_devices
 
 
 _gpus = msgspec.json.Decoder(ready(list[GpuSample]))

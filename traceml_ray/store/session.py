@@ -337,8 +337,8 @@ def remove(path: Path) -> list[str]:
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _flock(fd, path.name)
-        own = [entry for entry in path.iterdir() if any(map(entry.match, _OWN))]
-        for entry in sorted(own, key=_order):  # cut short, it is a session still
+        own_entries = [entry for entry in path.iterdir() if any(map(entry.match, _OWN))]
+        for entry in sorted(own_entries, key=_order):  # cut short, it is a session still
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
@@ -361,13 +361,13 @@ def _order(entry: Path) -> int:
 
 def _sessions(out: Path) -> list[Path]:
     """Return the session folders under `out`, newest first; also those that are starting."""
-    found = []
+    folders = []
     for path in [*out.glob(f"*/{DATABASE}"), *(folder / LOCK for folder in starting_sessions(out))]:
         try:
-            found.append((path.stat().st_mtime_ns, path.parent))
+            folders.append((path.stat().st_mtime_ns, path.parent))
         except OSError:
             continue
-    return [folder for _, folder in sorted(found, reverse=True)]
+    return [folder for _, folder in sorted(folders, reverse=True)]
 
 
 def _newest(out: Path) -> Path:

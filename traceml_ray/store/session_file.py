@@ -104,12 +104,12 @@ class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkRead
         labels = process_labels(self.cluster(), processes)
         ranks = shown(of_run(processes, self.run_id()))
         columns = self._columns([*ranks.values()], since, top, last)
-        found = [
+        rank_rows = [
             RankRows(rank, labels[s.id], *columns[s.id], s.group, s.strategy, s.id, s.role)
             for rank, s in ranks.items()
             if s.id in columns
         ]
-        return found, top
+        return rank_rows, top
 
     def chunks(self) -> Iterator[tuple[Any, ...]]:
         """Yield (process, first row, keys, flags, rows, host rows, leads) of each batch, as they came."""
@@ -212,13 +212,13 @@ class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkRead
 
     def kept(self) -> bytes | None:
         """Return what folded rows of the run come to, see `kept`; None where there are none."""
-        found = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
-        return bytes(found[0][0]) if found else None
+        bodies = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
+        return bytes(bodies[0][0]) if bodies else None
 
     def folded(self) -> dict[int, Folded]:
         """Return what is only kept as sums, by rank process, see `retention`."""
         sums = self._iterate("SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY process, id")
-        return {process: _folded(own) for process, own in groupby(sums, key=itemgetter(0))}
+        return {process: _folded(of_process) for process, of_process in groupby(sums, key=itemgetter(0))}
 
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
@@ -252,9 +252,9 @@ class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkRead
         newest = slice(None if last is None else -last, None)
         return {
             process: (keys[newest], flags[newest], rows[newest])
-            for process, own in chunks.items()
-            if own
-            for keys, flags, rows in [columns_of(own[::-1])]
+            for process, of_process in chunks.items()
+            if of_process
+            for keys, flags, rows in [columns_of(of_process[::-1])]
         }
 
 

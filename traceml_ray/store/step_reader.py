@@ -23,25 +23,25 @@ class StepReader(Reader):
 
     def step_chunks(self, processes: Collection[int], step: int) -> dict[int, list[Chunk]]:
         """Return the chunks that hold rows of `step`, by rank process; a process without any is left out."""
-        found: dict[int, list[Chunk]] = {}
+        chunks_of_process: dict[int, list[Chunk]] = {}
         if not processes:
-            return found
+            return chunks_of_process
         middle, reach = self._place(processes, step), _WIDER * len(processes) + _PROBED
         query = (
             "SELECT process, keys, flags, rows, host_rows, leads FROM chunk "
             "WHERE id BETWEEN ? AND ? AND process BETWEEN ? AND ? ORDER BY id"
         )
         for _ in range(_TIMES):
-            found = {}
+            chunks_of_process = {}
             around = middle - reach, middle + reach, min(processes), max(processes)
             for process, *chunk in self._iterate(query, *around):
                 first, last = _ends(chunk[0])
                 if process in processes and first <= step <= last:
-                    found.setdefault(process, []).append(tuple(chunk))
-            if len(found) == len(processes):
+                    chunks_of_process.setdefault(process, []).append(tuple(chunk))
+            if len(chunks_of_process) == len(processes):
                 break
             reach *= _WIDER
-        return found
+        return chunks_of_process
 
     def first_step(self, processes: Collection[int]) -> int | None:
         """Return the first step whose rows are in the file one by one; None without any."""
@@ -52,12 +52,12 @@ class StepReader(Reader):
 
     def step_spans(self, processes: Collection[int], step: int) -> list[dict[str, Any]]:
         """Return the sums of spans that `step` is in, of some rank processes."""
-        found = self._dicts(
+        spans = self._dicts(
             "SELECT process, name, stage, count, total_ns, first_step, last_step FROM span "
             "WHERE last_step >= ?1 AND last_step < ?1 + ?2 AND first_step <= ?1 ORDER BY total_ns DESC",
             *(step, _LONGEST),
         )
-        return [each for each in found if each["process"] in processes]
+        return [span for span in spans if span["process"] in processes]
 
     def _place(self, processes: Collection[int], step: int) -> int:
         """Return the id of about the first chunk that has `step`, or a later one."""
@@ -70,16 +70,18 @@ class StepReader(Reader):
                 high = middle
         return low
 
-    def _is_before(self, at: int, processes: Collection[int], step: int) -> bool:
+    def _is_before(self, chunk_id: int, processes: Collection[int], step: int) -> bool:
         """Return whether what is at an id came before `step` did; an earlier run has lower processes."""
-        rows = self._probed(at)
-        own = next((keys for _, process, keys in rows if process in processes), None)
-        if own is not None:
-            return _ends(own)[1] < step
+        rows = self._probed(chunk_id)
+        own_keys = next((keys for _, process, keys in rows if process in processes), None)
+        if own_keys is not None:
+            return _ends(own_keys)[1] < step
         return bool(rows) and rows[0][1] < min(processes)
 
-    def _probed(self, at: int) -> list[tuple[Any, ...]]:
-        return self._all("SELECT id, process, keys FROM chunk WHERE id >= ? ORDER BY id LIMIT ?", at, _PROBED)
+    def _probed(self, chunk_id: int) -> list[tuple[Any, ...]]:
+        return self._all(
+            "SELECT id, process, keys FROM chunk WHERE id >= ? ORDER BY id LIMIT ?", chunk_id, _PROBED
+        )
 
 
 def _ends(keys: bytes) -> tuple[int, int]:

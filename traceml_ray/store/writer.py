@@ -74,11 +74,11 @@ class SessionWriter:
         self.max_pending_bytes = MAX_PENDING_BYTES
         self._database = threading.Lock()
         self.max_pending_items = MAX_PENDING_ITEMS
-        found = identity(path)
+        opened = identity(path)
         self._connection = connect(path, create=True)
         with SessionFile(path, self._connection) as stored, legible(path):
             self.at_rest: bool = stored.meta().get("ending", {}).get("missing") == 0
-            self._fence = Fence(self._connection, path, found, now=not self.at_rest)
+            self._fence = Fence(self._connection, path, opened, now=not self.at_rest)
             self.processes: dict[str, RankProcess] = {
                 process.process_id: process for process in stored.processes()
             }
@@ -319,7 +319,7 @@ class SessionWriter:
 
     def _changes(self, work: Pending) -> list[tuple[str, list[Any]]]:
         """Return the statements that write `work`, with their values."""
-        progress = [each for id_, each in work.progressed.items() if id_ not in work.processes]
+        progress = [process for id_, process in work.progressed.items() if id_ not in work.processes]
         return [
             *((insert(table), rows) for table, rows in work.inserts.items()),
             (_PROCESSES, [*map(to_row, work.processes.values())]),

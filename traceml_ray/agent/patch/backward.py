@@ -74,8 +74,8 @@ class _Gradients:
     def watch(self, tensors: Any, graph_stays: bool) -> list[Any]:
         """Hook the roots of a backward; where the graph stays, return the hooks, which are to be removed."""
         roots = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-        found = [root.grad_fn for root in roots if isinstance(root, self.tensor)]
-        nodes = [node for node in found if node is not None]
+        functions = [root.grad_fn for root in roots if isinstance(root, self.tensor)]
+        nodes = [node for node in functions if node is not None]
         if graph_stays:  # nothing of ours may pile up in it
             return [node.register_prehook(self.first) for node in nodes]
         for node in nodes:

@@ -198,7 +198,11 @@ class DataParallel:
 
     def _note_reduction(self, ddp: Any) -> None:
         """Record that gradients are reduced from here on, in which group and how much."""
-        size = sum(each.numel() * each.element_size() for each in ddp.parameters() if each.requires_grad)
+        size = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in ddp.parameters()
+            if parameter.requires_grad
+        )
         if (span := self._spans.begin(REDUCTION, group_name(ddp.process_group))) is not None:
             self._spans.end(span, size)
 
@@ -221,10 +225,10 @@ class DataParallel:
         if of_fsdp2 is None or self._sharded:
             return
         modules = [module for root in self._roots.modules() for module in root.modules()]
-        found = [module for module in modules if isinstance(module, of_fsdp2.FSDPModule)]
-        groups = [group for group in groups_of(found) if hasattr(group.mesh_info, "shard_mesh_size")]
+        sharded = [module for module in modules if isinstance(module, of_fsdp2.FSDPModule)]
+        groups = [group for group in groups_of(sharded) if hasattr(group.mesh_info, "shard_mesh_size")]
         if groups:  # else they are only replicated
-            self._add_modules(found, groups[0].device.type == "cpu")
+            self._add_modules(sharded, groups[0].device.type == "cpu")
 
     def _add_modules(self, modules: list[Any], on_cpu: bool) -> None:
         for module in modules:

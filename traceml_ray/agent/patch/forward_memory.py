@@ -34,8 +34,8 @@ def stat_of(device: Any) -> Stat | None:
 
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return None
-    found: Stat = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-    return found
+    stat: Stat = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return stat
 
 
 class ForwardMemory:
@@ -69,21 +69,21 @@ class ForwardMemory:
             raise RuntimeError(f"FSDP2 of this torch has no _root_pre_forward or {_END}")
 
         def make_begin(original: Any) -> Any:
-            def begin(own: Any, *args: Any, **kwargs: Any) -> Any:
-                inside = not is_compiling() and _is_root(own) is None
-                result = original(own, *args, **kwargs)
-                if inside and _is_root(own) and torch.is_grad_enabled():
-                    self.begin(getattr(own, "_device", None))
+            def begin(wrapped_self: Any, *args: Any, **kwargs: Any) -> Any:
+                inside = not is_compiling() and _is_root(wrapped_self) is None
+                result = original(wrapped_self, *args, **kwargs)
+                if inside and _is_root(wrapped_self) and torch.is_grad_enabled():
+                    self.begin(getattr(wrapped_self, "_device", None))
                 return result
 
             return begin
 
         def make_end(original: Any) -> Any:
-            def end(own: Any, *args: Any, **kwargs: Any) -> Any:
-                root = not is_compiling() and self._began is not None and _is_root(own)
-                result = original(own, *args, **kwargs)
+            def end(wrapped_self: Any, *args: Any, **kwargs: Any) -> Any:
+                root = not is_compiling() and self._began is not None and _is_root(wrapped_self)
+                result = original(wrapped_self, *args, **kwargs)
                 if root:
-                    self.end(getattr(own, "_device", None))
+                    self.end(getattr(wrapped_self, "_device", None))
                 return result
 
             return end

@@ -90,7 +90,7 @@ class LayerCalls:
         self._task_id: Callable[[], int] = torch._C._current_graph_task_id
         self._queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         patcher.replace(torch.nn.Module, "__call__", self._wrapped, counted=True)
-        _leave_alone(*(each for each in vars(LayerCalls).values() if inspect.isfunction(each)))
+        _leave_alone(*(method for method in vars(LayerCalls).values() if inspect.isfunction(method)))
 
     def use(self, table: LayerTable) -> None:
         """Measure these layers from the next step on; called while none is measured."""
@@ -185,18 +185,18 @@ class LayerCalls:
             table = self._table
             if table is None or self._muted or self._is_tracing() or self._is_exporting():
                 return None
-            at = table.by_id.get(id(module))
-            if at is None:
+            index = table.by_id.get(id(module))
+            if index is None:
                 parts = module._modules  # without `get` where they are scripted
                 # the root is known without torch.compile's wrapper
-                at = table.by_id.get(id(parts["_orig_mod"])) if "_orig_mod" in parts else None
-                if at is None:
+                index = table.by_id.get(id(parts["_orig_mod"])) if "_orig_mod" in parts else None
+                if index is None:
                     return None
-                table.compile(at)
+                table.compile(index)
             now = self._clock()
             n = self._n
             if self._task_id() != -1:
-                at += n
+                index += n
             elif get_ident() != self._thread:
                 return None
             else:
@@ -206,12 +206,12 @@ class LayerCalls:
                 if self._owner == 2 * n and not self._is_grad_enabled():
                     return None
             before = self._owner
-            self._to(at, now)
-            self._calls[at] += 1
+            self._to(index, now)
+            self._calls[index] += 1
             self._hook_input(before, args, kwargs)
-            self._muted = at % n in table.closed
+            self._muted = index % n in table.closed
             self._resume(now)
-            return at, before
+            return index, before
         except Exception as error:
             self.fail(error)
             return None
@@ -223,14 +223,14 @@ class LayerCalls:
             if not self.on:
                 return
             now = self._clock()
-            at, before = entered
+            index, before = entered
             self._to(before, now)
             tensor = self._first_tensor(output)
             if tensor is not None:
                 node = tensor.grad_fn
-                fresh = node is None or self._attach(node, at % self._n)
-                if fresh and at < self._n:
-                    self._outputs[at] += _bytes_of(tensor)
+                fresh = node is None or self._attach(node, index % self._n)
+                if fresh and index < self._n:
+                    self._outputs[index] += _bytes_of(tensor)
             self._resume(now)
         except Exception as error:
             self.fail(error)
@@ -260,9 +260,9 @@ class LayerCalls:
         if isinstance(value, dict):
             value = [*value.values()][:_FEW]
         if isinstance(value, (tuple, list)):
-            for each in value[:_FEW]:
-                if isinstance(each, tensor):
-                    return each
+            for item in value[:_FEW]:
+                if isinstance(item, tensor):
+                    return item
         return None
 
     # -- backward: the training thread, or autograd's, for which it waits -----------------------------

@@ -66,11 +66,12 @@ class ModelParallel:
 
     def _add_mesh(self, mesh: Any, _: dict[str, Any]) -> None:
         """A mesh of named dimensions; those that are a part of another one, or flattened, have fewer."""
-        names, at = mesh.mesh_dim_names, mesh.get_coordinate()
-        if names and at and len(self.mesh) < len(names) <= _MAX_DIMENSIONS:
+        names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
+        if names and coordinate and len(self.mesh) < len(names) <= _MAX_DIMENSIONS:
             sizes = mesh.mesh.shape
             self.mesh = {
-                str(name)[:_MAX_NAME_CHARS]: [int(at[i]), int(sizes[i])] for i, name in enumerate(names)
+                str(name)[:_MAX_NAME_CHARS]: [int(coordinate[i]), int(sizes[i])]
+                for i, name in enumerate(names)
             }
 
     def _add_stage(self, stage: Any, _: dict[str, Any]) -> None:

@@ -117,8 +117,8 @@ class Patcher:
 
 def expect(function: Any, arguments: tuple[str, ...]) -> None:
     """Raise TypeError if `function` does not take `arguments` (spelled out: `*args` costs a µs a call)."""
-    found = inspect.signature(function)
+    signature = inspect.signature(function)
     try:
-        found.bind(*arguments)
+        signature.bind(*arguments)
     except TypeError:
-        raise TypeError(f"takes {found}, expected {', '.join(arguments)}") from None
+        raise TypeError(f"takes {signature}, expected {', '.join(arguments)}") from None

@@ -26,12 +26,12 @@ def patch(patcher: Patcher, recorder: Recorder) -> None:
 
     def make_batches(original: Any) -> Any:
         def batches(source: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(source, *args, **kwargs)
+            iterator = original(source, *args, **kwargs)
             try:
-                found.__dict__[LOADER] = id(source)
+                iterator.__dict__[LOADER] = id(source)
             except Exception as error:
                 patcher.failed("ray_data", error)
-            return found
+            return iterator
 
         return batches
 

@@ -118,8 +118,8 @@ class RootModules:
             module = ref()
             if module is None:
                 continue
-            own = {id(p) for p in module.parameters()}
-            score = (len(wanted & own), -len(own))
+            parameter_ids = {id(p) for p in module.parameters()}
+            score = (len(wanted & parameter_ids), -len(parameter_ids))
             if score[0] and score > best_score:
                 best, best_score = module, score
         if best is not None:
@@ -127,22 +127,22 @@ class RootModules:
 
     def restore(self) -> None:
         """Take the mark off every class."""
-        for cls, (own, marked) in self._classes.items():
+        for cls, (original, marked) in self._classes.items():
             if cls.__dict__.get("__call__") is not marked:
                 continue  # replaced by another library since: theirs stays
-            if own is None:
+            if original is None:
                 del cls.__call__
             else:
-                cls.__call__ = own
+                cls.__call__ = original
         self._classes.clear()
         self._ids.clear()
 
     def _mark_class(self, cls: Any, root_id: Callable[[Any], int] = id) -> None:
         if cls in self._classes:
             return
-        own = cls.__dict__.get("__call__")
-        cls.__call__ = marked = _marked(cls, own, root_id, self._ids)
-        self._classes[cls] = own, marked
+        original = cls.__dict__.get("__call__")
+        cls.__call__ = marked = _marked(cls, original, root_id, self._ids)
+        self._classes[cls] = original, marked
 
 
 def _inner_trains(module: Any) -> bool:
@@ -157,7 +157,7 @@ def _inner_trains(module: Any) -> bool:
     return module is not None
 
 
-def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> Any:
+def _marked(cls: Any, original: Any, root_id: Callable[[Any], int], roots: _Ids) -> Any:
     """Return the `__call__` that marks calls of `roots`; no method, whose `super` holds its class."""
     import torch
 
@@ -167,7 +167,9 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
         if is_compiling():
             return (
-                own(self, *args, **kwargs) if own is not None else super(cls, self).__call__(*args, **kwargs)
+                original(self, *args, **kwargs)
+                if original is not None
+                else super(cls, self).__call__(*args, **kwargs)
             )
         if root_id(self) in roots:
             recorder, append, clock, inner_trains, failed = roots.ours
@@ -185,8 +187,8 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
                     recorder.forward_begin(mark)
             except Exception as error:
                 failed("forward", error)
-        if own is not None:
-            return own(self, *args, **kwargs)
+        if original is not None:
+            return original(self, *args, **kwargs)
         call = super(cls, self).__call__
         function = getattr(call, "__func__", call)
         # Our frame takes the place of torch's, or of the one that measures layers: a model that is as deep as
@@ -207,7 +209,7 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
         finally:
             layers.leave(before, output)
 
-    next_owner = next((each for each in cls.__mro__[1:] if "__call__" in each.__dict__), None)
-    if own is None and next_owner is torch.nn.Module:
+    next_owner = next((cls_after for cls_after in cls.__mro__[1:] if "__call__" in cls_after.__dict__), None)
+    if original is None and next_owner is torch.nn.Module:
         return __call__
-    return uncounted(__call__ if own is None else functools.wraps(own)(__call__))
+    return uncounted(__call__ if original is None else functools.wraps(original)(__call__))

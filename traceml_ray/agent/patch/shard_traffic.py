@@ -29,17 +29,17 @@ _STATES = ("_to_unsharded", "_to_sharded", "_to_sharded_post_forward")
 
 def part_of_fsdp2(name: str) -> ModuleType | None:
     """Return a module of FSDP2's own, wherever this torch has it; None while it is not imported."""
-    found = (sys.modules.get(f"{place}.{name}") for place in _PLACES)
-    return next(filter(None, found), None)
+    modules = (sys.modules.get(f"{place}.{name}") for place in _PLACES)
+    return next(filter(None, modules), None)
 
 
 def groups_of(modules: Iterable[Any]) -> Iterator[Any]:
     """Yield the groups of parameters of modules that were given to `fully_shard`; several may share one."""
     states = part_of_fsdp2("_fsdp_state")
-    known = {id(state): state for each in modules if (state := states._get_module_fsdp_state(each))}  # type: ignore[union-attr]
+    known = {id(state): state for module in modules if (state := states._get_module_fsdp_state(module))}  # type: ignore[union-attr]
     for state in known.values():
-        found = getattr(state, "_fsdp_param_groups", None)
-        yield from filter(None, [state._fsdp_param_group] if found is None else found)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
 
 class Moved(NamedTuple):
@@ -121,12 +121,12 @@ class ShardTraffic:
 
     # -- the training thread, and autograd's -----------------------------------------------------------
 
-    def _counting(self, of: Any) -> Make:
+    def _counting(self, count_of: Any) -> Make:
         """Return what makes a wrapper that then calls `of(original)(args, keywords, result)`."""
         from torch.compiler import is_dynamo_compiling
 
         def make(original: Any) -> Any:
-            count = of(original)
+            count = count_of(original)
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
@@ -275,16 +275,16 @@ def _reduced(returned: Any, parameters: Any, among: int) -> int:
     if hasattr(returned, "element_size"):
         return _size(returned)
     return sum(
-        each.padded_sharded_param_size.numel()
+        parameter.padded_sharded_param_size.numel()
         * among
-        * (each.reduce_dtype or each.param_dtype or each.orig_dtype).itemsize
-        for each in parameters
+        * (parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype).itemsize
+        for parameter in parameters
     )
 
 
 def _whole(group: Any) -> int:
     """Return the bytes of a group's parameters as they were gathered last; their storage may be freed."""
-    return sum(_size(tensor) for each in group.fsdp_params for tensor in each.all_gather_outputs)
+    return sum(_size(tensor) for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs)
 
 
 def _after_forward(group: Any, whole: int) -> int:

@@ -69,13 +69,13 @@ class ShardedWaits:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        found = []
+        functions = []
         for name, cls, function in _WAITS[strategy]:
             owner = sys.modules.get(name)
             owner = getattr(owner, cls, None) if cls else owner
             if not hasattr(owner, function):
                 raise RuntimeError(f"FSDP of torch {torch.__version__} has no {cls or name}.{function}")
-            found.append((owner, function))
+            functions.append((owner, function))
         is_compiling, exchange = torch.compiler.is_dynamo_compiling, self._recorder.exchange
 
         def make(gathers: bool, original: Any) -> Any:
@@ -93,7 +93,7 @@ class ShardedWaits:
 
             return wait
 
-        for owner, function in found:
+        for owner, function in functions:
             patcher.replace(owner, function, functools.partial(make, function in _GATHERS))
         hook = register_optimizer_step_post_hook(self._stepped)
         patcher.when_restored(functools.partial(remove_hook, hook, self._recorder))

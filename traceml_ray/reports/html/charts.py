@@ -40,8 +40,8 @@ def exposed(columns: Mapping[str, Any], onset: int | None) -> Markup:
     end, cut = _end(total)
     x, below = _across(columns), np.zeros(len(total))
     areas = []
-    for at, stage in enumerate(STAGES):
-        above = below + exposed_ms[:, at]
+    for index, stage in enumerate(STAGES):
+        above = below + exposed_ms[:, index]
         edge = [*zip(x, _up(above, end), strict=True), *zip(x[::-1], _up(below, end)[::-1], strict=True)]
         areas.append(tag("path", d=_path(edge) + "z", fill=drawing.STAGES[stage]))
         below = above
@@ -92,9 +92,9 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Markup
     return join(drawn, _numbers(grid(title, stages)))
 
 
-def tiles(found: Sequence[Tile]) -> Markup:
+def tiles(all_tiles: Sequence[Tile]) -> Markup:
     """Return the numbers at the top, each with its line."""
-    return tag("div", map(_tile, found), cls="tiles") if found else NOTHING
+    return tag("div", map(_tile, all_tiles), cls="tiles") if all_tiles else NOTHING
 
 
 def _tile(tile: Tile) -> Markup:
@@ -117,7 +117,7 @@ def _plot(inside: Markup, label: str, end: float, columns: Mapping[str, Any]) ->
     """Return a plot with its two scales, whose ticks are at even distances."""
     lines = [
         tag("line", x1=0, x2=WIDTH, y1=y, y2=y, stroke=drawing.GREY, stroke_opacity=0.3, **_THIN)
-        for y in (HEIGHT * at // (_TICKS - 1) for at in range(_TICKS))
+        for y in (HEIGHT * number // (_TICKS - 1) for number in range(_TICKS))
     ]
     box = f"0 0 {WIDTH} {HEIGHT}"
     svg = tag(
@@ -130,7 +130,7 @@ def _plot(inside: Markup, label: str, end: float, columns: Mapping[str, Any]) ->
         aria_label=label,
         cls="drawn",
     )
-    ticks = [end * at / (_TICKS - 1) for at in reversed(range(_TICKS))]
+    ticks = [end * number / (_TICKS - 1) for number in reversed(range(_TICKS))]
     y = tag("div", (tag("span", text.number(tick)) for tick in ticks), cls="y", aria_hidden="true")
     return tag("div", tag("div", "ms", cls="unit"), y, svg, steps_axis(columns), cls="plot")
 
@@ -138,7 +138,7 @@ def _plot(inside: Markup, label: str, end: float, columns: Mapping[str, Any]) ->
 def steps_axis(columns: Mapping[str, Any]) -> Markup:
     """Return the scale of steps, which are as far apart as the columns are wide."""
     first, last = int(columns["first"][0]), int(columns["last"][-1])
-    ticks = [first + round((last - first) * at / (_TICKS - 1)) for at in range(_TICKS)]
+    ticks = [first + round((last - first) * number / (_TICKS - 1)) for number in range(_TICKS)]
     shown = dict.fromkeys(f"{tick:,}" for tick in ticks)
     return tag("div", (tag("span", tick) for tick in shown), tag("b", "step"), cls="x")
 
@@ -210,7 +210,9 @@ def _line(x: Array, values: Array, end: float, colour: str) -> Markup:
     """Return a line with gaps where nothing is known."""
     known = np.isfinite(values)
     pieces = np.split(np.arange(len(x)), np.flatnonzero(np.diff(known)) + 1)
-    points = [[*zip(x[at], _up(values[at], end), strict=True)] for at in pieces if known[at].all()]
+    points = [
+        [*zip(x[piece], _up(values[piece], end), strict=True)] for piece in pieces if known[piece].all()
+    ]
     return tag("path", d="".join(map(_path, points)), fill="none", stroke=colour, stroke_width=1.8, **_THIN)
 
 
@@ -236,7 +238,7 @@ def _round(value: float) -> float:
     if value <= 0:
         return 1.0
     size = 10.0 ** math.floor(math.log10(value))
-    return next(size * each for each in _ROUND if size * each >= 0.999999 * value)
+    return next(size * factor for factor in _ROUND if size * factor >= 0.999999 * value)
 
 
 _LEAST_PX, _ROW_PX, _LABEL_PX = 88, 22, 14
@@ -285,19 +287,19 @@ def _names(rows: Sequence[Row], px: int) -> Markup:
     # A label at the edge is moved inside: what is beyond is cut off.
     middles = [min(max(px * (low + high) / 2 / lines, 6), px - 6) for low, high in pairwise(edges)]
     chosen: list[int] = []
-    for at in sorted(range(len(rows)), key=lambda at: (not rows[at].named, not rows[at].first)):
-        if all(abs(middles[at] - middles[other]) >= _LABEL_PX for other in chosen):
-            chosen.append(at)
+    for index in sorted(range(len(rows)), key=lambda index: (not rows[index].named, not rows[index].first)):
+        if all(abs(middles[index] - middles[other]) >= _LABEL_PX for other in chosen):
+            chosen.append(index)
     shown = [
         tag(
-            *("text", _name(rows[at])),
+            *("text", _name(rows[index])),
             x=_GUTTER_PX - 4,
-            y=round(middles[at]) + 4,
+            y=round(middles[index]) + 4,
             text_anchor="end",
             font_size=11,
-            cls="named" if rows[at].named else None,
+            cls="named" if rows[index].named else None,
         )
-        for at in sorted(chosen)
+        for index in sorted(chosen)
     ]
     box = {"viewBox": f"0 0 {_GUTTER_PX} {px}", "preserveAspectRatio": "xMaxYMid slice"}
     return tag("svg", shown, width=_GUTTER_PX, height=px, cls="names", aria_hidden="true", **box)
@@ -313,8 +315,8 @@ def _name(row: Row) -> str:
 
 def _scale() -> Markup:
     marks = [
-        tag("li", swatch(drawing.css(colour)), text.times(at).replace(".00", ""))
-        for at, colour in drawing.HEAT_COLOURS.items()
+        tag("li", swatch(drawing.css(colour)), text.times(factor).replace(".00", ""))
+        for factor, colour in drawing.HEAT_COLOURS.items()
     ]
     missing = tag("li", swatch(drawing.css(drawing.HEAT_MISSING)), "missing")
     return tag("ul", marks, missing, cls="legend")
@@ -323,15 +325,17 @@ def _scale() -> Markup:
 def _table(columns: Mapping[str, Any], rows: Sequence[Row], levels: np.ndarray[Any, Any]) -> Markup:
     """Return the newest columns in numbers, the worst rows first."""
     over = excess(levels).tolist()
-    order = sorted(range(len(rows)), key=lambda at: (-over[at] if over[at] == over[at] else math.inf, at))
+    order = sorted(
+        range(len(rows)), key=lambda index: (-over[index] if over[index] == over[index] else math.inf, index)
+    )
     newest = [*enumerate(columns["last"].tolist())][-_TABLE_COLUMNS:]
     shown = [
         {
-            "row": rows[at].name,
-            ">mean": text.times(1 + over[at]),
-            **{f">step {last:,}": _cell(int(levels[at, column])) for column, last in newest},
+            "row": rows[index].name,
+            ">mean": text.times(1 + over[index]),
+            **{f">step {last:,}": _cell(int(levels[index, column])) for column, last in newest},
         }
-        for at in order[:_TABLE_ROWS]
+        for index in order[:_TABLE_ROWS]
     ]
     count = f"{len(shown)} of {text.count(len(rows), 'row')}, the worst first; 1× is the median."
     return tag("details", tag("summary", "Table"), grid(_WHAT, shown), tag("p", count, cls="hint"))

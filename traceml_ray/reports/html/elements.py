@@ -41,7 +41,7 @@ def tag(name: str, *content: Content, **attributes: object) -> Markup:
 
 def join(*content: Content) -> Markup:
     """Return contents after each other."""
-    return Markup("".join(_inside(each) for each in content))
+    return Markup("".join(_inside(part) for part in content))
 
 
 def _inside(content: Content) -> str:
@@ -57,10 +57,10 @@ def _legal(given: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else one_line(c) for c in given)
 
 
-def sentence(said: str) -> Markup:
+def sentence(text_line: str) -> Markup:
     """Return a sentence with what is in backticks as code, and its moments (ISO 8601) as people write."""
-    parts = enumerate(text.with_dates(said).split("`"))
-    return join(tag("code", part) if at % 2 else part for at, part in parts)
+    parts = enumerate(text.with_dates(text_line).split("`"))
+    return join(tag("code", part) if number % 2 else part for number, part in parts)
 
 
 def panel(title: str, *body: Content, wide: bool = False) -> Markup:
@@ -76,11 +76,11 @@ def facts(block: Facts) -> Markup:
     if not block.pairs:
         return NOTHING
     named: list[tuple[str, list[Markup]]] = []
-    for name, said in block.pairs:
+    for name, value in block.pairs:
         if name or not named:
             named.append((name, []))
-        named[-1][1].append(tag("dd", sentence(shortened(said, 4 * _CELL))))
-    return tag("dl", (tag("div", tag("dt", name), said) for name, said in named), cls="facts")
+        named[-1][1].append(tag("dd", sentence(shortened(value, 4 * _CELL))))
+    return tag("dl", (tag("div", tag("dt", name), values) for name, values in named), cls="facts")
 
 
 def table(block: Table, most: int | None = None) -> Markup:
@@ -105,7 +105,7 @@ def grid(label: str, rows: list[dict[str, str]]) -> Markup:
     return tag("div", inside, cls="scroll", tabindex=0, role="region", aria_label=label)
 
 
-def block(title: str, of: Table, most: int | None = None, *, wide: bool = False) -> Markup:
+def block(title: str, content: Table, most: int | None = None, *, wide: bool = False) -> Markup:
     """Return a table in a box; nothing without any row."""
-    rows = table(of, most)
-    return panel(title or of.title, rows, wide=wide) if of.items or of.note else NOTHING
+    rows = table(content, most)
+    return panel(title or content.title, rows, wide=wide) if content.items or content.note else NOTHING

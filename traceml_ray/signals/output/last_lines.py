@@ -66,11 +66,11 @@ class LastLines:
     def take(self, t_ns: int) -> Output | None:
         """Return what is new, read at `t_ns`; None where nothing is."""
         lines, size = list[str](), 0
-        for at, line in enumerate(reversed(self._ended)):
+        for index, line in enumerate(reversed(self._ended)):
             text = _shown(line)
             size += len(text.encode())
             if size > MOST_BYTES:
-                self._skipped += len(self._ended) - at
+                self._skipped += len(self._ended) - index
                 break
             lines += [text] * bool(text)
         unfinished = self._unfinished()
