@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from prometheus_client.exposition import choose_encoder
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
+from traceml_ray.signals.finding import Finding
+from traceml_ray.views.findings import found_in
 from traceml_ray.views.state import state_of
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
     from .session_pages import SessionPages
 
+_MOST_FINDINGS = 32
+"""Findings with a series of their own: of the others, only the number is known."""
 _MOST = 1024
 """Largest number of ranks or devices with a series each; of more, only nodes and the worst rank have one."""
 _STATES = (
@@ -81,6 +86,7 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
     if (run := session.newest) is not None:
         yield from _run_metrics(run)
+        yield from _finding_metrics(run.id, found_in(session, run, state))
         yield from _step_metrics(run)
         yield from _throughput_metrics(run)
         yield from _node_metrics(run)
@@ -103,24 +109,30 @@ def _run_metrics(run: RunState) -> Iterator[Metric]:
         cost = verdict["cost_pct"] if verdict["label"] != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
-        yield from _findings(name, verdict)
     ranks = {"expected": run.world or None, "reporting": len(run.reporting())}
     series_of = [((name, which), count) for which, count in ranks.items()]
     yield _gauge("ranks", "Ranks of the run.", ["run", "which"], series_of)
     yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run.last_step)])
 
 
-def _findings(run: str, verdict: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield the cost of each finding: of the headline, and of what is named beside it."""
-    named = ("label", "stage", "rank", "node")
-    costs: dict[tuple[object, ...], float] = {}
-    for one in (verdict, *(verdict.get("also") or ())):
-        if one["cost_pct"] and one["label"] != "healthy":
-            costs.setdefault((run, *(one[key] for key in named)), one["cost_pct"] / 100)
+def _finding_metrics(run: str, findings: Sequence[Finding]) -> Iterator[Metric]:
+    """Yield each of the first findings, in order, and the cost of those that have one."""
+    labels = ["run", "signal", "label", "severity", "what", "stage", "rank", "node"]
+    first: dict[tuple[object, ...], Finding] = {}
+    for one in findings:
+        if len(first) < _MOST_FINDINGS:
+            who = [next(iter(names), None) for names in (one.stages, one.ranks, one.nodes)]
+            first.setdefault((run, one.signal, one.label, one.severity, one.what, *who), one)
+    about = "1 for each of the first findings: of the verdict, and of what else was found in the run."
+    yield _gauge("finding", about, labels, [(values, 1.0) for values in first])
+    costs = [(values, one.cost) for values, one in first.items() if one.cost]
     about = (
         "Cost of each finding that is named, or watched, as a share of the time, see traceml_verdict_cost."
     )
-    yield _gauge("finding_cost", about, ["run", *named], costs.items(), "ratio")
+    yield _gauge("finding_cost", about, labels, costs, "ratio")
+    counts = Counter((run, one.signal, one.severity) for one in findings)
+    about = "Findings of the run, of each signal and severity."
+    yield _gauge("findings", about, ["run", "signal", "severity"], counts.items())
 
 
 def _step_metrics(run: RunState) -> Iterator[Metric]:

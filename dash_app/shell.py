@@ -10,19 +10,18 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.reports.conclusion import Conclusion
-from traceml_ray.reports.headlines import also, cost, lost, named, part_of, wasted
-from traceml_ray.reports.layer_report import sentence
-from traceml_ray.reports.severity import sign_of, tone_of
+from traceml_ray.reports.headlines import beside, cost, line_of, lost, named, part_of, wasted
+from traceml_ray.reports.severity import SIGNS, sign_of, tone_of
+from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.store.profiles import Profile
 from traceml_ray.text import natural
 from traceml_ray.views.events import incident
+from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import (
     BADGES,
     began_text,
-    concluded,
     coverage_text,
-    layers_of,
     session_facts,
     state_of,
     state_text,
@@ -46,6 +45,10 @@ _TABS = {
     "sessions": "Sessions",
     "health": "Health",
 }
+_PAGE_OF: dict[Signal, str] = {"memory": "memory", "layers": "layers", "sharding": "memory"}
+"""Page of a signal, where it has one."""
+_MAX_ALSO = 4
+"""So many findings are listed beside what is read first."""
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
     "notice": ("#b8930a", "M8 1 15.5 15H.5zM8 4.6 3.4 13.4h9.2z"),
@@ -61,6 +64,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     """Return the header that all pages have."""
     state = state_of(cache, run)
     verdict = run.verdict if run else None
+    findings = found_in(cache, run, state) if run else []
     began = None if run is None or verdict is None else incident(cache, run, verdict)
     return {
         "version": cache.version,
@@ -68,11 +72,11 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "state_text": state_text(cache, run, state),
         "session": _session_data(cache, run),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
-        "first": None if run is None else concluded(cache, run, state),
+        "first": None if run is None else first_of(run, findings),
+        "findings": findings,
         "incident": began,
         "began": began_text(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
-        "by_layer": _by_layer(cache, run, verdict, state),
         "coverage_text": coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -89,10 +93,10 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "missing": what,
         "verdict": None,
         "first": None,
+        "findings": [],
         "incident": None,
         "began": "",
         "by_operation": None,
-        "by_layer": None,
         "coverage_text": "",
         "step": None,
         "others": sorted(others, key=natural),
@@ -104,20 +108,6 @@ def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         **session_facts(cache, run),
         "runs": [{name: entry[name] for name in ("id", "name", "status")} for entry in cache.runs],
     }
-
-
-def _by_layer(
-    cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None, state: str
-) -> str | None:
-    """Return which layer makes the rank late that the verdict names."""
-    if run is None or verdict is None or verdict["stage"] not in ("forward", "backward"):
-        return None
-    if verdict["rank"] is None:
-        return None
-    layers = layers_of(cache, run, state)
-    findings = layers.findings if layers else ()
-    matching = (one for one in findings if one.rank in verdict["ranks"] and verdict["stage"] in one.phase)
-    return next((sentence(one.why) for one in matching), None)
 
 
 def _by_operation(
@@ -269,9 +259,12 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
         else:
             steps = [html.B("Steps "), *marked(f"{verdict['headline']}. {of_steps}")]
     to_do = html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next")
-    of_layer = html.P(_layer(header["by_layer"], route), id="verdict-layer")
-    beside = [html.P([html.B("Also "), *marked(line)], className="also") for line in also(verdict or {})]
-    details = [html.P(_operation(header["by_operation"], route), id="verdict-operation"), of_layer]
+    others = _others(header)
+    listed = [_beside(one, route) for one in others[:_MAX_ALSO]]
+    if len(others) > _MAX_ALSO:
+        left = text.count(len(others) - _MAX_ALSO, "more finding")
+        listed.append(html.P(f"and {left}", className="also"))
+    operation = html.P(_operation(header["by_operation"], route), id="verdict-operation")
     return [
         html.Div(
             html.Strong(dated(headline[:1].upper() + headline[1:]), id="verdict-headline"),
@@ -279,8 +272,8 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
         ),
         html.P(marked(why), id="verdict-why"),
         # What to do is said before another verdict begins.
-        *([to_do, html.P(steps, id="verdict-steps"), *details] if steps else [*details, to_do]),
-        html.Div(beside, id="verdict-also"),
+        *([to_do, html.P(steps, id="verdict-steps"), operation] if steps else [operation, to_do]),
+        html.Div(listed, id="verdict-also"),
         html.P(marked(began), id="verdict-since"),
         html.P(header["session"]["restarted"] or None, id="verdict-restarts"),
     ]
@@ -293,11 +286,20 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
     return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
 
 
-def _layer(layer_sentence: str | None, route: Route) -> list[Any] | None:
-    """Return the sentence that names the slow layer, with a link to the page of layers."""
-    if layer_sentence is None:
-        return None
-    return [html.B("By layer "), *marked(layer_sentence), " ", dcc.Link("Layers", href=route.to("layers"))]
+def _beside(one: Finding, route: Route) -> html.P:
+    """Return another finding: who, its cost, why where it may explain one, and a link to its page."""
+    parts = [html.B("Also "), *marked(f"{SIGNS[one.severity]} {line_of(one)}")]
+    if one.explains is not None:
+        parts += [". ", *marked(one.why)]
+    if one.signal in _PAGE_OF:
+        parts += [" ", dcc.Link(_TABS[_PAGE_OF[one.signal]], href=route.to(_PAGE_OF[one.signal]))]
+    return html.P(parts, className="also")
+
+
+def _others(header: Mapping[str, Any]) -> list[Finding]:
+    """Return what else was found; what is anomalous on nodes has links of its own."""
+    every = beside(header["findings"], header["first"].key if header["first"] else None)
+    return [one for one in every if one.signal != "nodes"]
 
 
 def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
@@ -311,15 +313,14 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     spent = f"Cost: {cost(incident, header['session']['gpus'])}." if incident else ""
     of_profile = header["by_operation"]
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
-    layer = f"By layer: {header['by_layer']}" if header["by_layer"] else ""
-    beside = "\n".join(f"Also: {line}" for line in also(verdict))
-    every = (first.headline, began, spent, why, steps, operation, layer, following, beside, "{link}")
+    others = "\n".join(f"Also: {line_of(one)}" for one in _others(header))
+    every = (first.headline, began, spent, why, steps, operation, following, others, "{link}")
     copied = "\n".join(map(zone.with_clocks, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
     if first.subject != "steps":
-        chips.append(link(f"Open {first.subject}", route.to(first.subject), "chip"))
+        chips.append(link(f"Open {first.subject}", route.to(_PAGE_OF[first.subject]), "chip"))
     return [*chips, copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
 
 

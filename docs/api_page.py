@@ -47,10 +47,12 @@ SETTINGS = {
 }
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
+FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "Source", "Refused"),
     "traceml_ray/analysis/memory/shapes.py": (
-        *("Memory", "FirstCause", "CollectiveOnset", "Finding", "Attribution", "Incident", "RankMemory"),
+        *("Memory", "FirstCause", "CollectiveOnset", "MemoryFinding", "Attribution", "Incident"),
+        "RankMemory",
     ),
 }
 COMPARISON = {
@@ -89,6 +91,8 @@ def page() -> str:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     parts += [shape(node, default=False) for path, names in RATES.items() for node in found(path, names)]
+    parts.append("## What is found\n")
+    parts += [shape(node) for path, names in FINDINGS.items() for node in found(path, names)]
     parts.append("## What files say about memory\n")
     parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
     parts.append("## How two sessions differ\n")

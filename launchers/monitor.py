@@ -31,7 +31,7 @@ from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Requ
 from traceml_ray.printing import say
 from traceml_ray.ray.config import FILE as ATTACHMENT
 from traceml_ray.ray.config import ActorConfig, Attachment
-from traceml_ray.reports.headlines import also
+from traceml_ray.reports.headlines import beside, findings_in, line_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import (
     Live,
@@ -53,6 +53,8 @@ from .live import LiveView, terminal
 from .nodes import Nodes
 from .spool_folder import make_spool, report_undelivered_rows
 
+_MAX_ALSO = 6
+"""So many findings are printed beside the first one."""
 ATTACH_S = 30.0
 """How long a running cluster may take to answer, in s. A Ray of our own may take longer: it has to start."""
 _RAY_ENDS = (
@@ -380,8 +382,8 @@ def _report(session: SessionFolder) -> None:
         say(f"next: {first['next']}")
     if first["subject"] != "steps":
         say(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
-    for line in also(verdict):
-        say(f"also: {line}")
+    for one in beside(findings_in(summary), first["key"])[:_MAX_ALSO]:
+        say(f"also: {line_of(one)}")
     say(f"files: {session.path}")
 
 

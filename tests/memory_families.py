@@ -14,7 +14,7 @@ import numpy as np
 from memory_series import BEGAN, GIB, MIB, SECOND, at, on_device, on_host
 
 from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Collective, Finding, Float, Memory, Series
+from traceml_ray.analysis.memory.shapes import Collective, Float, Memory, MemoryFinding, Series
 
 Outcome = Literal["right", "abstained", "wrong"]
 Family = Callable[[int], Outcome]
@@ -28,7 +28,7 @@ def _rng(seed: int) -> np.random.Generator:
     return np.random.default_rng((seed, 77))
 
 
-def _growths(memory: Memory) -> list[Finding]:
+def _growths(memory: Memory) -> list[MemoryFinding]:
     return [finding for finding in memory.findings if finding.kind in GROWTH]
 
 

@@ -49,6 +49,7 @@ from traceml_ray.reports.comparison import (
     stored_side,
 )
 from traceml_ray.settings import Settings
+from traceml_ray.signals.finding import Finding
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.store.results import (
@@ -303,9 +304,9 @@ class Session:
     (`dump`, `profile`, `download`, …) then raises StartError at once.
 
     Answers are plain dicts, with the fields, and units, of `traceml_ray.store.results` and
-    `traceml_ray.store.summary_shape`. `memory`, `layers`, `compare`, `profile` and `profiles` return objects
-    with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts of
-    any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
+    `traceml_ray.store.summary_shape`. `findings`, `memory`, `layers`, `compare`, `profile` and `profiles`
+    return objects with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes
+    plain dicts of any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
 
     A `run` is meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
 
@@ -362,6 +363,14 @@ class Session:
     def memory(self, run: str | None = None) -> Memory:
         """Return which rank's memory grew first, and what else is to be said about it."""
         return self._ask(query.Memory(run))
+
+    def findings(self, run: str | None = None) -> list[Finding]:
+        """
+        Return all that was found in the run, as of now: what the verdict names first, then the findings of
+        other signals (memory, layers, sharding, experts, nodes), the costliest first, of equal cost the most
+        severe first; a hundred at most. `explains` says which of them may explain which.
+        """
+        return self._ask(query.Findings(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
         """

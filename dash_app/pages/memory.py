@@ -12,7 +12,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import Attribution, Finding, Memory, RankMemory
+from traceml_ray.analysis.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.run_facts import moment
@@ -192,9 +192,9 @@ def _first(memory: Memory) -> html.Div:
     return html.Div(sentences, className=f"callout {tone}")
 
 
-def _findings(findings: Sequence[Finding], route: Route) -> Any:
+def _findings(findings: Sequence[MemoryFinding], route: Route) -> Any:
     """Return the findings, most severe first; what many ranks have alike is one line."""
-    alike: dict[Any, list[Finding]] = {}
+    alike: dict[Any, list[MemoryFinding]] = {}
     for finding in findings:
         alike.setdefault((finding.kind, finding.severity, finding.device is None), []).append(finding)
     lines = [
@@ -218,7 +218,7 @@ def _findings(findings: Sequence[Finding], route: Route) -> Any:
     return table(columns, lines[:_MOST], empty="Nothing stands out.", label="Findings")
 
 
-def _who(line: Sequence[Finding], route: Route) -> Any:
+def _who(line: Sequence[MemoryFinding], route: Route) -> Any:
     if len(line) == 1:
         return rank_link(line[0].rank, route)
     return text.ranks(sorted({finding.rank for finding in line}))

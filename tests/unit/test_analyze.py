@@ -16,7 +16,13 @@ from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu,
 
 import traceml_ray
 from traceml_ray import cli, wire
-from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
+from traceml_ray.analysis.memory.shapes import (
+    Attribution,
+    CollectiveOnset,
+    FirstCause,
+    MemoryFinding,
+    RankMemory,
+)
 from traceml_ray.identity import RankFilterError
 from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze, render_analysis
 from traceml_ray.signals.memory.records import MemorySample
@@ -61,7 +67,7 @@ def played() -> Analysis:
         next=["What to do first.", "What to do then."],
     )
     when: dict[str, Any] = {"from_ns": at_ns, "to_ns": at_ns + 60 * SECOND, "evidence": {}}
-    creep = Finding(
+    creep = MemoryFinding(
         kind="creep",
         rank=2,
         node="node-1",
@@ -72,7 +78,7 @@ def played() -> Analysis:
         why="It grows by 20 MB a step.",
         **when,
     )
-    change = Finding(
+    change = MemoryFinding(
         kind="step_change",
         rank=1,
         node="node-0",

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from measured_layers import LATE, measured
 from played import MS, QUIET, Played
 from plotly.io.json import to_json_plotly
 
 from traceml_ray import text
 from traceml_ray.analysis.layer_times import LayerFinding, Layers
-from traceml_ray.analysis.memory.shapes import Finding, Memory
+from traceml_ray.analysis.memory.shapes import Memory, MemoryFinding
 from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.shell import _cost
+from traceml_ray.exports.files import export
+from traceml_ray.exports.tables import Chosen
 from traceml_ray.launchers.monitor import _report
 from traceml_ray.reports.conclusion import conclude
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.findings import findings_of
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
+from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
@@ -29,8 +40,8 @@ from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 
 HEALTHY = {"label": "healthy", "why": "No rank is late.", "next": "Nothing to do."}
-LATE = {"label": "straggler", "ranks": [5], "rank": 5, "stage": "data", "why": "It is.", "next": "Look."}
-DEAD = {**LATE, "label": "rank_lost"}
+NAMED = {"label": "straggler", "ranks": [5], "rank": 5, "stage": "data", "why": "It is.", "next": "Look."}
+DEAD = {**NAMED, "label": "rank_lost"}
 
 
 def verdict(given: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +50,7 @@ def verdict(given: dict[str, Any]) -> dict[str, Any]:
 
 def of_memory(severity: Any) -> Memory:
     about = {"from_ns": 0, "to_ns": 1, "evidence": {}, "confidence": "high", "device": None}
-    finding = Finding(
+    finding = MemoryFinding(
         kind="creep", rank=2, node="n", severity=severity, next=["Mend."], why="It grows.", **about
     )  # type: ignore[arg-type]
     return Memory(findings=[finding])
@@ -58,13 +69,14 @@ LAYERS = Layers(
         (HEALTHY, of_memory("warning"), None, "memory creep: rank 2 (n)"),
         (HEALTHY, None, LAYERS, "slow layer: head on rank 1 (n)"),
         (HEALTHY, of_memory("warning"), LAYERS, "memory creep: rank 2 (n)"),
-        (LATE, of_memory("warning"), LAYERS, "straggler: rank 5 in data"),
-        (LATE, of_memory("critical"), LAYERS, "memory creep: rank 2 (n)"),
+        (NAMED, of_memory("warning"), LAYERS, "straggler: rank 5 in data"),
+        (NAMED, of_memory("critical"), LAYERS, "memory creep: rank 2 (n)"),
         (DEAD, of_memory("critical"), LAYERS, "rank lost: rank 5 in data"),
     ],
 )
 def test_the_most_severe_is_first(steps: Any, memory: Any, layers: Any, first: str) -> None:
-    assert conclude(verdict(steps), memory, layers).headline == first
+    given = verdict(steps)
+    assert conclude(given, findings_of(given, memory=memory, layers=layers)).headline == first
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +125,13 @@ def test_pages_and_terminal_begin_with_the_same(leaking: Path) -> None:
 
 def test_cost_is_of_whom_it_names() -> None:
     """The cost of a straggler is not read as that of the memory creep in the headline."""
-    late = {**verdict(LATE), "headline": "straggler: rank 5 in data", "lost_text": "", "cost_pct": 33.0}
+    late = {**verdict(NAMED), "headline": "straggler: rank 5 in data", "lost_text": "", "cost_pct": 33.0}
     late |= {"rank_hours_per_hour": 0.0, "confidence": "high", "pattern": "", "chronic": False}
     healthy = {**late, "label": "healthy", "cost_pct": None}
 
     def shown(steps: dict[str, Any], memory: Memory | None) -> list[Any]:
-        header = {"verdict": steps, "first": conclude(steps, memory, None), "incident": None}
+        first = conclude(steps, findings_of(steps, memory=memory))
+        header = {"verdict": steps, "first": first, "incident": None}
         return [element.children for element in _cost({**header, "session": {"gpus": 0}})]
 
     of_cost = ["33 %", "of the time", "confidence high"]
@@ -212,9 +225,11 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]
     assert 'traceml_verdict{label="watching"' in shown["metrics"]
     assert "Nothing to do" not in shown["top"] and "No rank delays" not in shown["top"]
-    conclusion = conclude(verdict, None, None)
+    conclusion = conclude(verdict, findings_of(verdict))
     assert (conclusion.tone, conclusion.label, conclusion.rank) == ("notice", "watching", 5)
-    assert conclude(verdict, of_memory("warning"), None).subject == "memory"
+    growing = findings_of(verdict, memory=of_memory("warning"))
+    assert conclude(verdict, growing).subject == "memory"
+    assert [one.label for one in growing] == ["watching", "memory_creep"], "the verdict's are first"
     brief = played.aggregator._judge.brief["job"]
     assert (brief["label"], brief["rank"]) == ("watching", None), "the log of rank 0 names no rank"
 
@@ -248,3 +263,54 @@ def test_what_costs_less_is_beside_the_headline_on_all_faces(tmp_path: Path) -> 
     assert {rank: round(float(ratio), 4) for rank, ratio in ratios} == {
         str(one["rank"]): round(one["cost_pct"] / 100, 4) for one in (verdict, other)
     }
+
+
+class ManyFaults(Played):
+    """Rank LATE is late in forward, rank 5 leaks, and a router prefers one of its experts."""
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        return {"experts": [RouterTokens(0, "moe", [70 * (self.step + 1), 10, 10, 10])]}
+
+
+KINDS = ["straggler", "memory_creep", "slow_layer", "uneven_experts"]
+
+
+def test_all_findings_are_on_all_faces_in_one_order(tmp_path: Path) -> None:
+    played = ManyFaults(tmp_path / "demo", late=LATE, stage=FORWARD, onset=0)
+    played.leaks = {5: 256 << 20}
+    for _ in range(90):
+        played.play(5)
+    measured(played)
+    live = query.ask_one(played.source.reply, query.Findings())
+    assert [one.label for one in live if one.severity != "info"] == KINDS
+    assert {one.signal for one in live} == {"steps", "memory", "layers", "experts"}
+    same_findings(live, faces(played.source))
+    layer = next(one for one in live if one.label == "slow_layer")
+    assert layer.explains == live[0].key and live[0].cost is not None
+    played.end()
+    stored = query.ask_one(StoredSource(played.folder).reply, query.Findings())
+    assert [one.label for one in stored if one.severity != "info"] == KINDS
+    summary = json.loads((played.folder / "summary.json").read_bytes())
+    assert summary["findings"] == json.loads(msgspec.json.encode(stored))
+    assert stored[0].cost == pytest.approx(summary["verdict"]["cost_pct"] / 100, rel=1e-3)
+    shown = faces(StoredSource(played.folder))
+    shown["report.txt"] = " ".join((played.folder / "report.txt").read_text().split())
+    shown["report.html"] = html.unescape(re.sub(r"<[^>]*>", "", (played.folder / "report.html").read_text()))
+    same_findings(stored, shown)
+    _, files = tmp_path / "out", export(played.folder, "csv", tmp_path / "out", Chosen())
+    (table,) = (file for file in files if file.stem == "findings")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["key"] for row in rows] == [one.key for one in stored]
+    assert float(rows[0]["cost"]) == stored[0].cost and json.loads(rows[1]["ranks"]) == [5]
+
+
+def same_findings(found: Sequence[Finding], shown: dict[str, str]) -> None:
+    """Whether each face shows all findings but those that are only information, in the same order."""
+    lines = [one for one in found if one.severity != "info"]
+    for place in shown.keys() - {"/events", "/rank/5", "metrics"}:
+        said = shown[place][shown[place].lower().index(lines[1].headline) :]  # the most severe is read first
+        at = [said.lower().index(one.headline) for one in lines[2:]]
+        assert at == sorted(at), place
+        assert lines[0].headline in shown[place] and text.percent(100 * lines[0].cost) in shown[place], place
+    series = re.findall(r'^traceml_finding{label="(.*?)",.*} 1.0$', shown["metrics"], re.MULTILINE)
+    assert series == [one.label for one in found]

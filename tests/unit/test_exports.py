@@ -139,7 +139,12 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
             {"step": step, "samples": 4, "tokens": None if step % 5 else 64 * rank} for step in range(20)
         ]
         assert [row for owner, row in sizes if owner == process] == wanted
-    assert {name for name, table in read.items() if not table.num_rows} == {"clocks", "shards", "experts"}
+    assert {name for name, table in read.items() if not table.num_rows} == {
+        "clocks",
+        "shards",
+        "experts",
+        "findings",
+    }
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold
         kinds = {"integer": "int64", "real": "double", "text": "string"}
         assert [str(kind) for kind in table.schema.types] == [

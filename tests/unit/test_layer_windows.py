@@ -91,9 +91,12 @@ def assert_beside_the_verdict(pages: SessionPages, stage: int, named: bool) -> N
     header = [look(pages, page) for page in ("header", "overview", "header")][-1]  # asked with the page
     assert (header["verdict"]["rank"], header["verdict"]["stage"]) == (LATE, STAGES[stage])
     sentence = f"Layer {LAYER} (Linear) takes 12 ms longer on rank {LATE}"
-    assert (sentence in (header["by_layer"] or "")) == named
+    (layer,) = (one for one in header["findings"] if one.signal == "layers")
+    assert layer.why.startswith(sentence)
+    assert layer.explains == (header["first"].key if named else None)
     page, answer = Refresher(pages).refresh("/", "", {})
-    assert ("By layer" in to_json_plotly([page, answer["set"]])) == named
+    assert (sentence.partition(" ms")[0] in to_json_plotly([page, answer["set"]])) == named
+    assert f"slow layer: {LAYER} on rank {LATE}" in to_json_plotly([page, answer["set"]])
 
 
 def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_pat
             measured(played)
         played.play(5)
         pages.poll()
-        named.append(look(pages, "header")["by_layer"] is not None)
+        named.append(any(one.signal == "layers" for one in look(pages, "header")["findings"]))
     of_layers = [message for message in asked if "Layers" in message]
     assert 1 <= len(of_layers) <= 2 and all("Status" in message for message in of_layers)
     assert named == sorted(named) and 10 <= named.index(True) <= 30

@@ -12,13 +12,13 @@ from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, o
 
 from traceml_ray.analysis.memory.judge import judge
 from traceml_ray.analysis.memory.sentences import left as left_of
-from traceml_ray.analysis.memory.shapes import Collective, Finding, Memory, Series
+from traceml_ray.analysis.memory.shapes import Collective, Memory, MemoryFinding, Series
 
 N = 300
 KIB = 1 << 10
 
 
-def _one(memory: Memory, kind: str) -> Finding:
+def _one(memory: Memory, kind: str) -> MemoryFinding:
     [finding] = [finding for finding in memory.findings if finding.kind == kind]
     assert 1 <= len(finding.next) <= 3
     return finding

@@ -48,7 +48,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.ProcessSamples(processes, 2, 3 * SECOND),
         query.Experts(run), query.Experts(run, 1),
-        query.Memory(run), query.Sharding(run), query.MemorySamples(processes, 3),
+        query.Findings(run), query.Memory(run), query.Sharding(run), query.MemorySamples(processes, 3),
         query.MemorySamples(processes, 4, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
@@ -126,9 +126,8 @@ def test_each_question_is_answered_live_as_from_the_file(
         played.begin(job_id="second")
         played.play(data.draw(st.integers(0, 30)))
     played.play(1)
-    compare(
-        played, questions("job"), lambda text: text.startswith(("Verdict.", "Verdict:", "Status.verdict"))
-    )
+    of_now = ("Verdict.", "Verdict:", "Status.verdict", "Findings")
+    compare(played, questions("job"), lambda text: text.startswith(of_now))
     played.end()
     held.release()
     for run in (None, "job"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from traceml_ray import printing, text
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
+from traceml_ray.settings import Settings
 from traceml_ray.text import one_line
 
 FORMATS = ("parquet", "csv", "perfetto")
@@ -30,7 +31,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--steps", type=steps, default=(0, 1 << 62), metavar="100-200", help="which steps (default: all)"
     )
-    command.add_argument("--run", help="of the trace: id or name of one run (default: the newest)")
+    command.add_argument(
+        "--run", help="of the trace, and of the findings: id or name of one run (default: the newest)"
+    )
 
 
 def steps(given: str) -> tuple[int, int]:
@@ -52,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     kind, name = arguments.format, folder.absolute().name
     out = arguments.output or Path(f"{name}{TRACE_SUFFIX}" if kind == "perfetto" else f"{name}-{kind}")
     try:
-        chosen = Chosen(rank_filter(arguments.ranks), *arguments.steps)
+        limits = Settings.load(out=arguments.out).thresholds
+        first, last = arguments.steps
+        chosen = Chosen(rank_filter(arguments.ranks), first, last, limits)
         with printing.progress_bar(f"export of {name}"):
             files = export(folder, kind, out, chosen, arguments.run)
     except RankFilterError as error:

@@ -1,8 +1,9 @@
 """
 The tables of a session as columns of plain values, a batch at a time: what is written as parquet and CSV.
 
-They are those of `store.schema`, with four differences: `steps` has the rows of all ranks one by one,
-`layers` each layer of each window, `batch_sizes` each step, and `ranks` is the table of rank processes.
+They are those of `store.schema`, with five differences: `steps` has the rows of all ranks one by one,
+`layers` each layer of each window, `batch_sizes` each step, `ranks` is the table of rank processes, and
+`findings` is what was found in the run.
 Text that is JSON in the file stays JSON. What is not known is None.
 """
 
@@ -12,6 +13,7 @@ import dataclasses
 import itertools
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -19,12 +21,16 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.step_sizes import NAMES, unpacked
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankFilter, RankIdentity
+from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.layers.records import LAYERS, LayerSum, LayerWindow
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
+from traceml_ray.store import query
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS
 from traceml_ray.store.rank_processes import RankProcess
@@ -44,6 +50,8 @@ class Chosen(NamedTuple):
     ranks: RankFilter = RankFilter()
     first: int = 0
     last: int = 1 << 62
+    limits: Thresholds = Thresholds()
+    """By which findings are judged, where the session has no summary yet."""
 
 
 class Table(NamedTuple):
@@ -180,6 +188,27 @@ def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
         yield _by_column(rows)
 
 
+def _findings(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
+    """Yield what was found in the run that is asked for, in order."""
+    run = session.run_id()
+    found = Answers(session.path.parent, chosen.limits).answer(query.Findings(run)) if run else []
+    rows = [msgspec.structs.asdict(one) for one in found]
+    if rows:
+        columns: Batch = {
+            name: [_as_text(row[name], kind) for row in rows] for name, kind in _kinds(Finding).items()
+        }
+        yield {"run": [run] * len(rows), **columns}
+
+
+def _as_text(value: Any, kind: ColumnKind) -> Any:
+    """Return a value that is not plain as JSON."""
+    return (
+        msgspec.json.encode(value).decode()
+        if kind == "text" and not isinstance(value, (str, NoneType))
+        else value
+    )
+
+
 def _by_column(rows: Sequence[Sequence[Any]]) -> Batch:
     return dict(zip(_LAYERS, map(list, zip(*rows, strict=True)), strict=True))
 
@@ -244,6 +273,7 @@ TABLES: dict[str, Table] = {
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
     **{kind.exported: _of_kind(kind) for kind in KINDS.values()},
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
+    "findings": Table({"run": "text", **_kinds(Finding)}, _findings),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
     "meta": _stored("meta", {"key": "text", "value": "text"}),
 }

@@ -14,7 +14,7 @@ import msgspec
 from traceml_ray import text, wire
 from traceml_ray.analysis.memory.limits import MEMORY
 from traceml_ray.analysis.memory.sentences import GROWTH
-from traceml_ray.analysis.memory.shapes import Finding, FirstCause, Memory, Value
+from traceml_ray.analysis.memory.shapes import FirstCause, Memory, MemoryFinding, Value
 
 KIND = "memory"
 _Key = tuple[Value, ...]
@@ -45,7 +45,7 @@ class MemoryEvents:
     def of(self, memory: Memory, now_ns: int) -> list[tuple[int, wire.Event]]:
         """Return the events of a round, each with its rank."""
         bad = {_key(each): each for each in reversed(memory.findings) if each.severity != "info"}
-        new: dict[str, list[Finding]] = defaultdict(list)
+        new: dict[str, list[MemoryFinding]] = defaultdict(list)
         for key, finding in reversed(bad.items()):
             severe = _ORDER.index(finding.severity)
             if self._lasts(key, finding) and severe > self._reported.get(key, 0):
@@ -66,7 +66,7 @@ class MemoryEvents:
         kept = [each for each in memory.findings if each.kind not in GROWTH or _key(each) in self._reported]
         return msgspec.structs.replace(memory, findings=kept)
 
-    def _lasts(self, key: _Key, finding: Finding) -> bool:
+    def _lasts(self, key: _Key, finding: MemoryFinding) -> bool:
         over = finding.evidence.get("over_walk")
         if isinstance(over, float) and over >= MEMORY.over_walk_sure:
             return True
@@ -80,11 +80,11 @@ class MemoryEvents:
         return any(key[1] == rank for key in self._reported)
 
 
-def _key(finding: Finding) -> _Key:
+def _key(finding: MemoryFinding) -> _Key:
     return finding.kind, finding.rank, finding.device, finding.evidence.get("counter")
 
 
-def _events(found: list[Finding], now_ns: int) -> Iterable[tuple[int, wire.Event]]:
+def _events(found: list[MemoryFinding], now_ns: int) -> Iterable[tuple[int, wire.Event]]:
     if len(found) <= _EACH:
         return [(finding.rank, _event(finding, now_ns)) for finding in found]
     ranks = sorted({finding.rank for finding in found})
@@ -95,7 +95,7 @@ def _events(found: list[Finding], now_ns: int) -> Iterable[tuple[int, wire.Event
     return [(found[0].rank, wire.Event(KIND, now_ns, event.step, None, message, data))]
 
 
-def _event(finding: Finding, now_ns: int) -> wire.Event:
+def _event(finding: MemoryFinding, now_ns: int) -> wire.Event:
     to_step = finding.evidence.get("to_step") or finding.evidence.get("step")
     data: dict[str, wire.Value] = {
         "finding": finding.kind,

@@ -20,9 +20,9 @@ from traceml_ray.analysis.memory.sentences import where
 from traceml_ray.analysis.memory.shapes import (
     Attribution,
     Collective,
-    Finding,
     FirstCause,
     Memory,
+    MemoryFinding,
     RankMemory,
     Sensitivity,
     Series,
@@ -280,7 +280,7 @@ def _cause(cause: FirstCause) -> str:
     return f"{sentence}, {lead}{bound} before the next rank; confidence {cause.confidence}"
 
 
-def _findings(findings: Sequence[Finding]) -> list[str]:
+def _findings(findings: Sequence[MemoryFinding]) -> list[str]:
     columns: Columns = {
         "severity": lambda one: one.severity,
         "finding": lambda one: text.words(one.kind),
@@ -292,7 +292,7 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
     return lines + _more(len(findings) - _MOST, "finding")
 
 
-def _next(findings: Sequence[Finding]) -> list[str]:
+def _next(findings: Sequence[MemoryFinding]) -> list[str]:
     """Return what to do, once for each kind of finding."""
     kinds: dict[str, str] = {}
     for finding in findings:
@@ -382,7 +382,7 @@ def _more(count: int, noun: str) -> list[str]:
     return [f"  and {text.count(count, noun)} more"] if count > 0 else []
 
 
-def _who(one: Finding | Attribution) -> str:
+def _who(one: MemoryFinding | Attribution) -> str:
     return f"rank {one.rank}" + ("" if one.device is None else f", device {one.device}")
 
 

@@ -15,6 +15,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.files import page_of
+from traceml_ray.reports.headlines import findings_in
 from traceml_ray.reports.layer_report import layers_answer
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
@@ -26,6 +27,8 @@ from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.throughput import StoredWork
 from traceml_ray.reports.whole import spans_of
+from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.findings import findings_of
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories
@@ -67,6 +70,7 @@ class Answers:
             query.Status: self._status,
             query.Verdict: self._verdict,
             query.Summary: self._summary,
+            query.Findings: self._findings,
             query.Deaths: self._deaths,
             query.Throughput: self._throughput,
             query.ReportPage: self._page,
@@ -188,6 +192,18 @@ class Answers:
         exposed = [stage["exposed_ms"] for stage in summary["stages"]] or None
         more = {name: summary[name] for name in ("suspects", "roles", "episodes", "brief")}
         return {**summary["verdict"], **more, "exposed_ms": exposed}
+
+    def _findings(self, asked: query.Findings) -> list[Finding]:
+        """Return those of the summary; of a run that goes on, those of what is known now."""
+        if self._over(asked.run):
+            return findings_in(self._reported(asked.run))
+        return findings_of(
+            self._verdict_now(asked.run),
+            memory=self.answer(query.Memory(asked.run)),
+            layers=self.answer(query.Layers(asked.run)),
+            sharding=self.answer(query.Sharding(asked.run)),
+            loads=self.answer(query.Experts(asked.run)),
+        )
 
     def _summary(self, asked: query.Summary) -> Any:
         with self._file(asked.run) as file:

@@ -1,4 +1,4 @@
-"""What a person reads first of a run: the most severe of all that was found, of steps, memory or layers."""
+"""What a person reads first of a run: its verdict, or a finding of another signal that is more severe."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import Label
-from traceml_ray.analysis.layer_times import LayerFinding, Layers
-from traceml_ray.analysis.memory.shapes import Finding, Memory
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.layer_report import sentence
 from traceml_ray.reports.severity import tone_of
+from traceml_ray.signals.finding import Finding, Signal
 
 Tone = Literal["critical", "warning", "notice", "unsure", "good"]
 _WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
 """The most severe first."""
-_NEXT_LAYER = "Look at what this rank does in that layer: its input, its device."
+_BEFORE_VERDICT = ("critical", "warning")
+"""Severities of findings that may be read before the verdict."""
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """The most severe finding of a run; of equally severe ones, the verdict on its steps before others."""
+    """What to read first of a run."""
 
-    subject: Literal["steps", "memory", "layers"]
+    subject: Signal
+    """The signal that it is about; `steps`: it is the verdict."""
     tone: Tone
     label: str
     """Its kind in words: the label of the verdict, or "memory creep"."""
@@ -33,40 +33,32 @@ class Conclusion(msgspec.Struct, frozen=True):
     why: str
     next: str
     rank: int | None
+    key: str | None = None
+    """Of the finding that it is; None: the verdict has found nothing."""
 
 
-def conclude(verdict: Mapping[str, Any], memory: Memory | None, layers: Layers | None) -> Conclusion:
-    """Return what to read first, of the verdict on the steps, and what was found of memory and layers."""
-    found = [_of_steps(verdict)]
-    found += _of_memory(memory.findings if memory else ())
-    found += _of_layers(layers.findings if layers else ())
-    return min(found, key=lambda one: _WORST.index(one.tone))  # the first of equally severe ones
+def conclude(verdict: Mapping[str, Any], findings: Iterable[Finding]) -> Conclusion:
+    """
+    Return what to read first: the most severe of the verdict and the findings of other signals; of equally
+    severe ones the verdict, then the first of the `findings`.
+    """
+    first, others = None, list[Conclusion]()
+    for one in findings:
+        if one.signal == "steps":
+            first = first or one.key
+        elif one.severity in _BEFORE_VERDICT:
+            others.append(_of(one))
+    return min([_of_steps(verdict, first), *others], key=lambda one: _WORST.index(one.tone))
 
 
-def _of_steps(verdict: Mapping[str, Any]) -> Conclusion:
+def _of_steps(verdict: Mapping[str, Any], key: str | None) -> Conclusion:
     label: Label = verdict["label"]
     tone: Any = tone_of(verdict)[0]
     about = named(verdict), verdict["why"], verdict["next"] or "", verdict["rank"]
-    return Conclusion("steps", tone, text.words(label), *about)
+    return Conclusion("steps", tone, text.words(label), *about, key)
 
 
-def _of_memory(findings: Iterable[Finding]) -> list[Conclusion]:
-    """Return the findings, the most severe first; what is only for information is none."""
-    found = []
-    for one in findings:
-        if one.severity != "info":
-            label = f"memory {text.words(one.kind)}"
-            headline = f"{label}: rank {one.rank} ({one.node})"
-            following = one.next[0] if one.next else ""
-            found.append(Conclusion("memory", one.severity, label, headline, one.why, following, one.rank))
-    return found
-
-
-def _of_layers(findings: Iterable[LayerFinding]) -> list[Conclusion]:
-    found = []
-    for one in findings:
-        node = f" ({one.node})" if one.node else ""
-        headline = f"slow layer: {one.layer or 'all layers'} on rank {one.rank}{node}"
-        about = headline, sentence(one.why), _NEXT_LAYER, one.rank
-        found.append(Conclusion("layers", "warning", "slow layer", *about))
-    return found
+def _of(one: Finding) -> Conclusion:
+    tone: Any = one.severity
+    rank = one.ranks[0] if one.ranks else None
+    return Conclusion(one.signal, tone, text.words(one.label), one.headline, one.why, one.next, rank, one.key)

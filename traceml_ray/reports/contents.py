@@ -8,13 +8,27 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
-from traceml_ray.reports.headlines import also, brief, costs, lost, named, part_of, restarted, wasted
+from traceml_ray.reports.headlines import (
+    beside,
+    brief,
+    costs,
+    findings_in,
+    line_of,
+    lost,
+    named,
+    part_of,
+    restarted,
+    wasted,
+)
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.present import present
+from traceml_ray.reports.severity import SIGNS
+from traceml_ray.signals.finding import Finding
 
 _MAX_RANKS = 32
 _MAX_ROUTERS = 3
 _MAX_LINES = 20
+_MAX_FINDINGS = 6
 _WORTH = 0.03
 _MOST_OF = 0.5
 """What is named in more of the steps than this shows in their medians."""
@@ -38,26 +52,43 @@ def verdict_facts(summary: dict[str, Any]) -> Facts:
     """Return the verdict, what it costs, why, what else was anomalous then, and what to do."""
     verdict, first = summary["verdict"], summary["conclusion"]
     is_first = first["subject"] == "steps"
-    # What is more severe than the verdict on the steps comes before it; its why is in a part of its own.
-    before = () if is_first else (("Verdict", first["headline"]), ("Next", first["next"]))
+    # What is more severe than the verdict on the steps comes before it.
+    before = (("Verdict", first["headline"]), ("Why", first["why"]), ("Next", first["next"]))
     return Facts(
-        *before,
+        *(() if is_first else before),
         ("Verdict" if is_first else "Steps are", named(verdict)),
         ("", ", ".join(about_verdict(summary))),
         ("Why", verdict["why"]),
         ("", verdict["note"]),
-        *evidence(verdict["machine"] or ()),
+        *(("", line) for line in evidence(findings_in(summary))),
         ("Next", verdict["next"] if is_first or meaning(verdict).kind == "finding" else ""),
-        *_also(verdict),
     )
 
 
-def _also(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what else is named, with its cost, and what to do about it."""
-    lines: list[tuple[str, str]] = []
-    for line, one in zip(also(verdict), verdict.get("also") or (), strict=True):
-        lines += [("" if lines else "Also", line), ("", one["next"])]
-    return lines
+def findings_facts(summary: Mapping[str, Any]) -> Facts:
+    """Return what else was found, each with its cost, why, and what to do."""
+    shown, lines = findings_beside(summary), list[tuple[str, str]]()
+    advised = {summary["conclusion"]["next"], summary["verdict"]["next"]}
+    for one in shown[:_MAX_FINDINGS]:
+        following = "" if one.next in advised else one.next
+        lines += [
+            ("" if lines else "Also", f"{SIGNS[one.severity]} {line_of(one)}"),
+            ("", one.why),
+            ("", following),
+        ]
+        advised.add(one.next)
+    left = len(shown) - _MAX_FINDINGS
+    return Facts(*lines, ("", f"and {text.count(left, 'more finding')}" if left > 0 else ""))
+
+
+def findings_beside(summary: Mapping[str, Any]) -> list[Finding]:
+    """
+    Return the findings of a summary that are not said with its verdict; of a run that failed, also those that
+    are only information.
+    """
+    failed = meaning(summary["verdict"]).kind == "failure"
+    every = beside(findings_in(summary), summary["conclusion"].get("key"), all_of=failed)
+    return [one for one in every if one.signal != "nodes"]  # these are evidence of the verdict
 
 
 def about_verdict(summary: Mapping[str, Any]) -> list[str]:
@@ -81,12 +112,13 @@ def has_gpus(summary: Mapping[str, Any]) -> bool:
     return any(node["gpus"] for node in summary["system"]["nodes"])
 
 
-def evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def evidence(findings: Sequence[Finding]) -> list[str]:
     """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
     nodes: dict[str, list[str]] = {}
-    for anomaly in anomalies:
-        nodes.setdefault(anomaly["node"], []).append(anomaly["text"])
-    return [("", f"at the same time on {node}: {'; '.join(each)}") for node, each in nodes.items()]
+    for one in findings:
+        if one.signal == "nodes":
+            nodes.setdefault(one.nodes[0], []).append(one.why)
+    return [f"at the same time on {node}: {'; '.join(each)}" for node, each in nodes.items()]
 
 
 def _of_a_part(summary: Mapping[str, Any]) -> str:

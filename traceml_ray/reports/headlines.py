@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import Label
+from traceml_ray.signals.finding import Finding, from_plain, headline
+from traceml_ray.signals.findings import nodes_named
 
 _LEAST_HOURS = 0.01
 """Less is not told from none."""
-_NAMED = 2
-"""So many nodes are listed; others are counted."""
 
 
 def named(verdict: Mapping[str, Any]) -> str:
     """Return a verdict in one line: "straggler: rank 5 (node-1) in data"."""
     label: Label = verdict["label"]
-    line = text.words(label)
-    if verdict["ranks"]:
-        line += f": {text.ranks(verdict['ranks'])}{_where(verdict)}"
-    if label == "stalled":
-        line += f" in {verdict['span']}"
-    elif verdict["stages"] or verdict["stage"]:
-        line += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
-    return line
+    stages = verdict["stages"] or [verdict["stage"] or ""]
+    inside = f"{verdict['span']}" if label == "stalled" else " and ".join(stages)
+    nodes = nodes_named(verdict) if verdict["ranks"] else ()
+    return headline(label, verdict["ranks"], nodes, inside=inside)
 
 
 def part_of(verdict: Mapping[str, Any]) -> str:
@@ -34,15 +30,44 @@ def part_of(verdict: Mapping[str, Any]) -> str:
 
 def costs(verdict: Mapping[str, Any]) -> str:
     """Return "28 % of the run, 41 s": what is named costs; "" where that is not known."""
-    if not verdict["cost_pct"]:
-        return ""
-    spent = f", {text.duration(verdict['cost_s'])}" if verdict.get("cost_s") else ""
-    return f"{text.percent(verdict['cost_pct'])} {part_of(verdict)}{spent}"
+    return _cost(verdict["cost_pct"], part_of(verdict), verdict.get("cost_s"))
 
 
-def also(verdict: Mapping[str, Any]) -> list[str]:
-    """Return what else is named, each in a line: "straggler: rank 1 in forward, 5 % of the run, 3 s"."""
-    return [", ".join(filter(None, (named(one), costs(one)))) for one in verdict.get("also") or ()]
+def _cost(cost_pct: float | None, of: str, cost_s: float | None) -> str:
+    spent = f", {text.duration(cost_s)}" if cost_s else ""
+    return f"{text.percent(cost_pct)} {of}{spent}" if cost_pct else ""
+
+
+def cost_of(finding: Finding) -> str:
+    """Return the same of a finding."""
+    cost_pct = None if finding.cost is None else 100 * finding.cost
+    return _cost(cost_pct, part_of({"about": finding.about}), finding.cost_s)
+
+
+def line_of(finding: Finding) -> str:
+    """Return a finding in a line: "straggler: rank 1 (node-0) in forward, 5 % of the run, 3 s"."""
+    return ", ".join(filter(None, (finding.headline, cost_of(finding))))
+
+
+def findings_in(summary: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings of a summary; none of one that is older than they are."""
+    return [from_plain(one) for one in summary.get("findings") or ()]
+
+
+def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = False) -> list[Finding]:
+    """
+    Return what else is to be read of the findings of a run beside the `first` one (its key) and the verdict:
+    without what is only information, unless it may explain another one that is shown (`all_of`: with it).
+    """
+    listed = list(findings)
+    verdict = next((one.key for one in listed if one.signal == "steps"), None)
+    keys = {one.key for one in listed if all_of or one.severity != "info"}
+    read = {first, verdict}
+    return [
+        one
+        for one in listed
+        if one.key not in read and (one.key in keys or one.explains in keys | read - {None})
+    ]
 
 
 def lost(verdict: Mapping[str, Any]) -> str:
@@ -97,10 +122,3 @@ def brief(found: Mapping[str, Any]) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
     counted = text.count(found["count"], "brief finding")
     return f"{counted}, {text.duration(found['cost_s'])} in all" if found["count"] else ""
-
-
-def _where(verdict: Mapping[str, Any]) -> str:
-    """Return the nodes of its ranks; an episode knows that of one rank only."""
-    alone = [verdict["node"]] if verdict["node"] and len(verdict["ranks"]) == 1 else []
-    nodes = verdict.get("nodes") or alone
-    return f" ({text.listed(nodes[:_NAMED], max(0, len(nodes) - _NAMED))})" if nodes else ""

@@ -63,13 +63,18 @@ def layers_sentences(found: Layers) -> list[str]:
     return said or ([NONE_LONGER] if len(found.ranks) > 1 and not waits else [])
 
 
-def layers_facts(block: Mapping[str, Any]) -> Facts:
-    """Return what a report says about layers: who takes longer in which, and what that is of."""
+def layers_facts(block: Mapping[str, Any], *, found: bool = True) -> Facts:
+    """
+    Return what is said about layers: with what was `found`, who takes longer in which; that nobody does, and
+    what that is of.
+    """
     if not block.get("ranks"):
         return Facts()
-    found = [sentence(one["why"]) for one in block["findings"]]
+    if block["findings"] and not found:
+        return Facts(("Layers", about_layers(block)), *(("", line) for line in block["limits"]))
+    sentences = [sentence(one["why"]) for one in block["findings"]]
     none = NONE_LONGER if len(block["ranks"]) > 1 else ""
-    first, *others = found or [none if not _waits(block) else ""]
+    first, *others = sentences or [none if not _waits(block) else ""]
     more = f"and {len(others) - _LINES} more" if len(others) > _LINES else ""
     first, *rest = list(filter(None, [first, *others[:_LINES], more, about_layers(block), *block["limits"]]))
     return Facts(("Layers", first), *(("", line) for line in rest))

@@ -10,7 +10,6 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.memory.recordings import merge
 from traceml_ray.analysis.memory.shapes import Memory
-from traceml_ray.codec import ready
 from traceml_ray.identity import RankFilter
 from traceml_ray.reports.analyze import judged
 from traceml_ray.reports.layout import Facts
@@ -19,8 +18,7 @@ from traceml_ray.store.memory_recordings import recordings_of
 from traceml_ray.store.session_file import SessionFile
 
 _FINDINGS = 100
-"""Of a summary; of a text,"""
-_LINES = 4
+"""Of a summary."""
 
 
 def memory_of(file: SessionFile) -> Memory:
@@ -48,20 +46,10 @@ def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
     return {"per_rank": per_rank, **{name: shown[name] for name in kept}}
 
 
-def memory_facts(block: Mapping[str, Any], failed: bool) -> Facts:
-    """
-    Return what a report says about the memory of a summary; none where nothing stands out. Of a run that
-    has `failed`, also what is only information.
-    """
-    found = msgspec.convert(
-        {name: value for name, value in block.items() if name != "per_rank"}, ready(Memory)
-    )
-    if not any(failed or each.severity != "info" for each in found.findings):
-        return Facts()
-    first, others = first_words(found), [each.why for each in found.findings]
-    rest = [why for why in others[:_LINES] if why not in first]
-    more = f"and {len(others) - _LINES:,} more findings" if len(others) > _LINES else ""
-    return Facts(("Memory", " ".join(first)), *(("", why) for why in rest), ("", more))
+def memory_facts(block: Mapping[str, Any]) -> Facts:
+    """Return of which ranks nothing is known about memory, where something was found of others."""
+    missing = block["missing_ranks"] if block["findings"] else ()
+    return Facts(("Memory", f"There are no samples of {text.ranks(missing)}." if missing else ""))
 
 
 def first_words(found: Memory) -> Sequence[str]:
@@ -75,6 +63,10 @@ def first_words(found: Memory) -> Sequence[str]:
         sentences = [found.findings[0].why, *found.findings[0].next[:1]]
     else:
         sentences = ["No rank's memory has grown above its own level."]
-    if found.missing_ranks:
-        sentences.append(f"There are no samples of {text.ranks(found.missing_ranks)}.")
-    return sentences
+    return [*sentences, *missing_words(found)]
+
+
+def missing_words(found: Memory) -> Sequence[str]:
+    """Return in a sentence of which ranks there are no samples; none where there are of all."""
+    ranks = found.missing_ranks
+    return [f"There are no samples of {text.ranks(ranks)}."] if ranks else []

@@ -138,15 +138,15 @@ def _times(count: float, noun: str) -> str:
     return f"{text.number(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def sharding_facts(found: Mapping[str, Any] | None) -> Facts:
-    """Return what a report says of the models that are divided; nothing without one."""
+def sharding_facts(found: Mapping[str, Any] | None, *, uneven: bool = True) -> Facts:
+    """Return how models are divided, `uneven`: and who holds more than others; nothing without a model."""
     pairs: list[tuple[str, str]] = []
     for model in found["models"] if found else ():
         who = "" if len(found["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
         pairs.append(("" if pairs else "Sharding", who + "; ".join(about_model(model))))
         pairs.append(("Per step", per_step(found, model)))  # type: ignore[arg-type]
         if imbalance := model["imbalance"]:
-            pairs += [("", imbalance["why"]), ("", imbalance["next"])]
+            pairs += [("", imbalance["why"]), ("", imbalance["next"])] * uneven
         elif model["uneven_count"]:
             one = model["uneven_count"] == 1
             count = text.count(model["uneven_count"], "parameter")

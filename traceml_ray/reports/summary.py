@@ -51,6 +51,7 @@ from traceml_ray.reports.run_facts import (
 from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
+from traceml_ray.signals.findings import findings_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
@@ -123,18 +124,27 @@ def _summary(
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = facts.deaths()
+    deaths = facts.deaths()
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.fact("status")) or _headline(facts, found, memory) or performance
+    verdict = still_open(stood, facts.fact("status")) or _headline(facts, deaths, memory) or performance
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     first = first_steps_of(facts, whole)
     if first is not None:
         verdict = msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, first.why))))
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
-    layers = layers_answer(session)
+    layers, sharding = layers_answer(session), sharding_of(session)
+    uneven = experts_of(session, facts.ranks.values())
+    episodes = _episodes(judged, verdicts, facts, lines)
+    found = findings_of(
+        {**verdict.plain(), "episodes": episodes},
+        memory=memory,
+        layers=layers,
+        sharding=sharding,
+        loads=uneven,
+    )
     summary = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -144,19 +154,20 @@ def _summary(
         "throughput": throughput,
         "first_steps": msgspec.to_builtins(first),
         "spans": _spans(spans, whole),
-        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), memory, layers)),
+        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), found)),
         "verdict": _verdict(verdict),
+        "findings": msgspec.to_builtins(found),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
-        "experts": msgspec.to_builtins(experts_of(session, facts.ranks.values())),
+        "experts": msgspec.to_builtins(uneven),
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
-        "episodes": _episodes(judged, verdicts, facts, lines),
+        "episodes": episodes,
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
-        "ranks": ranks_block(facts, found),
-        "output": beside_failure(facts, verdict, found),
+        "ranks": ranks_block(facts, deaths),
+        "output": beside_failure(facts, verdict, deaths),
         "memory": memory_block(facts, memory),
-        "sharding": sharding_of(session),
+        "sharding": sharding,
         "layers": layers_block(layers),
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},

@@ -22,14 +22,14 @@ _MAX_STACK_LINES = 100
 
 def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
-    failed = contents.meaning(summary["verdict"]).kind == "failure"
     parts = [
         title(summary, folder),
         laid_out(contents.verdict_facts(summary)),
         laid_out(profile_facts(summary)),
-        laid_out(memory_facts(summary["memory"], failed)),
-        laid_out(sharding_facts(summary.get("sharding"))),
-        laid_out(layers_facts(summary.get("layers", {}))),  # older summaries have none
+        laid_out(contents.findings_facts(summary)),
+        laid_out(memory_facts(summary["memory"])),
+        laid_out(sharding_facts(summary.get("sharding"), uneven=False)),
+        laid_out(layers_facts(summary.get("layers", {}), found=False)),  # older summaries have none
         laid_out(contents.steps_facts(summary)),
         laid_out(throughput_facts(summary)),
         laid_out(contents.stages_table(summary["stages"])),

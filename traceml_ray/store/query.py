@@ -24,6 +24,7 @@ from traceml_ray.analysis import experts, layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
+from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape
@@ -157,6 +158,10 @@ class MemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
 
 class Memory(OfRun[shapes.Memory], frozen=True):
     """What is to be said about the memory of the run's ranks; without `ranks` where no sample has come."""
+
+
+class Findings(OfRun[list[Finding]], frozen=True):
+    """All that was found in the run, in order: what the verdict names, then what costs most."""
 
 
 class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):

@@ -355,9 +355,9 @@ class ConclusionInfo(TypedDict):
     """The most severe of all that was found in a run: what a person reads first."""
 
     subject: str
-    """What it is about: steps (it is the verdict), memory, layers."""
+    """The signal that it is about; steps: it is the verdict."""
     tone: str
-    """critical, warning, unsure, good."""
+    """critical, warning, notice, unsure, good."""
     label: str
     """Its kind in words."""
     headline: str
@@ -383,6 +383,8 @@ class Summary(TypedDict):
     conclusion: ConclusionInfo
     verdict: VerdictInfo
     """On its steps."""
+    findings: list[dict[str, Any]]
+    """All that was found, in order, as `Session.findings` has it; a hundred at most."""
     suspects: list[Suspect]
     roles: list[RoleInfo]
     """Where not all ranks do the same work."""

@@ -366,6 +366,7 @@ def panel(
 def _overview(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     failed = [sections.output(snapshot, width)] if snapshot.tone == "critical" else []
     return [
+        sections.findings(snapshot, width),
         *failed,
         sections.node_summary(snapshot, width),
         sections.rank_grid(snapshot, width, choice),

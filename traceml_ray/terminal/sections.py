@@ -11,9 +11,10 @@ from rich.text import Text
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.conclusion import Conclusion
-from traceml_ray.reports.headlines import also, part_of
-from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.headlines import beside, line_of, part_of
+from traceml_ray.reports.memory import first_words, missing_words
 from traceml_ray.reports.severity import SIGNS, tone_of
+from traceml_ray.signals.finding import Finding
 from traceml_ray.stages import STAGES
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import evidence_of, worst_first
@@ -126,7 +127,6 @@ def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
         ("Why", step_verdict["why"], ""),
         ("Next", step_verdict["next"] if step_verdict["label"] != "healthy" else "", ""),
         ("Cost", step_verdict["cost"], ""),
-        *(("" if number else "Also", line, "") for number, line in enumerate(also(step_verdict))),
         ("", step_verdict["began"], ""),
         ("Restarts", snapshot.facts["restarted"], ""),
     ]  # fmt: skip
@@ -143,6 +143,25 @@ def _first(snapshot: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
     """Return the conclusion that is more severe than the verdict on the steps."""
     shown = f"{snapshot.sign} {first.headline}"
     return [("Verdict", shown, TONES[snapshot.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
+
+
+def findings(snapshot: Snapshot, width: int) -> Section:
+    """Return what else was found, each with its cost and why, a line each, in the order of all faces."""
+    others = beside(snapshot.findings, snapshot.first.key if snapshot.first else None)
+    others = [one for one in others if one.signal != "nodes"]  # these are beside their node
+    rows = [_finding(one, width) for one in others]
+
+    def lines(most: int) -> list[Text]:
+        few = len(rows) <= most
+        left = text.count(len(rows) - most + 1, "more finding")
+        return rows if few else [*rows[: most - 1], Text(f"… {left}", QUIET)]
+
+    return Section("ALSO FOUND", lines, min(len(rows), _WORST), min(len(rows), 2))
+
+
+def _finding(one: Finding, width: int) -> Text:
+    row = Text().append(f"{SIGNS[one.severity]} {line_of(one)}  ", TONES[one.severity]).append(one.why)
+    return fit(row, width)
 
 
 def headline(verdict: Mapping[str, Any]) -> str:
@@ -315,17 +334,16 @@ def bar(stages: Mapping[str, float], width: int) -> Text:
 
 
 def memory(snapshot: Snapshot, width: int) -> Section:
-    """Return which rank's memory grew, and which uses most."""
+    """Return who uses most of what memory there is; that nothing is to be said of it, where nothing is."""
     answer = snapshot.memory
     if answer is None or not answer.ranks:
         shown = _fullest_nodes(snapshot)
         return Section("MEMORY", lambda most: shown[:most], len(shown))
     used = [row for row in answer.ranks if row.used_bytes is not None and row.total_bytes]
     fullest = max(used, key=lambda row: (row.used_bytes or 0) / (row.total_bytes or 1), default=None)
-    lines = [line for sentence in first_words(answer) for line in wrap(sentence, width)]
-    if answer.findings:
-        severe = answer.findings[0].severity
-        lines[0] = Text().append(f"{SIGNS[severe]} ", TONES[severe]).append_text(lines[0])
+    listed = any(one.signal == "memory" and one.severity != "info" for one in snapshot.findings)
+    sentences = missing_words(answer) if listed else first_words(answer)  # else it is beside the verdict
+    lines = [line for sentence in sentences for line in wrap(sentence, width)]
     if fullest is not None:
         share = text.share((fullest.used_bytes or 0) / (fullest.total_bytes or 1))
         of_all = f"{text.size(fullest.used_bytes)} of {text.size(fullest.total_bytes)}, {share}"

@@ -13,11 +13,13 @@ from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import sign_of, tone_of
+from traceml_ray.signals.finding import Finding
 from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
 from traceml_ray.store.step_shapes import StepTimes, Throughput
 from traceml_ray.store.summary_shape import ShardingInfo
 from traceml_ray.views.events import events_of, incident
+from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.health import health
 from traceml_ray.views.ranks import nodes, rank_rows
 from traceml_ray.views.run_state import SLOW_RANKS, RunState
@@ -26,7 +28,6 @@ from traceml_ray.views.state import (
     BADGES,
     RUN_OVER,
     began_text,
-    concluded,
     coverage_text,
     session_facts,
     state_of,
@@ -73,7 +74,9 @@ class Snapshot:
     verdict: Mapping[str, Any] | None = None
     """The verdict, with `headline`, `why` (without notes), `began`, `cost` and `sure` as text."""
     first: Conclusion | None = None
-    """The conclusion to show first: the verdict, or a more severe one."""
+    """The conclusion to show first: the verdict, or a more severe finding."""
+    findings: Sequence[Finding] = ()
+    """All findings of the run, in the order of every face."""
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """First and last step of `times`, `nodes` and `rows`; None: the newest steps, or all."""
@@ -111,7 +114,8 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Sn
     }
     if run is None:
         return Snapshot(**fields)
-    first = concluded(poll, run, state)
+    findings = found_in(poll, run, state)
+    first = first_of(run, findings)
     tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
     steps = _judged_steps(run, state)
     times = run.times if steps is None else poll.ask(query.Times(run.id, True, *steps))
@@ -131,6 +135,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Sn
         sign=sign,
         verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, fields),
         first=first,
+        findings=findings,
         times=times,
         steps=steps,
         throughput=run.throughput,

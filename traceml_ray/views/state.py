@@ -1,8 +1,4 @@
-"""
-The state of a session in a word and in a sentence, how complete it is, and the verdict in sentences.
-
-What a person reads first of a run that is looked at: see `reports.conclusion`.
-"""
+"""The state of a session in a word and in a sentence, how complete it is, and the verdict in sentences."""
 
 from __future__ import annotations
 
@@ -10,16 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.headlines import coverage, restarted, since
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.store import query
 from traceml_ray.store.session import start_text
 
-from .run_state import SLOW_RANKS, RunState
+from .run_state import RunState
 from .session_poll import SessionPoll
 from .values import age_s
 
@@ -206,34 +199,3 @@ def began_text(
     if changes:  # the last one may be cut short: …
         changes = f" When it began: {changes}{'' if changes.endswith('…') else '.'}"
     return f"{began[:1].upper()}{began[1:]}.{changes}"
-
-
-MEMORY_S = 5.0
-"""Least time between two questions about memory, in s, while a run goes on and no view of memory is open."""
-LAYERS_S, LAYERS_S_A_RANK, LAYERS_RANKS = 30.0, 2.0, 32
-"""
-The same for layers: `LAYERS_S`, or `LAYERS_S_A_RANK` per rank; up to `LAYERS_RANKS` ranks are asked for.
-"""
-
-
-def concluded(cache: SessionPoll, run: RunState, state: str) -> Conclusion | None:
-    """
-    Return the conclusion to show first, None before any verdict. For a large running job it is the verdict
-    alone, see `SLOW_RANKS` and `LAYERS_RANKS`.
-    """
-    if run.verdict is None:
-        return None
-    memory = None
-    if any(process.memory_from for process in run.ranks.values()) and not (
-        state in RUNNING and run.world >= SLOW_RANKS
-    ):
-        memory = cache.ask(query.Memory(run.id), every_s=MEMORY_S)
-    return conclude(run.verdict, memory, layers_of(cache, run, state))
-
-
-def layers_of(cache: SessionPoll, run: RunState | None, state: str) -> Layers | None:
-    """Return the newest measurement of a run's layers; None if there is none."""
-    if run is None or (state in RUNNING and run.world > LAYERS_RANKS):
-        return None
-    layers = cache.ask(query.Layers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
-    return layers if layers is not None and layers.ranks else None

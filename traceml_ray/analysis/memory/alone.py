@@ -24,8 +24,8 @@ from traceml_ray.analysis.memory.robust import median
 from traceml_ray.analysis.memory.shapes import (
     Confidence,
     Counter,
-    Finding,
     Kind,
+    MemoryFinding,
     RankMemory,
     Series,
     Severity,
@@ -47,7 +47,7 @@ _OWN_SHARE = 0.3
 class Hidden:
     """A change of the hidden gap, which collectives may explain."""
 
-    finding: Finding
+    finding: MemoryFinding
     times: tuple[tuple[int, int], ...]
     """
     (begin, end) ns of each change: the last sample before it and the first sample after it. Spikes have
@@ -89,7 +89,7 @@ class Alone:
     row: RankMemory
     grown: dict[Counter, float] = field(default_factory=dict)
     """By how much each counter has grown since its baseline, whether that counts or not."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[MemoryFinding] = field(default_factory=list)
     rises: list[tuple[Counter, Rise]] = field(default_factory=list)
     small: dict[Counter, Rise] = field(default_factory=dict)
     """Of counters without a rise that counts: the first that does not."""
@@ -115,7 +115,7 @@ class _Judging:
 
     def __init__(self, place: Place, limits: MemoryLimits) -> None:
         self._place, self._limits = place, limits
-        self._findings: list[Finding] = []
+        self._findings: list[MemoryFinding] = []
         self._hidden: list[Hidden] = []
         self._growths: list[Growth] = []
         self._forecasts: list[Forecast] = []
@@ -317,7 +317,7 @@ class _Judging:
         to_ns: int,
         evidence: dict[str, Value],
         why: str,
-    ) -> Finding:
+    ) -> MemoryFinding:
         finding = _finding(self._place, kind, severity, confidence, (from_ns, to_ns), evidence, why)
         self._findings.append(finding)
         return finding
@@ -357,8 +357,8 @@ def _finding(
     times: tuple[int, int],
     evidence: dict[str, Value],
     why: str,
-) -> Finding:
-    return Finding(
+) -> MemoryFinding:
+    return MemoryFinding(
         kind=kind,
         rank=place.rank,
         node=place.node,

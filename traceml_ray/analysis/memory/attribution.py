@@ -16,8 +16,8 @@ from traceml_ray.analysis.memory.shapes import (
     Attribution,
     AttributionKind,
     Collective,
-    Finding,
     Int64,
+    MemoryFinding,
     Sensitivity,
 )
 
@@ -42,12 +42,12 @@ class Explained:
     hidden: Hidden
     attribution: Attribution
 
-    def finding(self) -> Finding:
+    def finding(self) -> MemoryFinding:
         """Return the finding with its explanation; buffers that are made once need no action."""
         finding = self.hidden.finding
         sure = self.attribution.kind != "collective_suspect"
         once = sure and finding.kind in ("step_change", "transient_spike")
-        return Finding(
+        return MemoryFinding(
             kind=finding.kind,
             rank=finding.rank,
             node=finding.node,

@@ -14,7 +14,15 @@ import numpy as np
 from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.limits import MemoryLimits
 from traceml_ray.analysis.memory.robust import hinge, lowered, noise, starts
-from traceml_ray.analysis.memory.shapes import Confidence, Counter, Finding, Float, Kind, Severity, Value
+from traceml_ray.analysis.memory.shapes import (
+    Confidence,
+    Counter,
+    Float,
+    Kind,
+    MemoryFinding,
+    Severity,
+    Value,
+)
 from traceml_ray.analysis.memory.tracks import Track
 from traceml_ray.analysis.memory.trend import Forecast, Ramp
 
@@ -294,7 +302,7 @@ def finding_of(
     left: Forecast | None,
     severity: Severity,
     host: HostGrowth | None = None,
-) -> Finding:
+) -> MemoryFinding:
     """
     Return the finding about a growth.
 
@@ -310,7 +318,7 @@ def finding_of(
     why += sentences.lasts(left, growth.upper_bound, None if host is None else (host.ranks, host.slope))
     if growth.sharing == "shared":
         why = why.removesuffix(".") + "; its own pages (USS) do not grow, so it is shared or file pages."
-    return Finding(
+    return MemoryFinding(
         kind=growth.kind,
         rank=spot.rank,
         node=spot.node,

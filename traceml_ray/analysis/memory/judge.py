@@ -23,8 +23,8 @@ from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
 from traceml_ray.analysis.memory.robust import median
 from traceml_ray.analysis.memory.shapes import (
     Collective,
-    Finding,
     Memory,
+    MemoryFinding,
     RankMemory,
     Sensitivity,
     Series,
@@ -116,7 +116,7 @@ def _full_in(one: Alone, full_s: float | None) -> Alone:
 
 
 _ORDER: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
-_Found = tuple[str, Finding]
+_Found = tuple[str, MemoryFinding]
 """A finding, and the process that it is about."""
 _ALIKE_RANKS = 3
 """With fewer, growing alike says nothing."""
@@ -192,7 +192,7 @@ def _in_order(judged: Sequence[Alone]) -> list[Alone]:
     return list(reversed(once.values()))
 
 
-def order_of(finding: Finding) -> tuple[int, float, int, int, int, str]:
+def order_of(finding: MemoryFinding) -> tuple[int, float, int, int, int, str]:
     """Sort key: the most severe first, then what fills memory soonest, then the earliest."""
     until = finding.evidence.get("forecast_s", finding.evidence.get("full_s"))
     full_s = until if isinstance(until, float) else float("inf")
@@ -206,7 +206,7 @@ def _device(device: int | None) -> int:
 
 def _table(judged: Sequence[Alone], findings: list[_Found]) -> list[RankMemory]:
     """Return the lines of the table, each with the most severe finding of its rank and device."""
-    worst: dict[tuple[str, int, int | None], Finding] = {}
+    worst: dict[tuple[str, int, int | None], MemoryFinding] = {}
     for process, finding in findings:
         worst.setdefault((process, finding.rank, finding.device), finding)
     rows = []
@@ -220,7 +220,7 @@ def _table(judged: Sequence[Alone], findings: list[_Found]) -> list[RankMemory]:
 
 def _alike(found: list[_Found], judged: Sequence[Alone], limits: MemoryLimits) -> list[_Found]:
     """Return the findings; warnings of a creep that all ranks share, each about as fast, are information."""
-    less: dict[int, Finding] = {}
+    less: dict[int, MemoryFinding] = {}
     for host in (False, True):
         ranks = {each.rank for each in judged if (each.device is None) == host and each.span is not None}
         creeps = [f for _, f in found if f.kind == "creep" and (f.device is None) == host]
@@ -251,10 +251,10 @@ def _nearly_full(judged: Sequence[Alone]) -> list[_Found]:
     return [(each.process, _full(each)) for each in [*devices, *most]]
 
 
-def _full(each: Alone) -> Finding:
+def _full(each: Alone) -> MemoryFinding:
     found = each.full
     assert found is not None
-    return Finding(
+    return MemoryFinding(
         kind="near_limit",
         rank=each.rank,
         node=each.node,
@@ -300,11 +300,11 @@ def _above(peers: list[Alone], limits: MemoryLimits) -> list[_Found]:
     return [(each.process, _imbalance(each, usual, len(peers), limits)) for each in above]
 
 
-def _imbalance(each: Alone, usual: float, peers: int, limits: MemoryLimits) -> Finding:
+def _imbalance(each: Alone, usual: float, peers: int, limits: MemoryLimits) -> MemoryFinding:
     assert each.peak is not None and each.span is not None
     near = each.peak_share is not None and each.peak_share >= limits.near_limit[0]
     what = "host memory" if each.device is None else "allocated memory"
-    return Finding(
+    return MemoryFinding(
         kind="imbalance",
         rank=each.rank,
         node=each.node,

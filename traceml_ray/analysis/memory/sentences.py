@@ -14,7 +14,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
-from traceml_ray.analysis.memory.shapes import Counter, Finding, Kind, Memory
+from traceml_ray.analysis.memory.shapes import Counter, Kind, Memory, MemoryFinding
 from traceml_ray.analysis.memory.shifts import Full, Shift, Spikes
 from traceml_ray.analysis.memory.tracks import Place
 from traceml_ray.analysis.memory.trend import Forecast, Ramp
@@ -240,7 +240,7 @@ def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY
     return ""
 
 
-def _grew(finding: Finding, whose: str) -> str:
+def _grew(finding: MemoryFinding, whose: str) -> str:
     counter: Counter = "rss_bytes" if finding.device is None else "allocated_bytes"
     if finding.kind == "persistent_drift":
         counter = "gap_bytes"

@@ -76,7 +76,7 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the answers: plain values, in JSON by name."""
 
 
-class Finding(_Shape, frozen=True, kw_only=True):
+class MemoryFinding(_Shape, frozen=True, kw_only=True):
     """Something about the memory of one rank on one device."""
 
     kind: Kind
@@ -194,7 +194,7 @@ class Memory(_Shape, frozen=True, kw_only=True):
 
     first_cause: FirstCause | None = None
     collective_onset: CollectiveOnset | None = None
-    findings: list[Finding] = []
+    findings: list[MemoryFinding] = []
     """The most severe first, then what fills memory soonest, then the earliest."""
     collectives: list[Attribution] = []
     incidents: list[Incident] = []

@@ -39,6 +39,7 @@ def render(found: Charted, folder: Path) -> bytes:
 
 def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
     yield "The verdict", sections.verdict(found)
+    yield "The findings", sections.findings(found)
     yield "Numbers", sections.numbers(found)
     yield "The ranks that died", sections.deaths(found)
     yield "Last output", sections.outputs(found)
@@ -49,7 +50,6 @@ def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
     yield "The layers", sections.layers(found)
     yield "The change", sections.before_and_since(found)
     yield "Nodes and ranks", sections.places(found)
-    yield "Memory", sections.memory(found)
     yield "Shards", sections.shards(found)
     yield "What happened", sections.history(found)
     yield "The environment", sections.surroundings(found, folder)

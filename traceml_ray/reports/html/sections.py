@@ -12,7 +12,7 @@ from traceml_ray.reports import contents
 from traceml_ray.reports.charted import Charted
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.heading import about_session, bundles_in, run_of
-from traceml_ray.reports.headlines import also, cost, named, part_of, since
+from traceml_ray.reports.headlines import cost, cost_of, findings_in, line_of, named, part_of, since
 from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.charts import heatmap
@@ -29,7 +29,7 @@ from traceml_ray.reports.tiles import tiles
 from traceml_ray.store.step_shapes import DeathInfo
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_OUTPUTS, _MAX_ALIKE = 8, 4, 4, 4
-_MAX_FINDINGS, _MAX_SETTINGS = 12, 60
+_MAX_FINDINGS, _MAX_ALSO, _MAX_SETTINGS = 12, 4, 60
 _MAX_LINES, _MAX_LINE = 60, 300
 """Of a traceback, a stack, and what a rank printed last."""
 _SIGNS = {
@@ -62,16 +62,16 @@ def verdict(found: Charted) -> Markup:
     episode = _episode(summary)
     began = since(episode) if episode else ""
     operation = by_operation(summary)
-    others = list(zip(also(one), one.get("also") or (), strict=True))
+    others = contents.findings_beside(summary)[:_MAX_ALSO]
     sentences = [
         tag("h2", headline[:1].upper() + headline[1:]),
         *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
         tag("p", sentence(one["why"])),
         tag("p", sentence(one["note"])) if one["note"] else None,
-        *(tag("p", said) for _, said in contents.evidence(one["machine"] or ())),
+        *(tag("p", said) for said in contents.evidence(findings_in(summary))),
         tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
         tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
-        *(tag("p", tag("b", "Also "), sentence(f"{line}. {other['next']}")) for line, other in others),
+        *(tag("p", tag("b", "Also "), f"{SIGNS[other.severity]} {line_of(other)}") for other in others),
         tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
@@ -220,35 +220,39 @@ def layers(found: Charted) -> Markup:
     named = {one["layer"] for one in block_.get("findings", ())}
     return join(
         panel(
-            "Layers", facts(layers_facts(block_)), charts.icicle(block_.get("layers", ()), named), wide=True
+            "Layers",
+            facts(layers_facts(block_, found=False)),
+            charts.icicle(block_.get("layers", ()), named),
+            wide=True,
         ),
         block("", layers_table(block_), wide=True),
     )
 
 
-def memory(found: Charted) -> Markup:
-    """Return what stands out about memory."""
-    summary = found.summary
-    failed = contents.meaning(summary["verdict"]).kind == "failure"
+def findings(found: Charted) -> Markup:
+    """Return what was found beside the verdict, whatever it is about, and what is only information."""
+    listed = findings_in(found.summary)
+    verdict_key = next((one.key for one in listed if one.signal == "steps"), None)
     columns: Columns = {
-        "": lambda one: f"{SIGNS[one['severity']]} {one['severity']}",
-        "kind": lambda one: text.words(one["kind"]),
-        ">rank": lambda one: str(one["rank"]),
-        "node": lambda one: one["node"],
-        "on": lambda one: "host" if one["device"] is None else f"device {one['device']}",
-        "why": lambda one: one["why"],
+        "": lambda one: f"{SIGNS[one.severity]} {one.severity}",
+        "finding": lambda one: one.headline,
+        ">cost": cost_of,
+        "confidence": lambda one: one.confidence or "",
+        "why": lambda one: one.why.replace("`", ""),
+        "next": lambda one: one.next.replace("`", ""),
     }
-    first = Facts(*memory_facts(summary["memory"], failed).pairs[:1])
-    rows = block(
-        "", Table("Findings about memory", columns, summary["memory"]["findings"]), _MAX_FINDINGS, wide=True
+    shown = [one for one in listed if one.key != verdict_key]
+    unknown = memory_facts(found.summary["memory"])
+    return join(
+        block("", Table("Findings beside the verdict", columns, shown), _MAX_FINDINGS, wide=True),
+        panel("Memory", facts(unknown), wide=True) if any(line for _, line in unknown.pairs) else NOTHING,
     )
-    return join(panel("Memory", facts(first), wide=True), rows)
 
 
 def shards(found: Charted) -> Markup:
     """Return how FSDP2 has divided the model, and what each rank holds."""
     known = found.summary.get("sharding")
-    about = panel("How the model is divided", facts(sharding_facts(known)), wide=True)
+    about = panel("How the model is divided", facts(sharding_facts(known, uneven=False)), wide=True)
     return join(about, block("", sharding_table(known), wide=True)) if known else NOTHING
 
 

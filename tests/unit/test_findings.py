@@ -1,0 +1,204 @@
+"""What is known of each signal as findings: order, keys, and what may explain which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from traceml_ray.analysis.anomalies import Anomaly
+from traceml_ray.analysis.experts import ExpertLoad, loads
+from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.layer_times import LayerFinding, Layers
+from traceml_ray.analysis.memory import shapes
+from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.reports.headlines import beside, line_of, named
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.finding import MOST, Finding, key_of, listed
+from traceml_ray.signals.findings import findings_of, of_memory, of_verdict
+
+
+def verdict(label: Label = "straggler", **given: Any) -> dict[str, Any]:
+    about = {"ranks": (5,), "rank": 5, "nodes": ("node-1",), "stage": "forward", "stages": ("forward",)}
+    usual = {"why": "It is late.", "next": "Look.", "cost_pct": 12.0, "cost_s": 3.0, "from_step": 40}
+    return Verdict(label=label, **{**about, **usual, **given}).plain()  # type: ignore[arg-type]
+
+
+def grows(rank: int, kind: Any = "creep", severity: Any = "warning", **given: Any) -> shapes.MemoryFinding:
+    about = {"node": f"node-{rank // 4}", "device": rank % 4, "confidence": "high", "from_ns": 7, "to_ns": 9}
+    more = {
+        "evidence": {"from_step": 3, "forecast_s": None},
+        "next": ["Look.", "Then mend."],
+        "why": "It grows.",
+    }
+    return shapes.MemoryFinding(kind=kind, rank=rank, severity=severity, **{**about, **more, **given})
+
+
+def tokens(**counts: list[int]) -> list[ExpertLoad]:
+    """The loads of routers by the tokens of their experts."""
+    return loads([[RouterTokens(number, *each) for number, each in enumerate(counts.items())]])
+
+
+SLOW = Layers(
+    first_step=8,
+    last_step=90,
+    findings=[
+        LayerFinding(5, "node-1", "head", "Linear", "forward", 2.0, 4.0, 2.0, "layer head takes longer"),
+        LayerFinding(2, "node-0", None, "", "backward", 2.0, 4.0, 2.0, "all layers take longer"),
+    ],
+)
+UNEVEN = {
+    "ranks": [0],
+    "bytes": 9,
+    "median_bytes": 3.0,
+    "ratio": 3.0,
+    "why": "Rank 0 has more.",
+    "next": "Pad.",
+}
+SHARDS = {"models": [{"imbalance": None}, {"imbalance": UNEVEN}]}
+
+
+def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:
+    one = verdict(
+        also=(Verdict(label="imbalance", cost_pct=4.0, stages=("data",), why="Uneven.", next="Even."),)
+    )
+    memory = Memory(findings=[grows(2), grows(3, severity="critical"), grows(1, "transient_spike", "info")])
+    found = findings_of(
+        one, memory=memory, layers=SLOW, sharding=SHARDS, loads=tokens(moe=[9, 1, 1, 1], even=[1, 1])
+    )
+    assert [each.label for each in found] == [
+        "straggler", "imbalance", "memory_creep", "memory_creep", "slow_layer", "slow_layer",
+        "uneven_shards", "uneven_experts", "memory_transient_spike",
+    ]  # fmt: skip
+    assert [each.ranks for each in found[2:5]] == [(3,), (2,), (5,)]
+    costly = msgspec.structs.replace(found[-1], cost=0.5)
+    assert listed(found[:2], [*found[2:], costly])[2] == costly
+
+
+def test_finding_of_the_verdict_has_its_figures() -> None:
+    episode = {
+        "label": "straggler",
+        "from_step": 40,
+        "started_at": "2026-03-01T03:31:10.250+00:00",
+        "ended_at": None,
+    }
+    one = verdict(about="run", z=5.0, confidence="high", to_step=90)
+    (found,) = of_verdict({**one, "episodes": [episode]})
+    assert (found.cost, found.cost_s, found.about, found.why) == (0.12, 3.0, "run", "It is late.")
+    assert (found.from_step, found.to_step, found.from_ns, found.to_ns) == (40, 90, 1772335870250000000, None)
+    assert found.evidence["z"] == 5.0 and "exit_reason" not in found.evidence
+    assert found.headline == named(one) == "straggler: rank 5 (node-1) in forward"
+    assert line_of(found) == "straggler: rank 5 (node-1) in forward, 12 % of the run, 3 s"
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_verdict_is_a_finding_where_it_names_something(label: Label) -> None:
+    one = verdict(label, span="save")
+    found = of_verdict(one)
+    assert [each.severity for each in found] == (
+        [LABELS[label].severity] if LABELS[label].kind in ("finding", "failure", "watching") else []
+    )
+    assert all(each.headline == named(one) for each in found)
+
+
+def test_key_stays_while_the_same_is_found_and_no_two_are_alike() -> None:
+    early, late = (
+        of_verdict(verdict(cost_pct=cost, to_step=step))[0] for cost, step in ((3.0, 60), (9.0, 90))
+    )
+    assert early.key == late.key == "straggler:5:forward"
+    swapped = (
+        of_verdict(verdict(stages=stages))[0].key for stages in (("data", "forward"), ("forward", "data"))
+    )
+    assert len({*swapped}) == 1
+    assert key_of("straggler", range(4096), "data") == "straggler:0,1,2,3,4,5,6,7,+4088:data"
+    twice = of_memory(Memory(findings=[grows(2, "step_change"), grows(2, "step_change", from_ns=8)]))
+    keys = [each.key for each in listed([], twice)]
+    assert keys == ["memory_step_change:2:device2", "memory_step_change:2:device2#2"]
+
+
+def test_many_findings_are_bounded() -> None:
+    memory = Memory(findings=[grows(rank) for rank in range(4 * MOST)])
+    found = findings_of(verdict(), memory=memory)
+    assert len(found) == MOST and found[0].signal == "steps"
+
+
+def test_layer_explains_a_rank_that_is_late_where_it_is_slow() -> None:
+    late, slow, other = findings_of(verdict(), layers=SLOW)
+    assert (slow.explains, other.explains) == (late.key, None)
+    assert (slow.what, other.what, slow.why) == ("head", "all layers", "Layer head takes longer.")
+    assert [each.explains for each in findings_of(verdict(stages=("data",)), layers=SLOW)] == [None] * 3
+
+
+def test_anomaly_of_a_node_may_explain_the_verdict() -> None:
+    hot = Anomaly(kind="gpu_temperature", node="node-1", device=2, value=94.0, text="GPU 2 at 94 °C")
+    late, node = findings_of(verdict(machine=(hot,)))
+    assert (node.label, node.nodes, node.device, node.explains) == ("node_anomaly", ("node-1",), 2, late.key)
+    assert node.headline == "node anomaly: gpu temperature on node-1" and node.severity == "info"
+
+
+def test_growth_may_explain_a_death_for_lack_of_memory() -> None:
+    memory = Memory(findings=[grows(5), grows(2), grows(5, "transient_spike")])
+    oom, own, other, spike = findings_of(verdict("oom", cost_pct=None), memory=memory)
+    assert (own.explains, other.explains, spike.explains) == (oom.key, None, None)
+    assert [each.explains for each in findings_of(verdict(), memory=memory)] == [None] * 4
+
+
+def test_relations_of_memory_are_findings_that_explain_others() -> None:
+    about = {"delta_bytes": 5, "counter": "allocated_bytes", "why": "It was first."}
+    memory = Memory(
+        findings=[grows(5), grows(2), grows(5, "persistent_drift")],
+        first_cause=FirstCause(
+            rank=5, node="node-1", device=1, at_ns=7, lead_ns=3, lead_bound_ns=1, confidence="high",
+            coverage=1.0, next=["Look."], **about,
+        ),
+        collective_onset=CollectiveOnset(at_ns=7, ranks=[2, 5], **about),
+        collectives=[
+            Attribution(
+                kind="collective_likely", rank=5, device=1, finding="persistent_drift", from_ns=7,
+                op="all_reduce", group="world", bytes=4, evidence={"calls": 9},
+                why="It stands with all_reduce.",
+            )
+        ],
+    )  # fmt: skip
+    found = {each.label: each for each in of_memory(memory)}
+    assert found["memory_collective_likely"].explains == found["memory_persistent_drift"].key
+    assert found["memory_collective_likely"].evidence == {"calls": 9, "bytes": 4, "group": "world"}
+    assert found["memory_first_cause"].explains == "memory_creep:2:device2", "it began before that"
+    assert found["memory_collective_onset"].explains == "memory_creep:5:device1"
+    assert found["memory_creep"].next == "Look. Then mend." and found["memory_creep"].from_step == 3
+
+
+def test_uneven_experts_may_explain_an_imbalance() -> None:
+    found = findings_of(verdict(), loads=tokens(moe=[7, 1], even=[5, 5]))
+    assert [each.what for each in found] == [None, "moe"] and found[1].explains is None
+    why = {**verdict("imbalance", ranks=(), rank=None), "reason": {"what": "experts"}}
+    imbalance, uneven = findings_of(why, loads=tokens(moe=[7, 1]))
+    assert uneven.explains == imbalance.key
+
+
+def test_what_is_only_information_stands_beside_the_verdict_where_it_explains_something() -> None:
+    def one(key: str, severity: Any, explains: str | None = None, signal: Any = "memory") -> Finding:
+        return Finding(key=key, signal=signal, label=key, severity=severity, explains=explains)
+
+    steps, leak = one("late", "warning", signal="steps"), one("leak", "critical")
+    rest = [
+        one("spike", "info"),
+        one("first", "info", "leak"),
+        one("slow", "warning"),
+        one("hot", "info", "late"),
+    ]
+    found = [steps, leak, *rest]
+    assert [each.key for each in beside(found, "late")] == ["leak", "first", "slow", "hot"]
+    assert [each.key for each in beside(found, "leak")] == ["first", "slow", "hot"], (
+        "the verdict is read, too"
+    )
+    assert [each.key for each in beside(found, "late", all_of=True)] == [
+        "leak",
+        "spike",
+        "first",
+        "slow",
+        "hot",
+    ]
+    assert beside([], None) == []
