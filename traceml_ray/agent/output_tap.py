@@ -48,7 +48,7 @@ class OutputTap:
         """See what is written from now on."""
         for number, name in _STREAMS.items() if self._most else ():
             stream = getattr(sys, name)
-            if stream is None or any(each.stream is stream for each in self._tapped):
+            if stream is None or any(tapped_stream.stream is stream for tapped_stream in self._tapped):
                 continue  # closed, or both are one
             try:
                 self._tapped.append(_Tapped(stream, number, self._most, self._errors))
@@ -58,14 +58,14 @@ class OutputTap:
 
     def take(self, t_ns: int) -> list[Output]:
         """Return what is new, read at `t_ns`; one thread may ask."""
-        found = [tapped.take(t_ns) for tapped in self._tapped]
-        return [output for output in found if output is not None]
+        outputs = [tapped.take(t_ns) for tapped in self._tapped]
+        return [output for output in outputs if output is not None]
 
     def remove(self) -> None:
         """Put the streams back as they were."""
         tapped, self._tapped = self._tapped, []
-        for each in tapped:
-            each.remove()
+        for tapped_stream in tapped:
+            tapped_stream.remove()
 
 
 class _Tapped:

@@ -117,11 +117,11 @@ class LiveMemory:
 
     def resume(self, samples: Iterable[MemoryColumns]) -> None:
         """Take the samples that are stored of rank processes, before any other."""
-        for own in samples:
+        for columns in samples:
             if len(self._kept) < MAX_PLACES:
-                place = own.process, own.device
-                self._kept[place] = KeptSamples.of(own.t_ns, own.step, own.columns)
-                self._of_process.setdefault(own.process, []).append(place)
+                place = columns.process, columns.device
+                self._kept[place] = KeptSamples.of(columns.t_ns, columns.step, columns.columns)
+                self._of_process.setdefault(columns.process, []).append(place)
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
         """Take a span of a rank process whose samples are kept, if it is a collective."""
@@ -191,19 +191,21 @@ class LiveMemory:
 
     def _collectives(self, ranks: Ranks) -> list[Collective]:
         """Return which collectives the ranks were in, and when, as far as samples tell when steps were."""
-        found = []
-        for process, own in ranks.processes.items():
+        collectives = []
+        for process, rank_process in ranks.processes.items():
             with self._writers:
                 uses = list(self._spans.get(process, {}).items())
                 places = self._of_process.get(process, ())
                 arrays = [self._kept[place].arrays()[:2] for place in places[:1] if uses]
-            if own.rank is None or not any((step >= 0).any() for _, step in arrays):
+            if rank_process.rank is None or not any((step >= 0).any() for _, step in arrays):
                 continue
-            [(t_ns, step)], (offset_ns, _) = arrays, ranks.clock(own)
+            [(t_ns, step)], (offset_ns, _) = arrays, ranks.clock(rank_process)
             for (name, group), use in uses:
                 first, last = when(t_ns + offset_ns, step, use.first, use.last + 1)
-                found.append(Collective(own.rank, name, group, first, last, use.count, use.bytes))
-        return found
+                collectives.append(
+                    Collective(rank_process.rank, name, group, first, last, use.count, use.bytes)
+                )
+        return collectives
 
     def _forget(self, process: int) -> None:
         self._spans.pop(process, None)
@@ -219,15 +221,15 @@ class LiveMemory:
     def _judge(self, state: _Run, ranks: Ranks, place: Place) -> None:
         process, device = place
         with self._writers:
-            own, kept = ranks.processes.get(process), self._kept.get(place)
-            if own is None or own.rank is None or kept is None:
+            rank_process, kept = ranks.processes.get(process), self._kept.get(place)
+            if rank_process is None or rank_process.rank is None or kept is None:
                 return
             taken, (t_ns, step, columns) = kept.taken, kept.arrays()
-        offset_ns, bound_ns = ranks.clock(own)
+        offset_ns, bound_ns = ranks.clock(rank_process)
         series = Series(
-            rank=own.rank,
+            rank=rank_process.rank,
             node=ranks.labels.get(process, ""),
-            process=own.process_id,
+            process=rank_process.process_id,
             device=device,
             t_ns=t_ns + offset_ns,
             step=step,
@@ -238,9 +240,13 @@ class LiveMemory:
         state.judged[place] = alone(series, MEMORY)
 
     def _compare(self, state: _Run, ranks: Ranks) -> Memory:
-        state.judged = {place: each for place, each in state.judged.items() if place[0] in ranks.processes}
-        judged = [each for one in state.judged.values() for each in one]
-        uses = self._collectives(ranks) if any(each.hidden for each in judged) else []
+        state.judged = {
+            place: series_judged
+            for place, series_judged in state.judged.items()
+            if place[0] in ranks.processes
+        }
+        judged = [series_judged for one in state.judged.values() for series_judged in one]
+        uses = self._collectives(ranks) if any(series_judged.hidden for series_judged in judged) else []
         state.memory = compare(judged, uses, expected=ranks.world)
         state.rounds += 1
         return state.memory

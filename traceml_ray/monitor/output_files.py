@@ -136,7 +136,7 @@ class OutputFiles:
 
     def take(self) -> dict[str, list[Output]]:
         """Return what is new, by rank process; where that is much, the rest of it the next time."""
-        found: dict[str, list[Output]] = {}
+        new_output: dict[str, list[Output]] = {}
         size, t_ns = 0, self._wall()
         with self._lock:
             for name, process in [*self._processes.items()]:
@@ -145,9 +145,9 @@ class OutputFiles:
                 self._processes[name] = self._processes.pop(name)  # the next time it is the others' turn
                 outputs = [file.lines.take(t_ns) for file in process.files.values()]
                 if new := [output for output in outputs if output is not None]:
-                    found[name] = new
-                    size += sum(len(line) for each in new for line in (*each.lines, each.unfinished))
-        return found
+                    new_output[name] = new
+                    size += sum(len(line) for output in new for line in (*output.lines, output.unfinished))
+        return new_output
 
     def turn(self) -> None:
         """Read what is new in all files."""
@@ -181,23 +181,25 @@ class OutputFiles:
     def _open(self, processes: list[tuple[str, _Process]]) -> None:
         """Open the files of streams that go to others than before; close those that several write into."""
         used: dict[_Key, set[int]] = {}
-        found = {name: dict(_regular(process.pid)) for name, process in processes if not process.ended}
+        files_of_name = {
+            name: dict(_regular(process.pid)) for name, process in processes if not process.ended
+        }
         for name, process in processes:
-            keys = {*found.get(name, {}).values(), *(file.key for file in process.files.values())}
+            keys = {*files_of_name.get(name, {}).values(), *(file.key for file in process.files.values())}
             for key in keys:
                 used.setdefault(key, set()).add(process.pid)
         for name, process in processes:
             others = {key for key, pids in used.items() if pids != {process.pid}}
-            own: dict[int, _Key] = {}
-            for number, key in found.get(name, {}).items():
-                if key not in own.values():
-                    own[number] = key
-            if own:
+            to_open: dict[int, _Key] = {}
+            for number, key in files_of_name.get(name, {}).items():
+                if key not in to_open.values():
+                    to_open[number] = key
+            if to_open:
                 others.update(_of_parent(process.pid))
             for number, file in [*process.files.items()]:
                 if file.key in others:
                     self._drop(process, number)
-            for number, key in own.items():
+            for number, key in to_open.items():
                 before = process.files.get(number)
                 if key not in others and (before is None or before.key != key):
                     self._drop(process, number)
@@ -209,10 +211,10 @@ class OutputFiles:
     def _opened(self, pid: int, number: int) -> _File:
         """Open the file of a stream: all of it is read, but for what was there before the process."""
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        found = os.fstat(fd)
-        old = found.st_mtime < _began(pid)
+        status = os.fstat(fd)
+        old = status.st_mtime < _began(pid)
         lines = LastLines(number, self._most, by_relay=True)
-        return _File((found.st_dev, found.st_ino), fd, found.st_size if old else 0, lines)
+        return _File((status.st_dev, status.st_ino), fd, status.st_size if old else 0, lines)
 
     def _drop(self, process: _Process, number: int) -> None:
         with self._lock:
@@ -239,9 +241,9 @@ def _regular(pid: int) -> Iterator[tuple[int, _Key]]:
     """Yield each stream of a process that goes to a regular file, and which one."""
     for number in _STREAMS:
         with contextlib.suppress(OSError):
-            found = Path(f"/proc/{pid}/fd/{number}").stat()
-            if stat.S_ISREG(found.st_mode):
-                yield number, (found.st_dev, found.st_ino)
+            status = Path(f"/proc/{pid}/fd/{number}").stat()
+            if stat.S_ISREG(status.st_mode):
+                yield number, (status.st_dev, status.st_ino)
 
 
 def _of_parent(pid: int) -> list[_Key]:

@@ -40,11 +40,11 @@ def read(path: Path) -> FileContents:
         SessionFileError: the file cannot be read.
     """
     with SessionFile(path) as file, legible(path), file.at_one_moment():
-        found = recordings_of(file)
-    if not found:
+        recordings = recordings_of(file)
+    if not recordings:
         raise NoSamplesError("no rank has reported its memory")
     kept = kept_why(path.parent)
-    return FileContents(BUNDLE, found, [kept]) if kept else FileContents(FORMAT, found)
+    return FileContents(BUNDLE, recordings, [kept]) if kept else FileContents(FORMAT, recordings)
 
 
 def recordings_of(file: SessionFile) -> list[Recording]:
@@ -54,45 +54,63 @@ def recordings_of(file: SessionFile) -> list[Recording]:
     """
     processes = {process.id: process for process in file.processes() if process.rank is not None}
     labels = process_labels(file.cluster(), processes.values())
-    worlds = {run: world_size(shown(own), None) or None for run, own in by_run(processes.values()).items()}
+    worlds = {
+        run: world_size(shown(processes_of_run), None) or None
+        for run, processes_of_run in by_run(processes.values()).items()
+    }
     samples, _ = file.memory_samples(processes, most=_MOST_SAMPLES)
     clocks = file.clocks()
-    found = []
-    for own in samples:
-        process = processes[own.process]
+    recordings = []
+    for columns_of_device in samples:
+        process = processes[columns_of_device.process]
         run = process.identity.job_id if process.identity else None
         clock = clocks.get(process.identity.node_id or "") if process.identity else None
-        own, bound_ns = (own, None) if clock is None else _on_one_clock(own, clock)
+        columns_of_device, bound_ns = (
+            (columns_of_device, None) if clock is None else _on_one_clock(columns_of_device, clock)
+        )
         recording = Recording(
             process=process.process_id,
-            node=labels[own.process],
-            device=own.device,
-            t_ns=own.t_ns,
-            columns=own.columns,
-            step=own.step,
+            node=labels[columns_of_device.process],
+            device=columns_of_device.device,
+            t_ns=columns_of_device.t_ns,
+            columns=columns_of_device.columns,
+            step=columns_of_device.step,
             bound_ns=bound_ns,
             rank=process.rank,
             world_size=None if run is None else worlds[run],
             run=run,
-            first_step_ns=_first_step_ns(own.t_ns, own.step),
+            first_step_ns=_first_step_ns(columns_of_device.t_ns, columns_of_device.step),
         )
-        found.append(recording)
-    _add_collectives(file, found)
-    return found
+        recordings.append(recording)
+    _add_collectives(file, recordings)
+    return recordings
 
 
 def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None:
     """Add which collectives each process was in, and when, as far as its samples tell when its steps were."""
     processes = {process.id: process.process_id for process in file.processes()}
-    timed = {each.process: each for each in recordings if each.step is not None and (each.step >= 0).any()}
-    for run in {each.run for each in timed.values()}:
+    timed = {
+        recording.process: recording
+        for recording in recordings
+        if recording.step is not None and (recording.step >= 0).any()
+    }
+    for run in {recording.run for recording in timed.values()}:
         for span in file.of(run).groups():
-            own = timed.get(processes[span["process"]])
-            if own is not None and own.rank is not None and own.run == run and is_collective(span["name"]):
-                assert own.step is not None
-                first, last = when(own.t_ns, own.step, span["first_step"], span["last_step"] + 1)
+            recording_of_span = timed.get(processes[span["process"]])
+            if (
+                recording_of_span is not None
+                and recording_of_span.rank is not None
+                and recording_of_span.run == run
+                and is_collective(span["name"])
+            ):
+                assert recording_of_span.step is not None
+                first, last = when(
+                    recording_of_span.t_ns, recording_of_span.step, span["first_step"], span["last_step"] + 1
+                )
                 group, count, size = span["process_group"], span["count"], span["bytes"]
-                own.collectives.append(Collective(own.rank, span["name"], group, first, last, count, size))
+                recording_of_span.collectives.append(
+                    Collective(recording_of_span.rank, span["name"], group, first, last, count, size)
+                )
 
 
 def is_collective(span: str) -> bool:
@@ -106,12 +124,14 @@ def when(t_ns: Ints, step: Ints, *steps: int) -> list[int]:
     return [int(at_ns) for at_ns in np.interp(steps, step[known], t_ns[known])]
 
 
-def _on_one_clock(own: MemoryColumns, clock: NodeClock) -> tuple[MemoryColumns, int]:
+def _on_one_clock(measured_columns: MemoryColumns, clock: NodeClock) -> tuple[MemoryColumns, int]:
     """Return samples on the aggregator's clock, in order of time, and how far off the times are at most."""
-    t_ns, bound_ns = clock.to_aggregator(own.t_ns)
+    t_ns, bound_ns = clock.to_aggregator(measured_columns.t_ns)
     order = np.argsort(t_ns, kind="stable")
-    columns = {name: values[order] for name, values in own.columns.items()}
-    return replace(own, t_ns=t_ns[order], step=own.step[order], columns=columns), int(bound_ns.max())
+    columns = {name: values[order] for name, values in measured_columns.columns.items()}
+    return replace(
+        measured_columns, t_ns=t_ns[order], step=measured_columns.step[order], columns=columns
+    ), int(bound_ns.max())
 
 
 def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:
