@@ -22,11 +22,11 @@ from overhead import gpt_training, medians, middle, settle_down
 
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.layer_sampler import LayerSampler
 from traceml_ray.agent.patch.layer_calls import LayerCalls
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.signals.layers.agent import LayerSampler
 
 BLOCK = 32
 """Steps of a block: of one in 16 that is measured, two."""
@@ -54,7 +54,7 @@ class Rank:
         """Do what the agent's thread does now and then."""
         self.recorder.settle()
         self._ring.drain(4 * BLOCK)
-        return self.sampler.turn()
+        return self.sampler.collect()
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -78,7 +78,7 @@ def measure(quick: bool) -> list[Figure]:
             taken[on] = seconds
             if on:
                 every.append(rank.sampler.every)
-                (window,) = rank.sampler.turn(final=True) or [None]
+                (window,) = rank.sampler.collect(final=True) or [None]
                 if window is not None:
                     reported.append(100 * window.cost_ns / window.spent_ns)
         ratios.append(100 * (taken[True] / taken[False] - 1))

@@ -23,6 +23,7 @@ from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
+from traceml_ray.signals.throughput.agent import WorkReport
 
 if TYPE_CHECKING:
     from typing import Self
@@ -277,7 +278,8 @@ def count(
             )
         if flops_per_step is not None or total_steps is not None:
             flops = None if flops_per_step is None else float(flops_per_step)
-            agent.work.tell(job_flops=flops, total_steps=None if total_steps is None else int(total_steps))
+            steps = None if total_steps is None else int(total_steps)
+            agent.collector(WorkReport).tell(job_flops=flops, total_steps=steps)
     except Exception as error:
         agent.instrumentation.failed("count", error)
 

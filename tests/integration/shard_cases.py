@@ -20,7 +20,7 @@ import torch.distributed as dist
 from integration import loops
 from torch import nn
 
-from traceml_ray.agent.shards import Shards
+from traceml_ray.signals.sharding.agent import Shards
 from traceml_ray.signals.sharding.records import Sharding
 
 WORLD, STEPS = 4, 3
@@ -112,7 +112,8 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
     played = job.instrumentation.data_parallel.memory  # a device that has one byte more at each look
     played._stat = lambda _: dict.fromkeys(("current", "peak", "allocated"), next(stats))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    shards, sent = Shards(job.instrumentation.data_parallel), list[Sharding]()
+    sent = list[Sharding]()
+    shards = Shards(job.instrumentation.data_parallel, spans=job.recorder.sums.collect)
     for batch in job.loader(STEPS):
         with torch.no_grad():
             net(batch[:0])  # an evaluation gathers, too, but its memory is not that of a step
@@ -120,10 +121,10 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         job.recorder.settle()
-        sent += shards.collect(job.recorder.sums.collect(), final=False)
+        sent += shards.collect(final=False)
     job.recorder.finish()
     for _ in range(2):
-        sent += shards.collect(job.recorder.sums.collect(), final=True)
+        sent += shards.collect(final=True)
     ref = weakref.ref(net)
     del net, optimizer
     gc.collect()

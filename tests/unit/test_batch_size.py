@@ -23,11 +23,11 @@ from traceml_ray.agent.marks import BATCHES
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.size_log import ROOM, SizeLog, packed
-from traceml_ray.agent.work_report import WorkReport
 from traceml_ray.agent.work_sums import Counted
 from traceml_ray.analysis.step_sizes import amounts, unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
+from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.signals.throughput.records import StepSizes, StepWork
 
 IDS, LABELS, IMAGES = torch.zeros(4, 16, dtype=torch.long), torch.zeros(4), torch.zeros(4, 3, 8, 8)
@@ -293,7 +293,8 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
     traceml_ray.count(samples=7)
     values: dict[str, Any] = {}
     work = SimpleNamespace(tell=lambda **known: values.update(known))
-    agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches, work=work)
+    agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches)
+    agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", agent)
     watched.step([torch.ones(3, 2)])  # from here on it is known which thread trains
     traceml_ray.count(samples=3, tokens=torch.tensor(9), flops_per_step=1e20, total_steps=50)

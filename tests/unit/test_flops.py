@@ -16,8 +16,8 @@ from captured_rank import Rank
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from traceml_ray.agent import flops
-from traceml_ray.agent.flops import SKIPPED, FlopCount, ModelFlops
+from traceml_ray.signals.throughput import flops
+from traceml_ray.signals.throughput.flops import SKIPPED, FlopCount, ModelFlops
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 
 BY_HAND = 2 * (2 * 2 * 4 * 4)
@@ -164,7 +164,7 @@ def test_profile_and_count_of_the_same_steps_are_both_made(rank: Rank, count: Fl
 def test_count_that_goes_wrong_ends_itself(
     rank: Rank, count: FlopCount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceml_ray.agent.flops._counter", lambda: 1 / 0)
+    monkeypatch.setattr("traceml_ray.signals.throughput.flops._counter", lambda: 1 / 0)
     rank.train(4)
     assert count.found is None and "ZeroDivisionError" in count.why
     assert [*rank.patches.errors] == ["flops: ZeroDivisionError"]

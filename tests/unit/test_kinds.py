@@ -177,5 +177,5 @@ def test_importing_what_a_rank_sends_brings_no_numpy() -> None:
     import subprocess
     import sys
 
-    code = "import sys, traceml_ray.signals.kinds; print('numpy' in sys.modules)"
+    code = "import sys, traceml_ray.signals.collectors; print('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

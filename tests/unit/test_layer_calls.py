@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from traceml_ray import wire
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.layer_sampler import LayerSampler
-from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.layer_messages import LayersCommand
+from traceml_ray.signals.layers.agent import LayerSampler
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerWindow
+from traceml_ray.signals.layers.table import LayerTable
 
 
 class Clock:
@@ -423,7 +423,7 @@ class Job:
             self.optimizer.step()
             self.recorder.settle()
             if step % turn_every == 0:
-                self.windows += self.sampler.turn()
+                self.windows += self.sampler.collect()
 
     def close(self) -> None:
         self.patches.remove()
@@ -489,7 +489,7 @@ def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]
     command = wire.Command("layers", {"id": "a", "run": None, "ranks": "all", "steps": 6})
     assert LayersCommand(id="a", steps=6)
     for _ in range(3):  # it is repeated
-        rank.sampler.obey(command)
+        rank.sampler.handle_command(command)
         rank.train(60)
     (window,) = rank.windows
     assert (window.asked, window.steps) == ("a", 6)
@@ -504,7 +504,9 @@ def test_as_many_steps_are_measured_as_were_asked_for(job: Callable[..., Job], a
     rank.sampler._calls.begin = lambda: begun.append(begin())  # type: ignore[method-assign]
     rank.train(60, turn_every=20)
     for asked, steps in (("a", 5), ("b", 2), ("c", 45)):
-        rank.sampler.obey(wire.Command("layers", {"id": asked, "run": None, "ranks": "all", "steps": steps}))
+        rank.sampler.handle_command(
+            wire.Command("layers", {"id": asked, "run": None, "ranks": "all", "steps": steps})
+        )
         rank.train(200, turn_every=20)
     assert [(w.asked, w.steps) for w in rank.windows if w.asked] == [("a", 5), ("b", 2), ("c", 45)]
     assert always or len(begun) == 5 + 2 + 45
@@ -515,14 +517,14 @@ def test_sample_that_begins_while_the_agent_stops_leaves_nothing_on(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """The model is another one when layers are measured for the next time."""
-    monkeypatch.setattr("traceml_ray.agent.layer_sampler.LOCK_S", 0.01)
+    monkeypatch.setattr("traceml_ray.signals.layers.agent.LOCK_S", 0.01)
     ours = job(always=False)
     sampler, begin = ours.sampler, ours.sampler._calls.begin
 
     def stops() -> None:
         monkeypatch.setattr(sampler._calls, "begin", begin)
         sampler._wanted = sampler._window = None
-        thread = threading.Thread(target=sampler.turn)
+        thread = threading.Thread(target=sampler.collect)
         thread.start()
         thread.join()
 
@@ -538,7 +540,7 @@ def test_sample_that_begins_while_the_agent_stops_leaves_nothing_on(
         ours.model = nn.Sequential(*(Leaf(1000) for _ in range(layers)))
         ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
         command = wire.Command("layers", {"id": asked, "run": None, "ranks": "all", "steps": 3})
-        ours.sampler.obey(command)
+        ours.sampler.handle_command(command)
         ours.train(60)
     assert [(window.asked, len(window.layers)) for window in ours.windows] == [("b", 4)]
     assert not sampler._calls.on and ours.recorder.at_step is None
@@ -559,10 +561,10 @@ def test_last_window_is_sent_at_the_end(job: Callable[..., Job]) -> None:
     rank = job()
     rank.train(30)
     assert not rank.windows
-    (window,) = rank.sampler.turn(final=True)
+    (window,) = rank.sampler.collect(final=True)
     assert window.steps >= 3
     rank.sampler.abandon()
-    assert rank.sampler.turn(final=True) == []
+    assert rank.sampler.collect(final=True) == []
 
 
 # -- on a device's clock ----------------------------------------------------------------------------------
@@ -622,7 +624,7 @@ class DeviceJob(Job):
             if self.use.clock is None and not self.recorder.steps.rows.first and not self.use._decided:
                 self.use.begin(self.device, lambda: self.own)
             self.use.turn()
-            self.windows += self.sampler.turn()
+            self.windows += self.sampler.collect()
 
 
 @pytest.fixture

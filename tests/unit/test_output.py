@@ -19,7 +19,6 @@ from plotly.io.json import to_json_plotly
 from ray_cluster import until
 from sessions import Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray.agent.output_tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
@@ -29,6 +28,7 @@ from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.signals.output.records import OUTPUT, Output
+from traceml_ray.signals.output.tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.store.output import Line, joined
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter

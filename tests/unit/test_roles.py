@@ -21,7 +21,6 @@ from unit.test_recorder import Loop
 
 from traceml_ray import wire
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.agent.routers import Routers
 from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.roles import bubbles, role_of
@@ -29,6 +28,7 @@ from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import (
     BACKWARD,
     DATA,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.signals.throughput.agent import WorkReport
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 """The names that these have without a callback: a span inside one of its name counts once."""
@@ -67,7 +68,7 @@ class Marks:
     def total(self, steps: Any) -> None:
         """Say how many steps the framework is going to take, where it knows: others are -1 or infinite."""
         if isinstance(steps, int) and steps > 0:
-            self._agent.work.tell(total_steps=steps)
+            self._agent.collector(WorkReport).tell(total_steps=steps)
 
     def micro_batch(self) -> None:
         """Say that one has been trained on."""

@@ -177,8 +177,7 @@ def stop(events: list[wire.Event] | None = None) -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.guard("profile", agent.captures.abandon)
-        agent.guard("layers", agent.layers.abandon)
-        agent.guard("flops", agent.work.flops.abandon)
+        agent.abandon(forked=False)
         agent.instrumentation.remove()
         agent.guard("memory history", agent.history.remove)
         agent.close(events)
@@ -209,10 +208,10 @@ def _in_child() -> None:
         atexit.unregister(_at_exit)
         agent.recorder.forked()
         agent.guard("profile", agent.captures.forked)
-        agent.layers.forked()
-        agent.guard("flops", agent.work.flops.abandon)
+        agent.abandon(forked=True)
         agent.instrumentation.remove()
-        agent.output.remove()
+        for collector in agent.collectors.values():
+            agent.guard("remove", collector.remove)
         agent.channel.forked()
 
 

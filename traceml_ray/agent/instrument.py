@@ -28,9 +28,9 @@ from traceml_ray.agent.patch import (
 from traceml_ray.agent.patch.data_parallel import HYBRID
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.routers import Routers
 from traceml_ray.agent.span_sums import MAX_NAME_CHARS
 from traceml_ray.agent.spans import Spans
+from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import INFERRED
 from traceml_ray.wire import Placement
 

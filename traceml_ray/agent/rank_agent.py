@@ -29,23 +29,21 @@ from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy
 from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.layer_sampler import LayerSampler
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.memory_history import MemoryHistory
 from traceml_ray.agent.memory_samples import MemorySampler
 from traceml_ray.agent.outbox import Batch, Outbox
-from traceml_ray.agent.output_tap import OutputTap
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
-from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
-from traceml_ray.agent.work_report import WorkReport
 from traceml_ray.codec import Part
 from traceml_ray.errors import sendable
 from traceml_ray.identity import rank_filter
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collector import Collector, Rank
+from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.memory.records import MemorySample
 
@@ -62,6 +60,7 @@ _SOURCES_EVERY = 30
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 """Sources that know it for good; the others are asked again."""
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=Collector)
 
 
 def new_process_id() -> str:
@@ -109,15 +108,15 @@ class RankAgent:
         self.history = MemoryHistory(
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
-        self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
-        self.shards = Shards(ours.data_parallel, self.device)
-        self.layers = LayerSampler(ours, self.device, settings.deep)
-        self.work = WorkReport(self.recorder, ours.roots, settings, ours.errors, ours.missing)
+        self._rank = Rank(self.recorder, ours, self.device, settings)
+        self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
+        self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
-        self.output.install()
+        for collector in self.collectors.values():
+            self.guard("install", collector.install)
         self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
         self._thread.start()
 
@@ -131,7 +130,17 @@ class RankAgent:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * CLOSE_WAIT_S + 0.4)
-        self.output.remove()
+        for collector in self.collectors.values():
+            self.guard("remove", collector.remove)
+
+    def abandon(self, forked: bool) -> None:
+        """Let go of torch: this process is no longer watched, or is a child of one that is."""
+        for name, collector in self.collectors.items():
+            self.guard(name, functools.partial(collector.abandon, forked))
+
+    def collector(self, kind: type[_C]) -> _C:
+        """Return what collects a signal, by its class: what a script says about the signal goes there."""
+        return next(one for one in self.collectors.values() if isinstance(one, kind))
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -171,15 +180,13 @@ class RankAgent:
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
-        self.unsent.spans += (spans := self.guard("spans", lambda: self._collect_spans(final)) or [])
-        self._add("shards", lambda: self.shards.collect(spans, final))
+        self._rank.spans = spans = self.guard("spans", lambda: self._collect_spans(final)) or []
+        self.unsent.spans += spans
         self._add("memory", self._sample_memory)
-        self._add("work", lambda: self.work.collect(final))
+        for name, collector in self.collectors.items():
+            self._add(name, functools.partial(collector.collect, final))
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
-        self._add("layers", functools.partial(self.layers.turn, final))
-        self._add("output", lambda: self.output.take(time.time_ns()))
-        self._add("router", functools.partial(self.instrumentation.routers.due, final))
         while self._enqueue(final):
             pass
         self._exchange()
@@ -303,8 +310,11 @@ class RankAgent:
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
-        if command.name in ("profile", "trace", "layers") and self._is_meant(command):
-            (self.layers if command.name == "layers" else self.captures).obey(command)
+        if command.name in ("profile", "trace") and self._is_meant(command):
+            self.captures.obey(command)
+        handler = self._handlers.get(command.name)
+        if handler is not None and self._is_meant(command):
+            handler.handle_command(command)
         if command.name not in ("where", "dump") or asked in self._dumped:
             return
         if run is not None and (self.identity is None or run != self.identity.job_id):

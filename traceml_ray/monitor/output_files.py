@@ -5,7 +5,7 @@ Reads the ends of the files that ranks' stdout and stderr go to: Ray's log of a 
 It costs the training process nothing, and has what the agent cannot see: what C writes, and the last words of
 a process that crashed. Only a file of the rank's own is read. Into one that its parent or another rank has as
 well, all write at once; a terminal or a pipe cannot be read without taking from who reads it. There the agent
-sees what Python writes (`agent.output_tap`).
+sees what Python writes (`signals.output.tap`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from threading import Lock
 from typing import Any
 
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.throughput import throughput
-from traceml_ray.analysis.work import WorkHistory
 from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.signals.throughput.history import WorkHistory
+from traceml_ray.signals.throughput.judge import throughput
 from traceml_ray.signals.throughput.records import WORK
 from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.rank_processes import RankProcess

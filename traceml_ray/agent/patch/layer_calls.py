@@ -18,8 +18,8 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from traceml_ray.agent.device import EVENT_SLOTS, DeviceApi
-from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.patcher import Failed, Patcher
+from traceml_ray.signals.layers.table import LayerTable
 
 MEASURED_BY = "_traceml_layers"
 """Attribute of a `Module.__call__` that stands in for torch's own: the LayerCalls that it asks."""

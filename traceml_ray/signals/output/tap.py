@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.output.last_lines import LINE_CHARS, LastLines
 from traceml_ray.signals.output.records import Output
 
@@ -30,7 +32,7 @@ _PIECE_CHARS = 8000
 _STREAMS = {1: "stdout", 2: "stderr"}
 
 
-class OutputTap:
+class OutputTap(Collector):
     """
     Of one process.
 
@@ -43,6 +45,15 @@ class OutputTap:
     def __init__(self, most: int, errors: Errors, missing: dict[str, str]) -> None:
         self._most, self._errors, self._missing = most, errors, missing
         self._tapped: list[_Tapped] = []
+
+    @classmethod
+    def of_rank(cls, rank: Rank) -> OutputTap:
+        """Return that of a rank."""
+        return cls(rank.settings.output_lines, rank.errors, rank.missing)
+
+    def collect(self, final: bool) -> list[Output]:
+        """Return what is new."""
+        return self.take(time.time_ns())
 
     def install(self) -> None:
         """See what is written from now on."""

@@ -19,6 +19,7 @@ from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.data_parallel import DataParallel
 from traceml_ray.agent.patch.shard_traffic import groups_of
 from traceml_ray.errors import sendable
+from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 from traceml_ray.wire import SpanSum
 
@@ -48,13 +49,14 @@ class _Part(NamedTuple):
     shards: int
 
 
-class Shards:
+class Shards(Collector):
     """
     Reads the modules that were given to `fully_shard`.
 
     Args:
         data_parallel: knows them, and counts what their steps move.
         device: knows the waits on a device.
+        spans: returns those since the last round.
         clock: monotonic seconds.
     """
 
@@ -62,11 +64,12 @@ class Shards:
         self,
         data_parallel: DataParallel,
         device: DeviceUse | None = None,
+        spans: Callable[[], Iterable[SpanSum]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._of = data_parallel
         self._device = device
-        self._clock = clock
+        self._spans, self._clock = spans, clock
         self._known: Sharding | None = None
         """As it was read last."""
         self._groups: tuple[set[str], set[str]] = set(), set()
@@ -80,11 +83,16 @@ class Shards:
         self._read_for = 0, -1
         """How many modules and steps there were when it was read last."""
 
-    def collect(self, spans: Iterable[SpanSum], final: bool) -> list[Sharding]:
-        """Return what is new; `spans` are those since the last time. May raise what reading does."""
+    @classmethod
+    def of_rank(cls, rank: Rank) -> Shards:
+        """Return that of a rank."""
+        return cls(rank.instrumentation.data_parallel, rank.device, lambda: rank.spans)
+
+    def collect(self, final: bool) -> list[Sharding]:
+        """Return what is new. May raise what reading does."""
         if not (modules := self._of.sharded()):
             return []
-        self._note(spans)
+        self._note(self._spans())
         due = self._due(modules, final)
         return [] if due is None else [due]
 

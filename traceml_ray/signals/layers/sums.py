@@ -8,9 +8,9 @@ from typing import NamedTuple
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.agent.layer_table import LayerTable
 from traceml_ray.agent.patch.layer_calls import Sample
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
+from traceml_ray.signals.layers.table import LayerTable
 
 _UNSEEN_NS = 1000
 """About what torch takes to call one of our hooks,"""

@@ -20,15 +20,16 @@ from traceml_ray import wire
 from traceml_ray.agent.device import EVENT_SLOTS
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.layer_events import LayerEvents
-from traceml_ray.agent.layer_sums import LayerSums, MeasuredStep
-from traceml_ray.agent.layer_table import MAX_MODULES, LayerTable
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.codec import ready
 from traceml_ray.layer_messages import LayersCommand
+from traceml_ray.signals.collector import Collector, Rank
+from traceml_ray.signals.layers.events import LayerEvents
 from traceml_ray.signals.layers.records import LayerWindow
+from traceml_ray.signals.layers.sums import LayerSums, MeasuredStep
+from traceml_ray.signals.layers.table import MAX_MODULES, LayerTable
 
 MAX_SHARE = 0.012
 """Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""
@@ -47,7 +48,7 @@ _MAX_WAITING = 64
 """Samples that the agent has not come to yet; none is made beyond these."""
 
 
-class LayerSampler:
+class LayerSampler(Collector):
     """
     One per process. `at_step` is called by the thread that trains, all else by the agent's.
 
@@ -152,14 +153,21 @@ class LayerSampler:
 
     # -- the agent's thread --------------------------------------------------------------------------
 
-    def obey(self, command: wire.Command) -> None:
+    commands = ("layers",)
+
+    @classmethod
+    def of_rank(cls, rank: Rank) -> LayerSampler:
+        """Return that of a rank."""
+        return cls(rank.instrumentation, rank.device, rank.settings.deep)
+
+    def handle_command(self, command: wire.Command) -> None:
         """Measure as many steps as a command asks for; it is repeated, and each is done once."""
         wanted = msgspec.convert(command.args, ready(LayersCommand))
         if wanted.id not in self._asked:
             self._asked.add(wanted.id)
             self._wanted = wanted
 
-    def turn(self, final: bool = False) -> list[LayerWindow]:
+    def collect(self, final: bool = False) -> list[LayerWindow]:
         """Go on; return the windows that are over."""
         if not (self._always or self._wanted is not None):
             if self._installed:
@@ -184,16 +192,17 @@ class LayerSampler:
         added = window.steps if window is not None and window.asked == wanted.id else 0
         return max(0, wanted.steps - added - len(self._done) - bool(self._began_ns))
 
-    def abandon(self) -> None:
-        """Put everything back: this process is no longer watched. What was measured is sent."""
+    def abandon(self, forked: bool = False) -> None:
+        """
+        Put everything back: what was measured is sent. A child that was `forked` has only the thread that did
+        it; it measures nothing.
+        """
         self._always, self._wanted = False, None
-        if self._installed:
+        if forked:
+            self._calls.on = False
+            self._patcher.restore()
+        elif self._installed:
             self._remove(at_any_rate=True)
-
-    def forked(self) -> None:
-        """In a child of this process, which has only the thread that forked: measure nothing."""
-        self._always, self._wanted, self._calls.on = False, None, False
-        self._patcher.restore()
 
     def _install(self) -> bool:
         """Begin, once the roots are known and a step is over; return whether that is done."""

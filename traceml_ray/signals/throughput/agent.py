@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.agent.flops import FlopCount
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.size_log import packed
 from traceml_ray.agent.work_sums import Counted
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collector import Collector, Rank
+from traceml_ray.signals.throughput.flops import FlopCount
 from traceml_ray.signals.throughput.records import StepSizes, StepWork
 
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
@@ -22,7 +23,7 @@ SIZES_STEPS = 128
 """The sizes of so many steps are sent at once, sooner than they are due by time."""
 
 
-class WorkReport:
+class WorkReport(Collector):
     """
     Of one process. `tell` may be called by any thread, all else is the agent's.
 
@@ -58,6 +59,15 @@ class WorkReport:
         self._due = self._sizes_due = 0.0
         if self._wanted:
             self.flops.arm()
+
+    @classmethod
+    def of_rank(cls, rank: Rank) -> WorkReport:
+        """Return that of a rank."""
+        return cls(rank.recorder, rank.instrumentation.roots, rank.settings, rank.errors, rank.missing)
+
+    def abandon(self, forked: bool) -> None:
+        """Stop counting FLOPs."""
+        self.flops.abandon()
 
     def tell(self, **known: float | None) -> None:
         """Note what the script says: `job_flops`, `total_steps`."""

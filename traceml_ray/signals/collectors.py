@@ -1,0 +1,21 @@
+"""All that collect in a training process, by signal. Nothing here, nor what it imports, imports numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from traceml_ray.signals.collector import Collector, Rank
+from traceml_ray.signals.experts.agent import RouterCollector
+from traceml_ray.signals.layers.agent import LayerSampler
+from traceml_ray.signals.output.tap import OutputTap
+from traceml_ray.signals.sharding.agent import Shards
+from traceml_ray.signals.throughput.agent import WorkReport
+
+COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
+    "sharding": Shards.of_rank,
+    "throughput": WorkReport.of_rank,
+    "layers": LayerSampler.of_rank,
+    "output": OutputTap.of_rank,
+    "experts": RouterCollector,
+}
+"""In the order in which they collect."""
