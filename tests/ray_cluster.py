@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from traceml_ray.launchers.lean_ray import disable_agents
+
 OBJECT_STORE_BYTES = 78 * 1024 * 1024
 SYSTEM_CONFIG = {
     "worker_niceness": 0,
@@ -80,8 +82,15 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
-    """Start a cluster, be connected to it, end it; for that long, the environment has what it needs."""
+def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterator[FakeCluster]:
+    """
+    Start a cluster, be connected to it, end it; for that long, the environment has what it needs.
+
+    Args:
+        nodes: how many there are.
+        cpus: of each node.
+        lean: without Ray's agents, a second of a core on each node: no actor has an environment of its own.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -95,8 +104,13 @@ def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         patch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
         import ray
+        from ray._private import services
 
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # nobody else is to find it
+        if lean:
+            for name in ("start_ray_process", "start_api_server"):
+                patch.setattr(services, name, getattr(services, name))  # put back at the end
+            disable_agents()
         cluster = FakeCluster(folder, cpus)
         try:
             for _ in range(nodes - 1):

@@ -219,6 +219,7 @@ def _reported(folder: Path, ranks: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_killed_rank_leaves_the_last_seconds_of_all_ranks() -> None:
     with job("killed") as one:
         bundle, report = one.watch()

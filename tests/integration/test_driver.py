@@ -29,7 +29,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[FakeCluster]:
-    with fake_cluster(nodes=1, cpus=3) as made:
+    with fake_cluster(nodes=1, cpus=3, lean=True) as made:
         yield made
 
 

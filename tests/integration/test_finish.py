@@ -32,7 +32,7 @@ from traceml_ray.store.session import SessionError, holder, prepare
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[FakeCluster]:
-    with fake_cluster(nodes=2, cpus=1) as made:
+    with fake_cluster(nodes=2, cpus=1, lean=True) as made:
         yield made
 
 
