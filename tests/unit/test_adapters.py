@@ -41,8 +41,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
         recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
     job.told = {}
-    told = SimpleNamespace(tell=lambda **known: job.told.update(known))
-    job.agent.collector = lambda _: told
+    work = SimpleNamespace(tell=lambda **known: job.told.update(known))
+    job.agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
     yield job

@@ -304,13 +304,15 @@ def test_all_findings_are_on_all_faces_in_one_order(tmp_path: Path) -> None:
     assert float(rows[0]["cost"]) == stored[0].cost and json.loads(rows[1]["ranks"]) == [5]
 
 
-def same_findings(found: Sequence[Finding], shown: dict[str, str]) -> None:
+def same_findings(findings: Sequence[Finding], shown: dict[str, str]) -> None:
     """Whether each face shows all findings but those that are only information, in the same order."""
-    lines = [one for one in found if one.severity != "info"]
+    lines = [one for one in findings if one.severity != "info"]
     for place in shown.keys() - {"/events", "/rank/5", "metrics"}:
-        said = shown[place][shown[place].lower().index(lines[1].headline) :]  # the most severe is read first
-        at = [said.lower().index(one.headline) for one in lines[2:]]
-        assert at == sorted(at), place
+        after_first = shown[place][
+            shown[place].lower().index(lines[1].headline) :
+        ]  # the most severe is read first
+        positions = [after_first.lower().index(one.headline) for one in lines[2:]]
+        assert positions == sorted(positions), place
         assert lines[0].headline in shown[place] and text.percent(100 * lines[0].cost) in shown[place], place
     series = re.findall(r'^traceml_finding{label="(.*?)",.*} 1.0$', shown["metrics"], re.MULTILINE)
-    assert series == [one.label for one in found]
+    assert series == [one.label for one in findings]

@@ -38,7 +38,9 @@ def grows(rank: int, kind: Any = "creep", severity: Any = "warning", **given: An
 
 def tokens(**counts: list[int]) -> list[ExpertLoad]:
     """The loads of routers by the tokens of their experts."""
-    return loads([[RouterTokens(number, *each) for number, each in enumerate(counts.items())]])
+    return loads(
+        [[RouterTokens(number, *count_of_expert) for number, count_of_expert in enumerate(counts.items())]]
+    )
 
 
 SLOW = Layers(
@@ -65,16 +67,16 @@ def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> Non
         also=(Verdict(label="imbalance", cost_pct=4.0, stages=("data",), why="Uneven.", next="Even."),)
     )
     memory = Memory(findings=[grows(2), grows(3, severity="critical"), grows(1, "transient_spike", "info")])
-    found = findings_of(
+    findings = findings_of(
         one, memory=memory, layers=SLOW, sharding=SHARDS, loads=tokens(moe=[9, 1, 1, 1], even=[1, 1])
     )
-    assert [each.label for each in found] == [
+    assert [finding.label for finding in findings] == [
         "straggler", "imbalance", "memory_creep", "memory_creep", "slow_layer", "slow_layer",
         "uneven_shards", "uneven_experts", "memory_transient_spike",
     ]  # fmt: skip
-    assert [each.ranks for each in found[2:5]] == [(3,), (2,), (5,)]
-    costly = msgspec.structs.replace(found[-1], cost=0.5)
-    assert listed(found[:2], [*found[2:], costly])[2] == costly
+    assert [finding.ranks for finding in findings[2:5]] == [(3,), (2,), (5,)]
+    costly = msgspec.structs.replace(findings[-1], cost=0.5)
+    assert listed(findings[:2], [*findings[2:], costly])[2] == costly
 
 
 def test_finding_of_the_verdict_has_its_figures() -> None:
@@ -85,22 +87,27 @@ def test_finding_of_the_verdict_has_its_figures() -> None:
         "ended_at": None,
     }
     one = verdict(about="run", z=5.0, confidence="high", to_step=90)
-    (found,) = of_verdict({**one, "episodes": [episode]})
-    assert (found.cost, found.cost_s, found.about, found.why) == (0.12, 3.0, "run", "It is late.")
-    assert (found.from_step, found.to_step, found.from_ns, found.to_ns) == (40, 90, 1772335870250000000, None)
-    assert found.evidence["z"] == 5.0 and "exit_reason" not in found.evidence
-    assert found.headline == named(one) == "straggler: rank 5 (node-1) in forward"
-    assert line_of(found) == "straggler: rank 5 (node-1) in forward, 12 % of the run, 3 s"
+    (finding,) = of_verdict({**one, "episodes": [episode]})
+    assert (finding.cost, finding.cost_s, finding.about, finding.why) == (0.12, 3.0, "run", "It is late.")
+    assert (finding.from_step, finding.to_step, finding.from_ns, finding.to_ns) == (
+        40,
+        90,
+        1772335870250000000,
+        None,
+    )
+    assert finding.evidence["z"] == 5.0 and "exit_reason" not in finding.evidence
+    assert finding.headline == named(one) == "straggler: rank 5 (node-1) in forward"
+    assert line_of(finding) == "straggler: rank 5 (node-1) in forward, 12 % of the run, 3 s"
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_verdict_is_a_finding_where_it_names_something(label: Label) -> None:
     one = verdict(label, span="save")
-    found = of_verdict(one)
-    assert [each.severity for each in found] == (
+    findings = of_verdict(one)
+    assert [finding.severity for finding in findings] == (
         [LABELS[label].severity] if LABELS[label].kind in ("finding", "failure", "watching") else []
     )
-    assert all(each.headline == named(one) for each in found)
+    assert all(finding.headline == named(one) for finding in findings)
 
 
 def test_key_stays_while_the_same_is_found_and_no_two_are_alike() -> None:
@@ -114,21 +121,21 @@ def test_key_stays_while_the_same_is_found_and_no_two_are_alike() -> None:
     assert len({*swapped}) == 1
     assert key_of("straggler", range(4096), "data") == "straggler:0,1,2,3,4,5,6,7,+4088:data"
     twice = of_memory(Memory(findings=[grows(2, "step_change"), grows(2, "step_change", from_ns=8)]))
-    keys = [each.key for each in listed([], twice)]
+    keys = [finding.key for finding in listed([], twice)]
     assert keys == ["memory_step_change:2:device2", "memory_step_change:2:device2#2"]
 
 
 def test_many_findings_are_bounded() -> None:
     memory = Memory(findings=[grows(rank) for rank in range(4 * MOST)])
-    found = findings_of(verdict(), memory=memory)
-    assert len(found) == MOST and found[0].signal == "steps"
+    findings = findings_of(verdict(), memory=memory)
+    assert len(findings) == MOST and findings[0].signal == "steps"
 
 
 def test_layer_explains_a_rank_that_is_late_where_it_is_slow() -> None:
     late, slow, other = findings_of(verdict(), layers=SLOW)
     assert (slow.explains, other.explains) == (late.key, None)
     assert (slow.what, other.what, slow.why) == ("head", "all layers", "Layer head takes longer.")
-    assert [each.explains for each in findings_of(verdict(stages=("data",)), layers=SLOW)] == [None] * 3
+    assert [finding.explains for finding in findings_of(verdict(stages=("data",)), layers=SLOW)] == [None] * 3
 
 
 def test_anomaly_of_a_node_may_explain_the_verdict() -> None:
@@ -140,9 +147,9 @@ def test_anomaly_of_a_node_may_explain_the_verdict() -> None:
 
 def test_growth_may_explain_a_death_for_lack_of_memory() -> None:
     memory = Memory(findings=[grows(5), grows(2), grows(5, "transient_spike")])
-    oom, own, other, spike = findings_of(verdict("oom", cost_pct=None), memory=memory)
-    assert (own.explains, other.explains, spike.explains) == (oom.key, None, None)
-    assert [each.explains for each in findings_of(verdict(), memory=memory)] == [None] * 4
+    oom, same_rank, other, spike = findings_of(verdict("oom", cost_pct=None), memory=memory)
+    assert (same_rank.explains, other.explains, spike.explains) == (oom.key, None, None)
+    assert [finding.explains for finding in findings_of(verdict(), memory=memory)] == [None] * 4
 
 
 def test_relations_of_memory_are_findings_that_explain_others() -> None:
@@ -162,17 +169,17 @@ def test_relations_of_memory_are_findings_that_explain_others() -> None:
             )
         ],
     )  # fmt: skip
-    found = {each.label: each for each in of_memory(memory)}
-    assert found["memory_collective_likely"].explains == found["memory_persistent_drift"].key
-    assert found["memory_collective_likely"].evidence == {"calls": 9, "bytes": 4, "group": "world"}
-    assert found["memory_first_cause"].explains == "memory_creep:2:device2", "it began before that"
-    assert found["memory_collective_onset"].explains == "memory_creep:5:device1"
-    assert found["memory_creep"].next == "Look. Then mend." and found["memory_creep"].from_step == 3
+    by_label = {finding.label: finding for finding in of_memory(memory)}
+    assert by_label["memory_collective_likely"].explains == by_label["memory_persistent_drift"].key
+    assert by_label["memory_collective_likely"].evidence == {"calls": 9, "bytes": 4, "group": "world"}
+    assert by_label["memory_first_cause"].explains == "memory_creep:2:device2", "it began before that"
+    assert by_label["memory_collective_onset"].explains == "memory_creep:5:device1"
+    assert by_label["memory_creep"].next == "Look. Then mend." and by_label["memory_creep"].from_step == 3
 
 
 def test_uneven_experts_may_explain_an_imbalance() -> None:
-    found = findings_of(verdict(), loads=tokens(moe=[7, 1], even=[5, 5]))
-    assert [each.what for each in found] == [None, "moe"] and found[1].explains is None
+    findings = findings_of(verdict(), loads=tokens(moe=[7, 1], even=[5, 5]))
+    assert [finding.what for finding in findings] == [None, "moe"] and findings[1].explains is None
     why = {**verdict("imbalance", ranks=(), rank=None), "reason": {"what": "experts"}}
     imbalance, uneven = findings_of(why, loads=tokens(moe=[7, 1]))
     assert uneven.explains == imbalance.key
@@ -189,12 +196,12 @@ def test_what_is_only_information_stands_beside_the_verdict_where_it_explains_so
         one("slow", "warning"),
         one("hot", "info", "late"),
     ]
-    found = [steps, leak, *rest]
-    assert [each.key for each in beside(found, "late")] == ["leak", "first", "slow", "hot"]
-    assert [each.key for each in beside(found, "leak")] == ["first", "slow", "hot"], (
+    findings = [steps, leak, *rest]
+    assert [finding.key for finding in beside(findings, "late")] == ["leak", "first", "slow", "hot"]
+    assert [finding.key for finding in beside(findings, "leak")] == ["first", "slow", "hot"], (
         "the verdict is read, too"
     )
-    assert [each.key for each in beside(found, "late", all_of=True)] == [
+    assert [finding.key for finding in beside(findings, "late", all_of=True)] == [
         "leak",
         "spike",
         "first",

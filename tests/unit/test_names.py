@@ -20,18 +20,8 @@ NOT_YET = (
     "traceml_ray/importers/",
     "traceml_ray/signals/",
     "traceml_ray/live_session.py",
-    "traceml_ray/monitor/memory_events.py",
     "traceml_ray/reports/analyze.py",
     "traceml_ray/reports/answers.py",
-    "traceml_ray/reports/conclusion.py",
-    "traceml_ray/reports/contents.py",
-    "traceml_ray/reports/headlines.py",
-    "traceml_ray/reports/html/page.py",
-    "traceml_ray/reports/html/sections.py",
-    "traceml_ray/reports/layer_report.py",
-    "traceml_ray/reports/memory.py",
-    "traceml_ray/reports/sharding.py",
-    "traceml_ray/reports/summary.py",
     "traceml_ray/store/query.py",
 )
 """What is still to be cleaned of them: files and folders are removed from this list, none is added."""

@@ -191,8 +191,8 @@ def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
 def _findings(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
     """Yield what was found in the run that is asked for, in order."""
     run = session.run_id()
-    found = Answers(session.path.parent, chosen.limits).answer(query.Findings(run)) if run else []
-    rows = [msgspec.structs.asdict(one) for one in found]
+    findings = Answers(session.path.parent, chosen.limits).answer(query.Findings(run)) if run else []
+    rows = [msgspec.structs.asdict(one) for one in findings]
     if rows:
         columns: Batch = {
             name: [_as_text(row[name], kind) for row in rows] for name, kind in _kinds(Finding).items()

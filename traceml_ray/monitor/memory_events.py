@@ -44,14 +44,14 @@ class MemoryEvents:
 
     def of(self, memory: Memory, now_ns: int) -> list[tuple[int, wire.Event]]:
         """Return the events of a round, each with its rank."""
-        bad = {_key(each): each for each in reversed(memory.findings) if each.severity != "info"}
+        bad = {_key(finding): finding for finding in reversed(memory.findings) if finding.severity != "info"}
         new: dict[str, list[MemoryFinding]] = defaultdict(list)
         for key, finding in reversed(bad.items()):
             severe = _ORDER.index(finding.severity)
             if self._lasts(key, finding) and severe > self._reported.get(key, 0):
                 self._reported[key] = severe
                 new[finding.kind].append(finding)
-        events = [event for found in new.values() for event in _events(found, now_ns)]
+        events = [event for findings in new.values() for event in _events(findings, now_ns)]
         self._seen = {key: self._seen.get(key, finding.to_ns) for key, finding in bad.items()}
         cause = memory.first_cause
         if cause is not None and cause.confidence != "low" and self._is_warned(cause.rank):
@@ -63,7 +63,11 @@ class MemoryEvents:
 
     def lasting(self, memory: Memory) -> Memory:
         """Return what was found without growth that may be noise: of which there is no event, yet."""
-        kept = [each for each in memory.findings if each.kind not in GROWTH or _key(each) in self._reported]
+        kept = [
+            finding
+            for finding in memory.findings
+            if finding.kind not in GROWTH or _key(finding) in self._reported
+        ]
         return msgspec.structs.replace(memory, findings=kept)
 
     def _lasts(self, key: _Key, finding: MemoryFinding) -> bool:
@@ -84,15 +88,15 @@ def _key(finding: MemoryFinding) -> _Key:
     return finding.kind, finding.rank, finding.device, finding.evidence.get("counter")
 
 
-def _events(found: list[MemoryFinding], now_ns: int) -> Iterable[tuple[int, wire.Event]]:
-    if len(found) <= _EACH:
-        return [(finding.rank, _event(finding, now_ns)) for finding in found]
-    ranks = sorted({finding.rank for finding in found})
-    event = _event(found[0], now_ns)
+def _events(findings: list[MemoryFinding], now_ns: int) -> Iterable[tuple[int, wire.Event]]:
+    if len(findings) <= _EACH:
+        return [(finding.rank, _event(finding, now_ns)) for finding in findings]
+    ranks = sorted({finding.rank for finding in findings})
+    event = _event(findings[0], now_ns)
     who = text.ranks(ranks)
-    message = f"{text.words(found[0].kind)} on {who}. {event.message}"
+    message = f"{text.words(findings[0].kind)} on {who}. {event.message}"
     data = {**event.data, "ranks": len(ranks)}
-    return [(found[0].rank, wire.Event(KIND, now_ns, event.step, None, message, data))]
+    return [(findings[0].rank, wire.Event(KIND, now_ns, event.step, None, message, data))]
 
 
 def _event(finding: MemoryFinding, now_ns: int) -> wire.Event:

@@ -118,7 +118,7 @@ def evidence(findings: Sequence[Finding]) -> list[str]:
     for one in findings:
         if one.signal == "nodes":
             nodes.setdefault(one.nodes[0], []).append(one.why)
-    return [f"at the same time on {node}: {'; '.join(each)}" for node, each in nodes.items()]
+    return [f"at the same time on {node}: {'; '.join(sentences)}" for node, sentences in nodes.items()]
 
 
 def _of_a_part(summary: Mapping[str, Any]) -> str:
@@ -138,7 +138,7 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
         return Facts(before, *_baseline(summary))
     times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
     several = steps["exchanges"] > 1.05  # else a single step was cut in two
-    of = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
+    exchanges = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
     error_pct = (steps["covers"] or {}).get("error_pct")
     within = f"; medians and percentiles within {text.percent(error_pct)}" if error_pct else ""
     skew = node = ""
@@ -151,7 +151,7 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
         node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
     after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
     return Facts(
-        ("Steps", f"{text.count(steps['count'], 'step')}{of}, {times} ({after})"),
+        ("Steps", f"{text.count(steps['count'], 'step')}{exchanges}, {times} ({after})"),
         before,
         ("Skew", skew),
         ("" if skew else "Skew", node),
@@ -182,9 +182,11 @@ def _idle(steps: dict[str, Any]) -> str:
 
 def _experts(loads: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return how uneven the load of experts is, of the least even routers."""
-    found = [("" if at else "Experts", sentence(load)) for at, load in enumerate(loads[:_MAX_ROUTERS])]
-    more = len(loads) - len(found)
-    return [*found, *([("", f"and {text.count(more, 'more router')} that are more even")] if more else [])]
+    pairs = [
+        ("" if number else "Experts", sentence(load)) for number, load in enumerate(loads[:_MAX_ROUTERS])
+    ]
+    more = len(loads) - len(pairs)
+    return [*pairs, *([("", f"and {text.count(more, 'more router')} that are more even")] if more else [])]
 
 
 def _sampled(steps: dict[str, Any]) -> str:
@@ -275,13 +277,13 @@ def nodes_table(summary: dict[str, Any]) -> Table:
         title = f"Nodes (the worst {_MAX_RANKS} of {len(nodes):,})"
         order = sorted(
             range(len(nodes)),
-            key=lambda at: (
-                not nodes[at]["lost"],
-                nodes[at]["hostname"] not in named,
-                -(busy.get(nodes[at]["hostname"]) or 0),
+            key=lambda index: (
+                not nodes[index]["lost"],
+                nodes[index]["hostname"] not in named,
+                -(busy.get(nodes[index]["hostname"]) or 0),
             ),
         )
-        nodes = [nodes[at] for at in sorted(order[:_MAX_RANKS])]
+        nodes = [nodes[index] for index in sorted(order[:_MAX_RANKS])]
     return Table(title, columns, nodes)
 
 

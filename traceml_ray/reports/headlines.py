@@ -33,9 +33,9 @@ def costs(verdict: Mapping[str, Any]) -> str:
     return _cost(verdict["cost_pct"], part_of(verdict), verdict.get("cost_s"))
 
 
-def _cost(cost_pct: float | None, of: str, cost_s: float | None) -> str:
+def _cost(cost_pct: float | None, part: str, cost_s: float | None) -> str:
     spent = f", {text.duration(cost_s)}" if cost_s else ""
-    return f"{text.percent(cost_pct)} {of}{spent}" if cost_pct else ""
+    return f"{text.percent(cost_pct)} {part}{spent}" if cost_pct else ""
 
 
 def cost_of(finding: Finding) -> str:
@@ -77,9 +77,9 @@ def lost(verdict: Mapping[str, Any]) -> str:
 
 def since(episode: Mapping[str, Any]) -> str:
     """Return "since step 1,203 (2026-03-01T03:31:10Z), for 4.1 min"."""
-    at = f" ({episode['started_at']})" if episode.get("started_at") else ""
+    began = f" ({episode['started_at']})" if episode.get("started_at") else ""
     until = "" if episode["goes_on"] else f" to step {episode['to_step']:,}"
-    return f"since step {episode['from_step']:,}{at}{until}, for {text.duration(episode['seconds'])}"
+    return f"since step {episode['from_step']:,}{began}{until}, for {text.duration(episode['seconds'])}"
 
 
 def cost(episode: Mapping[str, Any], gpus: bool) -> str:
@@ -118,7 +118,7 @@ def restarted(earlier: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def brief(found: Mapping[str, Any]) -> str:
+def brief(brief_findings: Mapping[str, Any]) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
-    counted = text.count(found["count"], "brief finding")
-    return f"{counted}, {text.duration(found['cost_s'])} in all" if found["count"] else ""
+    counted = text.count(brief_findings["count"], "brief finding")
+    return f"{counted}, {text.duration(brief_findings['cost_s'])} in all" if brief_findings["count"] else ""

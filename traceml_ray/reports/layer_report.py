@@ -36,41 +36,41 @@ def layers_answer(file: SessionFile, asked: str = "") -> Layers:
     if not windows:
         return Layers()
     labels = process_labels(file.cluster(), ranks.values())
-    found = []
+    by_rank = []
     for rank, process in ranks.items():
-        own = [one for one in windows.get(process.id, ()) if not asked or one.asked == asked]
-        if own:
-            found.append(of_windows(rank, labels.get(process.id), own))
-    return layers_of(found, _LIMITS)
+        rank_windows = [one for one in windows.get(process.id, ()) if not asked or one.asked == asked]
+        if rank_windows:
+            by_rank.append(of_windows(rank, labels.get(process.id), rank_windows))
+    return layers_of(by_rank, _LIMITS)
 
 
-def layers_block(found: Layers) -> dict[str, Any]:
+def layers_block(layers: Layers) -> dict[str, Any]:
     """Return what was `found` for the summary."""
-    shown: dict[str, Any] = msgspec.to_builtins(found, str_keys=True)
+    shown: dict[str, Any] = msgspec.to_builtins(layers, str_keys=True)
     return shown
 
 
-def render_layers(found: Layers) -> str:
+def render_layers(layers: Layers) -> str:
     """Return all layers as text."""
-    block = layers_block(found)
-    return page([laid_out(layers_facts(block)), laid_out(layers_table(block, len(found.layers)))])
+    block = layers_block(layers)
+    return page([laid_out(layers_facts(block)), laid_out(layers_table(block, len(layers.layers)))])
 
 
-def layers_sentences(found: Layers) -> list[str]:
+def layers_sentences(layers: Layers) -> list[str]:
     """Return which layers take longer on a rank, or that none does; none where that cannot be said."""
-    said = [sentence(one.why) for one in found.findings]
-    waits = any(_WAITS in limit for limit in found.limits)
-    return said or ([NONE_LONGER] if len(found.ranks) > 1 and not waits else [])
+    sentences = [sentence(one.why) for one in layers.findings]
+    waits = any(_WAITS in limit for limit in layers.limits)
+    return sentences or ([NONE_LONGER] if len(layers.ranks) > 1 and not waits else [])
 
 
-def layers_facts(block: Mapping[str, Any], *, found: bool = True) -> Facts:
+def layers_facts(block: Mapping[str, Any], *, with_findings: bool = True) -> Facts:
     """
-    Return what is said about layers: with what was `found`, who takes longer in which; that nobody does, and
-    what that is of.
+    Return the layers as sentences: which ranks take longer in which layers (only `with_findings`), or that
+    none does, and what was measured.
     """
     if not block.get("ranks"):
         return Facts()
-    if block["findings"] and not found:
+    if block["findings"] and not with_findings:
         return Facts(("Layers", about_layers(block)), *(("", line) for line in block["limits"]))
     sentences = [sentence(one["why"]) for one in block["findings"]]
     none = NONE_LONGER if len(block["ranks"]) > 1 else ""

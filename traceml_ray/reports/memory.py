@@ -24,15 +24,15 @@ _FINDINGS = 100
 def memory_of(file: SessionFile) -> Memory:
     """Return what is to be said about the memory of the ranks of a file's run; empty without any sample."""
     run = file.run_id()
-    own = [each for each in recordings_of(file) if each.run == run]
-    return judged(merge(own), RankFilter(), "medium") if own else Memory()
+    recordings = [recording for recording in recordings_of(file) if recording.run == run]
+    return judged(merge(recordings), RankFilter(), "medium") if recordings else Memory()
 
 
-def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
+def memory_block(facts: RunFacts, memory: Memory) -> dict[str, Any]:
     """Return the memory of each rank's process, and what was `found` about it, for the summary."""
-    resident, allocated = of.session.memory(), of.session.allocated_peaks()
+    resident, allocated = facts.session.memory(), facts.session.allocated_peaks()
     per_rank = {}
-    for rank, process in of.ranks.items():
+    for rank, process in facts.ranks.items():
         peak, last = resident.get(process.id, (None, None))
         per_rank[str(rank)] = {
             "rss_peak_bytes": peak,
@@ -40,7 +40,7 @@ def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
             "allocated_peak_bytes": allocated.get(process.id),
         }
     shown: dict[str, Any] = msgspec.to_builtins(
-        msgspec.structs.replace(found, findings=found.findings[:_FINDINGS])
+        msgspec.structs.replace(memory, findings=memory.findings[:_FINDINGS])
     )
     kept = "first_cause", "collective_onset", "findings", "missing_ranks"
     return {"per_rank": per_rank, **{name: shown[name] for name in kept}}
@@ -52,21 +52,21 @@ def memory_facts(block: Mapping[str, Any]) -> Facts:
     return Facts(("Memory", f"There are no samples of {text.ranks(missing)}." if missing else ""))
 
 
-def first_words(found: Memory) -> Sequence[str]:
+def first_words(memory: Memory) -> Sequence[str]:
     """Return in sentences which rank's memory grew first, or that none did, and who is missing."""
-    cause, onset = found.first_cause, found.collective_onset
+    cause, onset = memory.first_cause, memory.collective_onset
     if cause is not None:
         sentences = [cause.why, *cause.next[:1]]
     elif onset is not None:
         sentences = [onset.why]
-    elif found.findings:
-        sentences = [found.findings[0].why, *found.findings[0].next[:1]]
+    elif memory.findings:
+        sentences = [memory.findings[0].why, *memory.findings[0].next[:1]]
     else:
         sentences = ["No rank's memory has grown above its own level."]
-    return [*sentences, *missing_words(found)]
+    return [*sentences, *missing_words(memory)]
 
 
-def missing_words(found: Memory) -> Sequence[str]:
+def missing_words(memory: Memory) -> Sequence[str]:
     """Return in a sentence of which ranks there are no samples; none where there are of all."""
-    ranks = found.missing_ranks
+    ranks = memory.missing_ranks
     return [f"There are no samples of {text.ranks(ranks)}."] if ranks else []

@@ -30,41 +30,41 @@ def sharding_of(session: SessionFile, most: int | None = None) -> dict[str, Any]
     known = {rank: stored[process.id] for rank, process in session.ranks().items() if process.id in stored}
     if not known:
         return None
-    found = models(known)
+    all_models = models(known)
     chosen = sorted(
         rank
-        for each in found
-        for rank in sorted(each.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
+        for model in all_models
+        for rank in sorted(model.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
     )
     return {
-        "models": [msgspec.to_builtins(each, str_keys=True) for each in found],
+        "models": [msgspec.to_builtins(model, str_keys=True) for model in all_models],
         "per_rank": {str(rank): _rank(known[rank]) for rank in chosen},
     }
 
 
-def _rank(own: Sharding) -> dict[str, Any]:
+def _rank(sharding: Sharding) -> dict[str, Any]:
     """Return what a rank holds, and what its steps move on average."""
-    steps = own.steps
+    steps = sharding.steps
 
     def each(total: int, unit: float = 1.0) -> float | None:
         return total / steps / unit if steps else None
 
     def waited(total: int | None) -> float | None:
-        return None if total is None or own.wait_steps < 1 else total / own.wait_steps / 1e6
+        return None if total is None or sharding.wait_steps < 1 else total / sharding.wait_steps / 1e6
 
     return {
-        **{name: getattr(own, name) for name in _HELD},
+        **{name: getattr(sharding, name) for name in _HELD},
         "steps": steps,
-        "gathered_bytes": each(own.gathered_bytes),
-        "gathers": each(own.gathers),
-        "reduced_bytes": each(own.reduced_bytes),
-        "reductions": each(own.reductions),
-        "all_reduced_bytes": each(own.all_reduced_bytes),
-        "gather_wait_ms": waited(own.gather_wait_ns),
-        "reduce_wait_ms": waited(own.reduce_wait_ns),
-        "unsharded_peak_bytes": own.unsharded_peak_bytes if steps else None,
-        "unsharded_mean_bytes": own.unsharded_mean_bytes if steps else None,
-        "unsharded_share": own.unsharded_ns / own.step_ns if own.step_ns else None,
+        "gathered_bytes": each(sharding.gathered_bytes),
+        "gathers": each(sharding.gathers),
+        "reduced_bytes": each(sharding.reduced_bytes),
+        "reductions": each(sharding.reductions),
+        "all_reduced_bytes": each(sharding.all_reduced_bytes),
+        "gather_wait_ms": waited(sharding.gather_wait_ns),
+        "reduce_wait_ms": waited(sharding.reduce_wait_ns),
+        "unsharded_peak_bytes": sharding.unsharded_peak_bytes if steps else None,
+        "unsharded_mean_bytes": sharding.unsharded_mean_bytes if steps else None,
+        "unsharded_share": sharding.unsharded_ns / sharding.step_ns if sharding.step_ns else None,
     }
 
 
@@ -83,7 +83,7 @@ def about_model(model: Mapping[str, Any]) -> list[str]:
         _dtypes(model["dtypes"]),
         _resharded(model["resharded"]),
     ]
-    return [each for each in [*about, "shards offloaded to the host" * model["offloaded"]] if each]
+    return [part for part in [*about, "shards offloaded to the host" * model["offloaded"]] if part]
 
 
 def _mesh(model: Mapping[str, Any]) -> str:
@@ -108,13 +108,13 @@ def _resharded(groups: Mapping[str, int]) -> str:
     return ", ".join(f"{groups[how]:,} {words[how]}" for how in sorted(groups, reverse=True))
 
 
-def per_step(found: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+def per_step(block: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Return what a step of a model moves, of the median rank; "" while that is not known."""
-    known = found["per_rank"]
+    known = block["per_rank"]
     ranks = [known[str(rank)] for rank in model["ranks"] if str(rank) in known]
 
     def middle(name: str) -> float:
-        return median_low([own[name] or 0 for own in ranks])
+        return median_low([shards[name] or 0 for shards in ranks])
 
     about = []
     if middle("gathers"):
@@ -138,13 +138,13 @@ def _times(count: float, noun: str) -> str:
     return f"{text.number(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def sharding_facts(found: Mapping[str, Any] | None, *, uneven: bool = True) -> Facts:
+def sharding_facts(block: Mapping[str, Any] | None, *, uneven: bool = True) -> Facts:
     """Return how models are divided, `uneven`: and who holds more than others; nothing without a model."""
     pairs: list[tuple[str, str]] = []
-    for model in found["models"] if found else ():
-        who = "" if len(found["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
+    for model in block["models"] if block else ():
+        who = "" if len(block["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
         pairs.append(("" if pairs else "Sharding", who + "; ".join(about_model(model))))
-        pairs.append(("Per step", per_step(found, model)))  # type: ignore[arg-type]
+        pairs.append(("Per step", per_step(block, model)))  # type: ignore[arg-type]
         if imbalance := model["imbalance"]:
             pairs += [("", imbalance["why"]), ("", imbalance["next"])] * uneven
         elif model["uneven_count"]:
@@ -156,9 +156,9 @@ def sharding_facts(found: Mapping[str, Any] | None, *, uneven: bool = True) -> F
     return Facts(*pairs)
 
 
-def sharding_table(found: Mapping[str, Any] | None) -> Table:
+def sharding_table(block: Mapping[str, Any] | None) -> Table:
     """Return what each rank holds and waits for, of many ranks those that hold most."""
-    rows = [(int(rank), own) for rank, own in found["per_rank"].items()] if found else []
+    rows = [(int(rank), shards) for rank, shards in block["per_rank"].items()] if block else []
     title = "Shards (FSDP2; waits: mean per step)"
     if len(rows) > _MAX_RANKS:
         title = f"Shards (of {len(rows):,} ranks the {_MAX_RANKS} that hold most; waits: mean per step)"
@@ -190,7 +190,7 @@ def columns(rows: Sequence[Row]) -> Columns:
         **{
             header: partial(_cell, name, written)
             for header, (name, written) in shown.items()
-            if any(own[name] for _, own in rows)
+            if any(shards[name] for _, shards in rows)
         },
     }
 

@@ -112,8 +112,8 @@ def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = whole.history if whole else None
-    found = throughput.of_run(facts, history)
-    return Report(_summary(facts, memory, whole, throughput.block(found)), facts, history, found)
+    numbers = throughput.of_run(facts, history)
+    return Report(_summary(facts, memory, whole, throughput.block(numbers)), facts, history, numbers)
 
 
 def _summary(
@@ -138,7 +138,7 @@ def _summary(
     layers, sharding = layers_answer(session), sharding_of(session)
     uneven = experts_of(session, facts.ranks.values())
     episodes = _episodes(judged, verdicts, facts, lines)
-    found = findings_of(
+    all_deaths = findings_of(
         {**verdict.plain(), "episodes": episodes},
         memory=memory,
         layers=layers,
@@ -154,9 +154,9 @@ def _summary(
         "throughput": throughput,
         "first_steps": msgspec.to_builtins(first),
         "spans": _spans(spans, whole),
-        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), found)),
+        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), all_deaths)),
         "verdict": _verdict(verdict),
-        "findings": msgspec.to_builtins(found),
+        "findings": msgspec.to_builtins(all_deaths),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
         "experts": msgspec.to_builtins(uneven),
@@ -196,15 +196,15 @@ def runs_of(session: SessionFile) -> list[dict[str, Any]]:
 def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
     """Return the nodes of the cluster, with the ranks of the run that were seen there last."""
     nodes, labels = session.cluster(), label_nodes(session.cluster(), session.processes())
-    at: dict[str, list[int]] = {}
+    ranks_of_node: dict[str, list[int]] = {}
     for rank, process in session.ranks().items():
-        at.setdefault(node_key(process), []).append(rank)
+        ranks_of_node.setdefault(node_key(process), []).append(rank)
     return [
         {
             **asdict(node),
             "alive": node.lost_ns is None,
             "label": labels[node.node_id],
-            "ranks": at.get(node.node_id, []),
+            "ranks": ranks_of_node.get(node.node_id, []),
             "last_seen": moment(node.last_seen_ns),
             "lost_at": moment(node.lost_ns),
         }
@@ -217,11 +217,11 @@ def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
     return {**entry, **times, "label": label or entry["label"]}
 
 
-def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdict | None:
+def _headline(facts: RunFacts, all_deaths: Sequence[Death], memory: Memory) -> Verdict | None:
     """Return the verdict on a run that ended by a death, of memory that ran out with what grew before."""
-    if not found or facts.fact("status") in ("finished", "stopped"):
+    if not all_deaths or facts.fact("status") in ("finished", "stopped"):
         return None
-    verdict = headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
+    verdict = headline(all_deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
     return sentences.with_memory(verdict, memory)
 
 
@@ -238,9 +238,11 @@ def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: St
 def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:
     """Return the changes of verdict; of the newest, those that name a rank or an imbalance say why."""
     changes = list(whole.judged.periods) if whole else []
-    named = [at for at, verdict in enumerate(changes) if verdict.rank is not None or is_imbalance(verdict)]
-    for at in named[-_MAX_EXPLAINED:]:
-        changes[at] = _with_span(changes[at], facts, whole, spans)
+    named = [
+        index for index, verdict in enumerate(changes) if verdict.rank is not None or is_imbalance(verdict)
+    ]
+    for index in named[-_MAX_EXPLAINED:]:
+        changes[index] = _with_span(changes[index], facts, whole, spans)
     return changes
 
 
@@ -249,7 +251,7 @@ def _episodes(
 ) -> list[dict[str, Any]]:
     """Return the episodes, the costliest first, with when they were and the span that was late."""
     known = {(change.label, change.stage, change.from_step): change.span for change in changes}
-    found = []
+    shown = []
     if judged is None:
         return []
     for episode in judged.episodes.episodes[:_MAX_EPISODES]:
@@ -260,8 +262,8 @@ def _episodes(
             when = span(lines[rank], last_ns, episode.from_step, episode.to_step) or when
         inside = known.get((episode.label, episode.stage, episode.from_step))
         times = {"started_at": moment(when[0]), "ended_at": moment(when[1])}
-        found.append({**_of_the_run(episode, judged), "span": inside, **times})
-    return found
+        shown.append({**_of_the_run(episode, judged), "span": inside, **times})
+    return shown
 
 
 def _of_the_run(episode: Episode, judged: RunJudge) -> dict[str, Any]:
@@ -308,8 +310,8 @@ def _step_blocks(facts: RunFacts, whole: Whole | None) -> dict[str, Any]:
     block: dict[str, Any] = dict.fromkeys(StepSummary.__struct_fields__)
     if whole is not None and whole.stats is not None:
         history, missing = whole.history, missing_of(facts.world_size, whole.history.ranks)
-        found = step_summary(whole.stats, history.ranks, history.nodes, missing)
-        block.update(msgspec.to_builtins(found, str_keys=True))
+        block_of_steps = step_summary(whole.stats, history.ranks, history.nodes, missing)
+        block.update(msgspec.to_builtins(block_of_steps, str_keys=True))
     stages = block.pop("stages") or []
     block["judged"] = block["count"] or 0
     block["count"] = min(whole.counts.values()) if whole else 0

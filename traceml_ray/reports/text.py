@@ -29,7 +29,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(contents.findings_facts(summary)),
         laid_out(memory_facts(summary["memory"])),
         laid_out(sharding_facts(summary.get("sharding"), uneven=False)),
-        laid_out(layers_facts(summary.get("layers", {}), found=False)),  # older summaries have none
+        laid_out(layers_facts(summary.get("layers", {}), with_findings=False)),  # older summaries have none
         laid_out(contents.steps_facts(summary)),
         laid_out(throughput_facts(summary)),
         laid_out(contents.stages_table(summary["stages"])),

@@ -19,48 +19,48 @@ _SPARE = 2_000
 """For what is said in place of parts that are left out."""
 
 
-def render(found: Charted, folder: Path) -> bytes:
+def render(charted: Charted, folder: Path) -> bytes:
     """
     Return the page of the session in `folder`. A part that would make it larger than `MAX_BYTES` is left out,
     which it says; the first ones are what people read first.
     """
-    head = _head(found)
+    head = _head(charted)
     room, parts = MAX_BYTES - _SPARE - len(head.encode()), []
-    for name, part in _parts(found, folder):
+    for name, part in _parts(charted, folder):
         size = len(part.encode())
         if size > room:
             left = f"{name} would take {text.size(size)}, for which there is no room here: see summary.json."
             part, size = tag("p", left, cls="panel wide"), 0
         parts.append(part)
         room -= size
-    body = tag("body", sections.heading(found.summary), tag("main", parts), _foot())
+    body = tag("body", sections.heading(charted.summary), tag("main", parts), _foot())
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n".encode()
 
 
-def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
-    yield "The verdict", sections.verdict(found)
-    yield "The findings", sections.findings(found)
-    yield "Numbers", sections.numbers(found)
-    yield "The ranks that died", sections.deaths(found)
-    yield "Last output", sections.outputs(found)
-    yield "Stacks", sections.stacks(found)
-    yield "The heatmap", sections.ranks_by_time(found)
-    yield "The charts", sections.times_by_step(found)
-    yield "The stages", sections.step_tables(found)
-    yield "The layers", sections.layers(found)
-    yield "The change", sections.before_and_since(found)
-    yield "Nodes and ranks", sections.places(found)
-    yield "Shards", sections.shards(found)
-    yield "What happened", sections.history(found)
-    yield "The environment", sections.surroundings(found, folder)
+def _parts(charted: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
+    yield "The verdict", sections.verdict(charted)
+    yield "The findings", sections.findings(charted)
+    yield "Numbers", sections.numbers(charted)
+    yield "The ranks that died", sections.deaths(charted)
+    yield "Last output", sections.outputs(charted)
+    yield "Stacks", sections.stacks(charted)
+    yield "The heatmap", sections.ranks_by_time(charted)
+    yield "The charts", sections.times_by_step(charted)
+    yield "The stages", sections.step_tables(charted)
+    yield "The layers", sections.layers(charted)
+    yield "The change", sections.before_and_since(charted)
+    yield "Nodes and ranks", sections.places(charted)
+    yield "Shards", sections.shards(charted)
+    yield "What happened", sections.history(charted)
+    yield "The environment", sections.surroundings(charted, folder)
 
 
-def _head(found: Charted) -> Markup:
-    first = found.summary["conclusion"]
-    title = f"{sign_of(first['tone'])} {first['headline']} · {found.summary['session']['id']}"
+def _head(charted: Charted) -> Markup:
+    first = charted.summary["conclusion"]
+    title = f"{sign_of(first['tone'])} {first['headline']} · {charted.summary['session']['id']}"
     style = _style()
-    own = b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{own}'; form-action 'none'"
+    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; form-action 'none'"
     return tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -51,9 +51,9 @@ def heading(summary: Mapping[str, Any]) -> Markup:
     return tag("header", name, (tag("p", line) for line in lines))
 
 
-def verdict(found: Charted) -> Markup:
+def verdict(charted: Charted) -> Markup:
     """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
-    summary = found.summary
+    summary = charted.summary
     one, first = summary["verdict"], summary["conclusion"]
     is_first = first["subject"] == "steps"
     tone, sign, headline = first["tone"], sign_of(first["tone"]), first["headline"]
@@ -68,7 +68,7 @@ def verdict(found: Charted) -> Markup:
         *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
         tag("p", sentence(one["why"])),
         tag("p", sentence(one["note"])) if one["note"] else None,
-        *(tag("p", said) for said in contents.evidence(findings_in(summary))),
+        *(tag("p", line) for line in contents.evidence(findings_in(summary))),
         tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
         tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
         *(tag("p", tag("b", "Also "), f"{SIGNS[other.severity]} {line_of(other)}") for other in others),
@@ -76,16 +76,16 @@ def verdict(found: Charted) -> Markup:
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
     icon = tag("svg", path, viewBox="0 0 16 16", width=28, height=28, role="img", aria_label=f"{sign} {tone}")
-    beside = tag("div", _cost(summary, episode), tag("p", coverage(found), cls="hint"), cls="cost")
+    beside = tag("div", _cost(summary, episode), tag("p", coverage(charted), cls="hint"), cls="cost")
     inside = icon, tag("div", sentences, cls="sentences"), beside
     return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
 
 
 def _episode(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the episode that the verdict is about; of a run that is over none goes on."""
-    found = present({**summary["verdict"], "episodes": summary["episodes"]})
+    episode = present({**summary["verdict"], "episodes": summary["episodes"]})
     running = summary["session"]["status"] == "running"
-    return found and {**found, "goes_on": found["goes_on"] and running}
+    return episode and {**episode, "goes_on": episode["goes_on"] and running}
 
 
 def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list[Markup]:
@@ -96,53 +96,53 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
         shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), f" {part_of(one)}"))
     if episode:
         shown.append(tag("p", f"cost {cost(episode, contents.has_gpus(summary))}"))
-    told = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
-    rest = [said for said in contents.about_verdict(summary) if not (shown and said.startswith(told))]
-    return [*shown, *(tag("p", said) for said in rest)]
+    prefixes = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
+    rest = [line for line in contents.about_verdict(summary) if not (shown and line.startswith(prefixes))]
+    return [*shown, *(tag("p", line) for line in rest)]
 
 
-def coverage(found: Charted) -> str:
+def coverage(charted: Charted) -> str:
     """Return of how many ranks this is, and of when."""
-    summary = found.summary
+    summary = charted.summary
     world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
     newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
     when = summary["session"]["ended_at"] or newest
     known = world - len(silent) if world else 0
-    of = covered(known, world, len(found.deaths)) if known else "no rank has reported"
-    return of + (f", as of {text.date(when)} UTC" if when else "")
+    reported = covered(known, world, len(charted.deaths)) if known else "no rank has reported"
+    return reported + (f", as of {text.date(when)} UTC" if when else "")
 
 
-def numbers(found: Charted) -> Markup:
+def numbers(charted: Charted) -> Markup:
     """Return the numbers above all charts."""
-    if not found.times or not found.columns:
+    if not charted.times or not charted.columns:
         return NOTHING
-    return charts.tiles(tiles(found.times, found.columns, found.throughput))
+    return charts.tiles(tiles(charted.times, charted.columns, charted.throughput))
 
 
-def ranks_by_time(found: Charted) -> Markup:
+def ranks_by_time(charted: Charted) -> Markup:
     """Return the heatmap."""
-    if found.columns is None:
+    if charted.columns is None:
         return NOTHING
-    drawn = heatmap(found.columns, found.summary["verdict"])
+    drawn = heatmap(charted.columns, charted.summary["verdict"])
     return panel("Busy time by rank, against the median of the step", drawn, wide=True)
 
 
-def times_by_step(found: Charted) -> Markup:
+def times_by_step(charted: Charted) -> Markup:
     """Return the charts over the steps."""
-    if found.columns is None:
+    if charted.columns is None:
         return NOTHING
-    episode = _episode(found.summary)
+    episode = _episode(charted.summary)
     onset = episode["from_step"] if episode else None
-    stacked, lines = charts.exposed(found.columns, onset), charts.timeline(found.columns, onset)
+    stacked, lines = charts.exposed(charted.columns, onset), charts.timeline(charted.columns, onset)
     return join(
         panel("Where a step's time goes (exposed: what the job waited for)", stacked),
         panel("Step timeline (busy: without waiting)", lines),
     )
 
 
-def before_and_since(found: Charted) -> Markup:
+def before_and_since(charted: Charted) -> Markup:
     """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
-    change = found.change
+    change = charted.change
     if change is None or change["before"]["stages"] is None or change["since"]["stages"] is None:
         return NOTHING
     steps = f"{text.count(change['before']['steps'], 'step')} before, {change['since']['steps']:,} since"
@@ -150,9 +150,9 @@ def before_and_since(found: Charted) -> Markup:
     return panel("A step before the onset, and since", tag("p", steps, cls="hint"), drawn)
 
 
-def step_tables(found: Charted) -> Markup:
+def step_tables(charted: Charted) -> Markup:
     """Return the stages and spans in numbers."""
-    summary = found.summary
+    summary = charted.summary
     return join(
         panel("Steps", facts(contents.steps_facts(summary)), wide=True),
         block("Stages of a step", contents.stages_table(summary["stages"])),
@@ -160,9 +160,9 @@ def step_tables(found: Charted) -> Markup:
     )
 
 
-def places(found: Charted) -> Markup:
+def places(charted: Charted) -> Markup:
     """Return nodes and ranks."""
-    summary = found.summary
+    summary = charted.summary
     return join(
         block("", contents.suspects_table(summary), wide=True),
         block("", contents.nodes_table(summary), wide=True),
@@ -171,10 +171,10 @@ def places(found: Charted) -> Markup:
     )
 
 
-def deaths(found: Charted) -> Markup:
+def deaths(charted: Charted) -> Markup:
     """Return how ranks died, the first cause first, and their last words."""
-    shown = [_death(death, found.summary) for death in found.deaths[:_MAX_DEATHS]]
-    left = len(found.deaths) - len(shown)
+    shown = [_death(death, charted.summary) for death in charted.deaths[:_MAX_DEATHS]]
+    left = len(charted.deaths) - len(shown)
     more = tag("p", f"and {text.count(left, 'more rank')} that died after them", cls="hint") if left else None
     return panel("Ranks that died, the first cause first", shown, more, wide=True)
 
@@ -183,16 +183,16 @@ def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Markup:
     node = (summary["ranks"].get(str(death["rank"])) or {}).get("node")
     when = f"{'at' if death['exact'] else 'about'} {text.date(moment(death['t_ns']))} UTC"
     place = place_words(death["step"], death["stage"])
-    said = ", ".join(filter(None, (f"{death['how']} {when}", place)))
+    manner = ", ".join(filter(None, (f"{death['how']} {when}", place)))
     name = f"rank {death['rank']}{f' ({node})' if node else ''}: "
     words = death["traceback"] or (death["message"] if "\n" in death["message"] else "")
-    return join(tag("p", tag("b", name), sentence(said)), _lines(words.splitlines()))
+    return join(tag("p", tag("b", name), sentence(manner)), _lines(words.splitlines()))
 
 
-def outputs(found: Charted) -> Markup:
+def outputs(charted: Charted) -> Markup:
     """Return what ranks that died or hang printed last."""
     shown = []
-    for output in contents.last_output(found.summary)[:_MAX_OUTPUTS]:
+    for output in contents.last_output(charted.summary)[:_MAX_OUTPUTS]:
         lines = list[str]()
         for line in output["lines"]:
             lines += [f"… {text.count(line['skipped'], 'more line')}"] * (line["skipped"] > 0)
@@ -201,9 +201,9 @@ def outputs(found: Charted) -> Markup:
     return panel("Last output", shown, wide=True)
 
 
-def stacks(found: Charted) -> Markup:
+def stacks(charted: Charted) -> Markup:
     """Return where the ranks were in the last hang."""
-    last = contents.last_stacks(found.summary["verdicts"])[:_MAX_STACKS]
+    last = contents.last_stacks(charted.summary["verdicts"])[:_MAX_STACKS]
     shown = (join(tag("h3", text.ranks(s["ranks"])), _lines(s["text"].splitlines())) for s in last)
     return panel("Where the ranks were", shown, wide=True)
 
@@ -214,14 +214,14 @@ def _lines(lines: Sequence[str]) -> Markup:
     return tag("pre", "\n".join(kept), tabindex=0) if kept else NOTHING
 
 
-def layers(found: Charted) -> Markup:
+def layers(charted: Charted) -> Markup:
     """Return where the time goes inside the model, where that was measured."""
-    block_ = found.summary.get("layers", {})
+    block_ = charted.summary.get("layers", {})
     named = {one["layer"] for one in block_.get("findings", ())}
     return join(
         panel(
             "Layers",
-            facts(layers_facts(block_, found=False)),
+            facts(layers_facts(block_, with_findings=False)),
             charts.icicle(block_.get("layers", ()), named),
             wide=True,
         ),
@@ -229,9 +229,9 @@ def layers(found: Charted) -> Markup:
     )
 
 
-def findings(found: Charted) -> Markup:
+def findings(charted: Charted) -> Markup:
     """Return what was found beside the verdict, whatever it is about, and what is only information."""
-    listed = findings_in(found.summary)
+    listed = findings_in(charted.summary)
     verdict_key = next((one.key for one in listed if one.signal == "steps"), None)
     columns: Columns = {
         "": lambda one: f"{SIGNS[one.severity]} {one.severity}",
@@ -242,23 +242,23 @@ def findings(found: Charted) -> Markup:
         "next": lambda one: one.next.replace("`", ""),
     }
     shown = [one for one in listed if one.key != verdict_key]
-    unknown = memory_facts(found.summary["memory"])
+    unknown = memory_facts(charted.summary["memory"])
     return join(
         block("", Table("Findings beside the verdict", columns, shown), _MAX_FINDINGS, wide=True),
         panel("Memory", facts(unknown), wide=True) if any(line for _, line in unknown.pairs) else NOTHING,
     )
 
 
-def shards(found: Charted) -> Markup:
+def shards(charted: Charted) -> Markup:
     """Return how FSDP2 has divided the model, and what each rank holds."""
-    known = found.summary.get("sharding")
+    known = charted.summary.get("sharding")
     about = panel("How the model is divided", facts(sharding_facts(known, uneven=False)), wide=True)
     return join(about, block("", sharding_table(known), wide=True)) if known else NOTHING
 
 
-def history(found: Charted) -> Markup:
+def history(charted: Charted) -> Markup:
     """Return what was named when, what happened, and the runs."""
-    summary = found.summary
+    summary = charted.summary
     return join(
         block("", contents.history_table(summary), wide=True),
         block("", contents.events_table(summary["events"]), wide=True),
@@ -266,16 +266,16 @@ def history(found: Charted) -> Markup:
     )
 
 
-def surroundings(found: Charted, folder: Path) -> Markup:
+def surroundings(charted: Charted, folder: Path) -> Markup:
     """Return how it was run, with what, what the monitor has recorded and cost, and how to see more."""
-    summary = found.summary
+    summary = charted.summary
     session = summary["session"]
     rows = [
         {"name": name, "value": value, "ranks": text.ranks(same["ranks"])}
-        for same in found.environment[:_MAX_ALIKE]
+        for same in charted.environment[:_MAX_ALIKE]
         for name, value in same["values"].items()
     ]
-    settings = [{"setting": name, "value": value} for name, value in found.settings.items()][:_MAX_SETTINGS]
+    settings = [{"setting": name, "value": value} for name, value in charted.settings.items()][:_MAX_SETTINGS]
     run = Facts(
         ("Command", session["command"] or ""),
         ("Launcher", session["launcher"] or ""),
