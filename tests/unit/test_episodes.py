@@ -612,6 +612,19 @@ class TestWatching:
         assert any(numbers)
         assert all(float(pair[1]) <= float(pair[2]) for pair in numbers if pair)
 
+    def test_chance_is_said_in_standard_errors(self):
+        """It is late beyond chance at first; then work varies so much that it may be chance."""
+        random, steps = np.random.default_rng(0), np.arange(2000)
+        local = 20e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.ones((2000, 8, 1))
+        spread = np.where(steps < 1140, 0.03, 0.8)[:, None]
+        local[:, :, FORWARD] *= np.clip(random.normal(1, 1, (2000, 8)) * spread + 1, 0.2, 3)
+        local[1000:, 1, FORWARD] += 1.5e6
+        _, verdicts = live(synced(local.astype(np.int64), np.full(2000, EXCHANGE)))
+        said = r"late more often than chance would have it by ([\d.]+) standard errors, 4.2 are needed"
+        lacks = [re.search(said, verdict.why) for verdict in watched(verdicts) if verdict.ranks == (1,)]
+        assert [verdict.ranks for verdict in watched(verdicts)].count((1,)) > sum(map(bool, lacks)) >= 1
+        assert all(0 < float(each[1]) < 4.2 for each in lacks if each)
+
     def test_it_is_watched_until_two_seconds_after_the_last_late_step(self):
         late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 2000, 100)]
         d = played(3000, 20, *late, ranks=4)

@@ -24,6 +24,15 @@ def test_verdict_text_for_two_ranks(snapshot: Snapshot) -> None:
     snapshot("verdict", verdict.why, verdict.next)
 
 
+def test_verdict_text_for_what_may_be_chance(snapshot: Snapshot) -> None:
+    local = 20e6 * np.array([0.1, 0.3, 0.05, 0.2, 0.35]) * np.ones((20, 4, 1))
+    local[:, :, DATA] *= np.random.default_rng(0).lognormal(0, 0.25, (20, 4))
+    local[:, 1, DATA] += 1.5e6
+    verdict = judge(window(synced(local.astype(np.int64), np.full(20, 1_000_000))))
+    assert verdict.label == "healthy"
+    snapshot("verdict", verdict.why)
+
+
 def test_verdict_text_for_one_step(snapshot: Snapshot) -> None:
     snapshot("verdict", judge(window(of_ms([WAITS, [1, 6, 0, 3, 4, 1]]))).why)
 

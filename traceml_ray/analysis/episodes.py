@@ -18,6 +18,7 @@ from traceml_ray.analysis import notes
 from traceml_ray.analysis.costs import with_suspects
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import PATTERNS
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import (
     MAX_LEVELS,
@@ -154,11 +155,13 @@ class Episodes:
         *,
         counts: bool,
         maybe: Verdict | None = None,
+        past: PastSteps | None = None,
     ) -> Verdict:
         """
         Return the verdict in effect after the `verdict` of the rules over `window`; `counts` once a stride.
 
-        `maybe` is a finding of it that is followed, but not named. The same window again changes nothing.
+        `maybe` is a finding of it that is followed, but not named; `past` has the steps by which chance is
+        measured. The same window again changes nothing.
         """
         if len(window.ranks) and self.clock.advance(window):
             if evidence is not None and not verdict.meaning.at_once:
@@ -167,7 +170,7 @@ class Episodes:
                 self._follow([*findings, *([maybe] if maybe else [])], evidence, counts=counts)
                 self._name(findings)
                 self._order()
-                self._watch(findings, counts=counts)
+                self._watch(findings, evidence, past, counts=counts)
             self._before, self._judged_to = self._judged_to, window.last_step
         return self._in_effect(window, verdict)
 
@@ -387,11 +390,13 @@ class Episodes:
     def _add_brief(self, cost_s: float) -> None:
         self.brief = Brief(count=self.brief.count + 1, cost_s=self.brief.cost_s + cost_s)
 
-    def _watch(self, findings: Sequence[Verdict], *, counts: bool) -> None:
+    def _watch(
+        self, findings: Sequence[Verdict], evidence: Evidence, past: PastSteps | None, *, counts: bool
+    ) -> None:
         """Follow the causes that are not named, and choose the one in effect."""
         named = [track.verdict for track in self._named]
         for watch in self._watches:
-            watch.look(findings, counts=counts)
+            watch.look(findings, evidence, past, self._limits, counts=counts)
             watch.follow(self._candidates)
         for watch in list(self._watches):
             is_named = any(map(watch.is_of, named))

@@ -121,7 +121,7 @@ class RunJudge:
         if self.baseline is None and evidence and self._is_usual(found):
             self.baseline = self._learner.add(evidence)
         counts = self._count(window, found)
-        verdict = self.episodes.update(window, found, evidence, counts=counts, maybe=maybe)
+        verdict = self.episodes.update(window, found, evidence, counts=counts, maybe=maybe, past=self._past)
         self._collect(window)
         self._merge(verdict)
         return self._with_chronic(verdict, sum(same(verdict, v) for v in self._recent), len(self._recent))

@@ -232,14 +232,19 @@ def _of_group(
     """Return what `judge_window` does, for one group of ranks."""
     findings, evidence = find(window, thresholds, baseline, past)
     sure, unsure = ([finding for finding in findings if finding.sure is value] for value in (True, False))
-    headline, *others = (_verdict(finding, evidence, window, thresholds, whole_run) for finding in sure)
+    headline, *others = (_verdict(finding, evidence, window, thresholds, whole_run, past) for finding in sure)
     also = tuple(verdict for verdict in others if verdict.meaning.kind == "finding")
-    maybe = _verdict(unsure[0], evidence, window, thresholds, whole_run) if unsure else None
+    maybe = _verdict(unsure[0], evidence, window, thresholds, whole_run, past) if unsure else None
     return Judged(msgspec.structs.replace(headline, also=also), evidence, maybe)
 
 
 def _verdict(
-    finding: Finding, evidence: Evidence | None, window: Window, thresholds: Thresholds, whole_run: bool
+    finding: Finding,
+    evidence: Evidence | None,
+    window: Window,
+    thresholds: Thresholds,
+    whole_run: bool,
+    past: PastSteps | None,
 ) -> Verdict:
     """Return a finding in numbers and words."""
     facts = _facts(window, evidence)
@@ -258,7 +263,7 @@ def _verdict(
             confidence=_confidence(finding, evidence, None, thresholds)
             if finding.causes or evidence.persistent.max() < thresholds.min_excess
             else "low",
-            why=wording.healthy(evidence, finding, thresholds.min_excess),
+            why=wording.healthy(evidence, finding, thresholds, past),
             next=LABELS[finding.label].next,
             **facts,
         )

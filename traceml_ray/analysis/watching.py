@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from traceml_ray.analysis import notes
+from traceml_ray.analysis.doubt import doubt
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Track, alike
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float
+from traceml_ray.stages import STAGES
 from traceml_ray.text import duration, share, unit
 
 _WINDOWS = 0.5
@@ -36,6 +40,8 @@ class Watch:
         """Whether it has been watched: as long as any verdict must last."""
         self.shown = True
         """Whether the newest window shows it."""
+        self.doubt = ""
+        """Why what the newest window has of it may be chance."""
         self.cost_ns = 0
         """Cost so far: of its dropped tracks, and of the present one."""
         self._dropped_ns = 0
@@ -44,11 +50,28 @@ class Watch:
         """Whether `verdict` names this cause."""
         return alike(self.verdict, verdict)
 
-    def look(self, findings: Sequence[Verdict], *, counts: bool) -> None:
+    def look(
+        self,
+        findings: Sequence[Verdict],
+        evidence: Evidence,
+        past: PastSteps | None,
+        limits: Thresholds,
+        *,
+        counts: bool,
+    ) -> None:
         """Note whether the `findings` of a window show it; `counts` once a stride."""
         self.shown = any(self.is_of(finding) for finding in findings)
+        self.doubt = "" if self.shown else self._doubt(evidence, past, limits)
         self.seen += counts and self.shown
         self.missed += counts and not self.shown
+
+    def _doubt(self, evidence: Evidence, past: PastSteps | None, limits: Thresholds) -> str:
+        """Return why what a window has of it may be chance, see `doubt`."""
+        if self.verdict.pattern != "lasting" or self.verdict.stage not in STAGES:
+            return ""
+        ranks = evidence.window.ranks.tolist()
+        places = [ranks.index(rank) for rank in self.verdict.ranks if rank in ranks]
+        return doubt(evidence, places, STAGES.index(self.verdict.stage), past, limits)
 
     def follow(self, tracks: Sequence[Track]) -> None:
         """Take what has become of the `tracks` that are of this cause."""
@@ -143,6 +166,8 @@ def lacking(
     mine = [track for track in tracks if watch.is_of(track.verdict)]
     track = max(mine, key=lambda track: (track.exact, track.seen), default=None)
     windows = watch.seen + watch.missed
+    if watch.doubt:
+        return watch.doubt
     if track is None or (track.began > watch.began and watch.seen < limits.hold_share * windows):
         return f"it is in {watch.seen:,} of {windows:,} windows, {share(limits.hold_share)} are needed"
     hold_s, lasted_s = limits.hold_of(track.verdict.label), (track.last_ns - track.began_ns) / 1e9

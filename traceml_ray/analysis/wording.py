@@ -10,12 +10,15 @@ from traceml_ray import text
 from traceml_ray.analysis.abstention import functions
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import idle_ns
+from traceml_ray.analysis.doubt import doubt
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.onset import Timing
+from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.roles import several
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import (
     BACKWARD,
@@ -110,8 +113,8 @@ def healthy_groups(groups: int) -> str:
     return f"{groups:,} groups of ranks, each judged by itself: no rank delays the others of its group."
 
 
-def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
-    """Return why no rank is named."""
+def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: PastSteps | None) -> str:
+    """Return why no rank is named; `past` has the steps by which chance is measured."""
     window = evidence.window
     if len(window.ranks) == 1:
         share = evidence.frontier.exposed.sum(axis=0) / evidence.total_ns
@@ -141,18 +144,19 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
             f"{text.share(evidence.gain(cause))} of the step."
         )
     largest = max(float(evidence.persistent.max()), 0.0)
-    if largest >= limit:
+    if largest >= limits.min_excess:
         place, out_of = (int(at) for at in np.argwhere(evidence.persistent == evidence.persistent.max())[0])
+        why = doubt(evidence, [place], out_of, past, limits) or "more steps will tell"
         return (
-            f"No rank is late more often than by chance. {_who(window, [place])} has the largest excess over "
-            f"its peers, {text.share(largest)} of the step in `{STAGES[out_of]}`: more steps will tell."
+            f"No rank is late beyond doubt. {_who(window, [place])} has the largest excess over its peers, "
+            f"{text.share(largest)} of the step in `{STAGES[out_of]}`, which may be chance: {why}."
             + _idle(evidence)
             + _unsplit(evidence)
             + _inferred(window)
         )
     return (
         f"No rank delays the others: the largest lasting excess over peers is {text.share(largest)} "
-        f"of the step (the threshold is {text.share(limit)})."
+        f"of the step (the threshold is {text.share(limits.min_excess)})."
         + _idle(evidence)
         + _unsplit(evidence)
         + _inferred(window)
