@@ -11,7 +11,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.store.rank_processes import RankProcess, generations, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, current_ranks, generations, world_size
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
 
@@ -228,7 +228,7 @@ def test_ranks_that_register_apart_are_of_one_start() -> None:
         _process(3, 2, 60, 99),
     ]
     assert _ids(processes) == [[1, 2, 3]]
-    assert list(shown(processes)) == [0, 1, 2]
+    assert list(current_ranks(processes)) == [0, 1, 2]
 
 
 def test_rank_that_ended_early_remains_while_its_peers_go_on() -> None:
@@ -240,7 +240,12 @@ def test_rank_that_ended_early_remains_while_its_peers_go_on() -> None:
         _process(5, 3, 40, 99),  # late
     ]
     assert _ids(processes) == [[1, 2, 3, 4, 5]]
-    assert {rank: process.id for rank, process in shown(processes).items()} == {0: 1, 1: 4, 2: 3, 3: 5}
+    assert {rank: process.id for rank, process in current_ranks(processes).items()} == {
+        0: 1,
+        1: 4,
+        2: 3,
+        3: 5,
+    }
 
 
 @pytest.mark.parametrize("gone", [{"final": True}, {"lost": True}, {}])
@@ -252,15 +257,15 @@ def test_ranks_of_a_lost_node_are_not_of_the_smaller_job(gone: dict[str, bool]) 
         _process(3, 0, 15, 99, 1),
     ]
     assert _ids(processes) == [[1, 2], [3]]
-    assert world_size(shown(processes), None) == 1
+    assert world_size(current_ranks(processes), None) == 1
 
 
 def test_workers_without_a_row_are_not_shown_before_they_train() -> None:
     old = [_process(n + 1, n, 0, 10, 2, final=True) for n in range(2)]
     new = [_process(n + 3, n, 20, 20, 2, stored=0) for n in range(2)]
-    assert [process.id for process in shown([*old, *new]).values()] == [1, 2]
+    assert [process.id for process in current_ranks([*old, *new]).values()] == [1, 2]
     new[1].stored = 9
-    assert [process.id for process in shown([*old, *new]).values()] == [3, 4]
+    assert [process.id for process in current_ranks([*old, *new]).values()] == [3, 4]
 
 
 def test_message_of_an_end_may_come_after_the_next_start() -> None:

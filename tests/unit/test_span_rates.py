@@ -23,7 +23,7 @@ from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import StoredSpans
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
-from traceml_ray.store.rank_processes import shown
+from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import SpanSum
 
@@ -175,7 +175,7 @@ def test_stored_spans_give_the_same_rates_as_those_in_memory(
     assert aggregator.commit()
     aggregator.close()
     with SessionFile(folder / "session.sqlite") as session:
-        stored = StoredSpans(session, shown(session.processes())).find([0], first, last)
+        stored = StoredSpans(session, current_ranks(session.processes())).find([0], first, last)
     live = span_rates(sums, first, last)
     rates = stored.get(0, {})
     for key in rates.keys() | live.keys():

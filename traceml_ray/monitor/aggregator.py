@@ -29,7 +29,7 @@ from traceml_ray.monitor.relay_pace import RelayPace
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import shown
+from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
@@ -289,4 +289,6 @@ class AggregatorCore:
                 reader.run = run
                 self._judge.resume(run, reader, {process.id for process in processes})
                 labels = process_labels(self._writer.nodes.values(), self._writer.processes.values())
-                self._steps.resume(run, shown(processes), labels, reader.rows(last=self._judge.tail)[0])
+                self._steps.resume(
+                    run, current_ranks(processes), labels, reader.rows(last=self._judge.tail)[0]
+                )

@@ -61,8 +61,8 @@ class KeptJudging:
 
     def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> dict[int, int]:
         """
-        Have `judge` go on with the episodes that were kept of that generation (see `rank_processes.trained`),
-        if any can be used. Return when they began, ns since the epoch, by their first step.
+        Restore the stored episodes of the generation with that key into `judge`, if they can be used. Return
+        when they began (ns since the epoch), by first step.
         """
         kept = self._kept_of(run, KEY)
         if kept is None or kept.get("which") != [*which]:

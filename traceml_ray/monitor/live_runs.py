@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import RankProcess, standing, trained, world_size
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    latest_generation_with_rows,
+    latest_process_per_rank,
+    world_size,
+)
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, run_names
 from traceml_ray.store.writer import SessionWriter
@@ -27,7 +32,7 @@ class LiveRanks:
     runs: dict[str, list[RankProcess]] = field(default_factory=dict)
     ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
     which: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The generation of `ranks`, see `rank_processes.trained`."""
+    """Key of the generation that `ranks` are from, see `rank_processes.Generation`."""
     labels: dict[int, str] = field(default_factory=dict)
     """Of the rank processes' nodes."""
     unknown: list[int] = field(default_factory=list)
@@ -88,15 +93,15 @@ class LiveRuns:
         writer = self.writer
         runs, processes = self.processes(), writer.processes.values()
         unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
-        last = {run: trained(processes_of_run) for run, processes_of_run in runs.items()}
-        ranks = {run: standing(together) for run, (together, _) in last.items()}
+        latest = {run: latest_generation_with_rows(of_run) for run, of_run in runs.items()}
+        ranks = {run: latest_process_per_rank(one.processes) for run, one in latest.items()}
         kept = {
             process.id for processes_of_run in ranks.values() for process in processes_of_run.values()
         }.union(unknown)
         self.recent.keep(kept)
         # Where a rank has had several processes, time alone may decide which of them is the one.
         epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
-        which = {run: generation for run, (_, generation) in last.items()}
+        which = {run: one.key for run, one in latest.items()}
         return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
 
     def running(

@@ -22,7 +22,7 @@ from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
+from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
 from traceml_ray.store.session_file import SessionFile
 
 
@@ -312,8 +312,8 @@ class LiveRun:
 
     def advance(self) -> None:
         """Reduce the steps that are whole."""
-        holding, waited = awaited(self.ranks, self.training, self._patience_ns, self.history.reported())
-        self.history.advance(holding, waited, self.training)
+        pending = pending_ranks(self.ranks, self.training, self._patience_ns, self.history.reported())
+        self.history.advance(pending.reporting, pending.missing_count, self.training)
 
 
 def _keep(kept: list[Rows], rows: Rows) -> None:

@@ -39,7 +39,7 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
-from traceml_ray.store.rank_processes import RankProcess, generations, serving
+from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
 from traceml_ray.store.session_file import SessionFile
@@ -198,7 +198,7 @@ class LiveJudge:
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, process in ranks.items() if _reports(process, deadline)]
-            world, serves = run_steps.world, serving(ranks)
+            world, serves = run_steps.world, rpc_only_ranks(ranks)
             missing = missing_of(world, {*live, *serves})
             live = [rank for rank in live if rank not in serves]
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
@@ -354,7 +354,7 @@ class _LiveRun:
         self.reason: Reason | None = None
         """The last that was found for an imbalance."""
         self.which: tuple[int, int] | None = None
-        """The generation that is judged, see `rank_processes.trained`."""
+        """Key of the generation that is judged, see `rank_processes.Generation`."""
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None

@@ -33,7 +33,7 @@ from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
-from traceml_ray.store.rank_processes import RankProcess, shown
+from traceml_ray.store.rank_processes import RankProcess, current_ranks
 from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
@@ -179,7 +179,7 @@ class Answers:
         return {
             **{name: meta[name] for name in results.Status.__annotations__.keys() & meta.keys()},
             "run": run,
-            "ranks": len(shown(by_run(processes).get(run or "", []))),
+            "ranks": len(current_ranks(by_run(processes).get(run or "", []))),
             "ledger": count(processes),
             "errors": errors,
             "verdict": verdict["label"] if verdict else None,

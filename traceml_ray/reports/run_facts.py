@@ -15,7 +15,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.deaths import Death, culprits, deaths
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
-from traceml_ray.store.rank_processes import RankProcess, serving, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, current_ranks, rpc_only_ranks, world_size
 from traceml_ray.store.runs import is_own, of_run
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_shapes import DeathInfo
@@ -39,7 +39,7 @@ class RunFacts:
         self.every = session.processes()
         self.processes = of_run(self.every, run)
         """Those of the run."""
-        self.ranks = shown(self.processes)
+        self.ranks = current_ranks(self.processes)
         self.nodes = {node.node_id: node for node in session.cluster()}
         self.labels = label_nodes(self.nodes.values(), self.every)
         """How nodes are shown, by `node_key`."""
@@ -50,9 +50,9 @@ class RunFacts:
         return (self.run or self.meta).get(name)
 
     @cached_property
-    def serving(self) -> set[int]:
+    def rpc_only_ranks(self) -> set[int]:
         """Ranks that only serve others over RPC."""
-        return serving(self.ranks)
+        return rpc_only_ranks(self.ranks)
 
     @property
     def stored(self) -> int:
@@ -197,7 +197,7 @@ def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> di
         "errors": process.errors,
         "role": process.role,
         "placement": process.placement,
-        "serves": process.rank in facts.serving,
+        "serves": process.rank in facts.rpc_only_ranks,
     }
 
 

@@ -21,7 +21,7 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
-from traceml_ray.store.rank_processes import RankProcess, awaited, training, world_size
+from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
 from traceml_ray.store.session_file import SessionFile
 
 SLICE_ROWS = 1 << 18
@@ -115,7 +115,7 @@ class HistoryReader:
 
     def _add(self, chunk: Sequence[RankRows]) -> None:
         known = self.history.reported() | {rank_rows.rank for rank_rows in chunk}
-        holding, waited = awaited(self.ranks, self._training, self._patience_ns, known)
+        holding, waited = pending_ranks(self.ranks, self._training, self._patience_ns, known)
         if not self.whole:  # of a rank that has been read to its end nothing is waited for
             ends, none = self.history.ends(), (-1, -1)
             last = {rank: process.last_key or 0 for rank, process in self.ranks.items()}

@@ -19,7 +19,7 @@ from traceml_ray.analysis.memory.shapes import Collective
 from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import shown, world_size
+from traceml_ray.store.rank_processes import current_ranks, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.samples import MemoryColumns
 from traceml_ray.store.schema import legible
@@ -55,7 +55,7 @@ def recordings_of(file: SessionFile) -> list[Recording]:
     processes = {process.id: process for process in file.processes() if process.rank is not None}
     labels = process_labels(file.cluster(), processes.values())
     worlds = {
-        run: world_size(shown(processes_of_run), None) or None
+        run: world_size(current_ranks(processes_of_run), None) or None
         for run, processes_of_run in by_run(processes.values()).items()
     }
     samples, _ = file.memory_samples(processes, most=_MOST_SAMPLES)

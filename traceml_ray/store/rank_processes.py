@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -290,32 +290,48 @@ def _restart(generation: list[RankProcess], replaced: set[int], late_ns: int) ->
     return 0
 
 
-def trained(processes: Iterable[RankProcess]) -> tuple[list[RankProcess], tuple[int, int]]:
+class Generation(NamedTuple):
+    """The rank processes that began together, and which start of the run they are."""
+
+    processes: list[RankProcess]
+    attempt: int = -1
+    """Attempt of the launcher; -1: there are no processes."""
+    index_in_attempt: int = 0
+    """Number of generations of the same attempt before it."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The attempt and the index in it: what tells generations of a run apart."""
+        return self.attempt, self.index_in_attempt
+
+
+def latest_generation_with_rows(processes: Iterable[RankProcess]) -> Generation:
     """
-    Return the last of `generations` that has rows (one that died before its first step has none), else the
-    last; and which it is: its attempt, and how many of that attempt came before.
+    Return the newest generation that stored rows, else the newest: one that died before its first step has
+    none. `processes` are of one run.
     """
-    all_generations = generations(processes) or [[]]
-    latest = next(
-        (latest for latest in reversed(all_generations) if any(s.stored for s in latest)), all_generations[-1]
-    )
-    attempts = [attempt_of(generation[0]) for generation in all_generations if generation]
+    all_generations = generations(processes)
+    if not all_generations:
+        return Generation([])
+    with_rows = [generation for generation in all_generations if any(one.stored for one in generation)]
+    latest = with_rows[-1] if with_rows else all_generations[-1]
+    attempts = [attempt_of(generation[0]) for generation in all_generations]
     index = next(index for index, generation in enumerate(all_generations) if generation is latest)
-    return latest, (attempts[index], attempts[:index].count(attempts[index])) if latest else (-1, 0)
+    return Generation(latest, attempts[index], attempts[:index].count(attempts[index]))
 
 
 def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
     """
-    Return what came of each generation with rows before the one that is shown (see `trained`), the oldest
-    first: its `attempt`, the `steps` that all its ranks closed, and `seconds` from its first rank to its end.
+    Return each generation with rows before the current one (`latest_generation_with_rows`), the oldest first:
+    its `attempt`, the `steps` that all its ranks completed, and `seconds` from its first rank to its end.
     """
     processes = list(processes)
-    latest, _ = trained(processes)
+    latest = latest_generation_with_rows(processes).processes
     starts = []
     for generation in generations(processes):
         if latest and generation[0].id == latest[0].id:
             break
-        last = [process.last_step for process in standing(generation).values()]
+        last = [process.last_step for process in latest_process_per_rank(generation).values()]
         known = [step for step in last if step is not None]
         if known:
             began = min(process.first_seen_ns for process in generation)
@@ -325,16 +341,16 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
     return starts
 
 
-def shown(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
+def current_ranks(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
     """
-    Return one rank process for each rank, all of one generation (see `trained`): steps of before and after a
-    restart are never mixed. `processes` are of one run (see `runs.of_run`).
+    Return one process per rank, all from the same generation (`latest_generation_with_rows`): steps before
+    and after a restart are never mixed. `processes` are of one run (see `runs.of_run`).
     """
-    return standing(trained(processes)[0])
+    return latest_process_per_rank(latest_generation_with_rows(processes).processes)
 
 
-def standing(generation: Iterable[RankProcess]) -> dict[int, RankProcess]:
-    """Return one rank process for each rank: of several processes of a rank, the last that has rows."""
+def latest_process_per_rank(generation: Iterable[RankProcess]) -> dict[int, RankProcess]:
+    """Return one process per rank: of several processes of a rank, the last one with rows."""
     best: dict[int, RankProcess] = {}
     for process in generation:
         if process.rank is not None and (
@@ -350,12 +366,21 @@ def reporting(ranks: dict[int, RankProcess], patience_ns: int) -> set[int]:
     return {rank for rank, process in ranks.items() if process.last_seen_ns >= since and not process.ended}
 
 
-def awaited(
+class PendingRanks(NamedTuple):
+    """The ranks whose rows a window of steps may still need."""
+
+    reporting: set[int]
+    """Ranks that may still deliver rows, see `reporting`."""
+    missing_count: int
+    """Number of other ranks that have rows, or may soon have some, but have not reported."""
+
+
+def pending_ranks(
     ranks: dict[int, RankProcess], world: int, patience_ns: int, reported: Collection[int]
-) -> tuple[set[int], int]:
+) -> PendingRanks:
     """
-    Return the ranks that may still deliver (see `reporting`), and how many more than the `reported` have rows
-    or may soon have some: of a young job, all.
+    Return the ranks whose rows may still come. While a job is younger than `patience_ns`, all `world` ranks
+    count as missing until they are among the `reported`.
     """
     latest = max((process.last_seen_ns for process in ranks.values()), default=0)
     young = latest - min((process.first_seen_ns for process in ranks.values()), default=0) < patience_ns
@@ -363,13 +388,13 @@ def awaited(
     lack = [rank for rank, process in ranks.items() if (young or process.stored) and rank not in reported]
     lack = [rank for rank in lack if rank not in rowless]
     unknown = max(0, world - len(ranks)) if young else 0
-    return reporting(ranks, patience_ns), len(lack) + unknown
+    return PendingRanks(reporting(ranks, patience_ns), len(lack) + unknown)
 
 
 def world_size(ranks: dict[int, RankProcess], launched: int | None) -> int:
     """
-    Return the size of the job now: the world size of the newest of `ranks` (see `shown`) that has rows, else
-    how many the launcher launched. Of numbered actors it is how many numbers there are.
+    Return the current size of the job: the world size of the newest of `ranks` (see `current_ranks`) with
+    rows, else the number of launched ranks. For numbered actors it is the number of numbers given.
     """
     newest = max(ranks.values(), key=lambda process: (process.stored > 0, age(process)), default=None)
     if newest is None or newest.identity is None:
@@ -377,15 +402,15 @@ def world_size(ranks: dict[int, RankProcess], launched: int | None) -> int:
     return max(ranks) + 1 if newest.identity.source == NUMBERED else newest.identity.world_size
 
 
-def serving(ranks: Mapping[int, RankProcess]) -> set[int]:
-    """Return the ranks (see `shown`) that only serve others over RPC; none where no rank takes steps."""
+def rpc_only_ranks(ranks: Mapping[int, RankProcess]) -> set[int]:
+    """Return the `current_ranks` that only serve others over RPC; none if no rank takes steps."""
     rpc_only = {rank for rank, process in ranks.items() if process.serves}
     return rpc_only if len(rpc_only) < len(ranks) else set()
 
 
 def training(ranks: Mapping[int, RankProcess], world: int) -> int:
     """Return how many of the ranks of the job, `world` in all, may take steps."""
-    return max(0, world - len(serving(ranks)))
+    return max(0, world - len(rpc_only_ranks(ranks)))
 
 
 def age(process: RankProcess) -> tuple[int, int, int]:

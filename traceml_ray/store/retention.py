@@ -27,7 +27,7 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import shown, training, world_size
+from traceml_ray.store.rank_processes import current_ranks, training, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
@@ -167,7 +167,7 @@ class Retention:
         processes = self._session.processes()
         labels = process_labels(self._session.cluster(), processes)
         for run, known in by_run(processes).items():
-            ranks = {rank: process for rank, process in shown(known).items() if process.stored}
+            ranks = {rank: process for rank, process in current_ranks(known).items() if process.stored}
             ranks_rows = [
                 RankRows(rank, labels[s.id], *_columns(by_process[s.id]), s.group, s.strategy, s.id, s.role)
                 for rank, s in ranks.items()

@@ -12,9 +12,9 @@ from traceml_ray import text
 from traceml_ray.store.rank_processes import (
     RankProcess,
     attempt_of,
+    current_ranks,
     earlier_starts,
     generations,
-    shown,
     world_size,
 )
 from traceml_ray.store.results import RunInfo
@@ -124,7 +124,7 @@ def list_runs(
             "status": status,
             "started_at": facts.get("started_at") or first,
             "ended_at": ended,
-            "world_size": world_size(shown(processes_of_run), facts.get("world_size")) or None,
+            "world_size": world_size(current_ranks(processes_of_run), facts.get("world_size")) or None,
             "nnodes": facts.get("nnodes"),
             "attempts": len({attempt_of(process) for process in processes_of_run}),
             "earlier": earlier_starts(processes_of_run),

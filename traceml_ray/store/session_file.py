@@ -27,7 +27,7 @@ from traceml_ray.codec import ready
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.output import OutputReader
-from traceml_ray.store.rank_processes import RankProcess, from_row, shown
+from traceml_ray.store.rank_processes import RankProcess, current_ranks, from_row
 from traceml_ray.store.records import RecordReader
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
@@ -83,7 +83,7 @@ class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkRead
     def ranks(self) -> dict[int, RankProcess]:
         """Return the rank process that stands for each rank (see `rank_processes.shown`), by global rank."""
         processes = self.processes()
-        return shown(of_run(processes, self.run_id()))
+        return current_ranks(of_run(processes, self.run_id()))
 
     def rows(
         self, since: int = 0, last: int | None = None, most: int | None = None
@@ -102,7 +102,7 @@ class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkRead
             return [], since
         processes = self.processes()
         labels = process_labels(self.cluster(), processes)
-        ranks = shown(of_run(processes, self.run_id()))
+        ranks = current_ranks(of_run(processes, self.run_id()))
         columns = self._columns([*ranks.values()], since, top, last)
         rank_rows = [
             RankRows(rank, labels[s.id], *columns[s.id], s.group, s.strategy, s.id, s.role)
