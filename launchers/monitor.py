@@ -389,6 +389,6 @@ def _report(session: SessionFolder) -> None:
 
 def _private_folder() -> tuple[Path, int]:
     """Return a new folder for sockets and Ray's files, and the lock that marks it as in use."""
-    folders.sweep()
+    folders.remove_stale()
     folder = Path(tempfile.mkdtemp(prefix="traceml-", dir=folders.PLACE))
-    return folder, folders.hold(folder)
+    return folder, folders.lock_private(folder)

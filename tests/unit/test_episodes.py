@@ -620,10 +620,10 @@ class TestWatching:
         local[:, :, FORWARD] *= np.clip(random.normal(1, 1, (2000, 8)) * spread + 1, 0.2, 3)
         local[1000:, 1, FORWARD] += 1.5e6
         _, verdicts = live(synced(local.astype(np.int64), np.full(2000, EXCHANGE)))
-        said = r"late more often than chance would have it by ([\d.]+) standard errors, 4.2 are needed"
-        lacks = [re.search(said, verdict.why) for verdict in watched(verdicts) if verdict.ranks == (1,)]
+        pattern = r"late more often than chance would have it by ([\d.]+) standard errors, 4.2 are needed"
+        lacks = [re.search(pattern, verdict.why) for verdict in watched(verdicts) if verdict.ranks == (1,)]
         assert [verdict.ranks for verdict in watched(verdicts)].count((1,)) > sum(map(bool, lacks)) >= 1
-        assert all(0 < float(each[1]) < 4.2 for each in lacks if each)
+        assert all(0 < float(match[1]) < 4.2 for match in lacks if match)
 
     def test_it_is_watched_until_two_seconds_after_the_last_late_step(self):
         late = [(DATA, 2, first, first + 34, 0.3) for first in range(1000, 2000, 100)]

@@ -244,7 +244,7 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
         folder.mkdir(mode=0o700)
         (folder / "relay.sock").touch()
     for folder in (held, dead, young, rows, launcher, old):
-        os.close(folders.hold(folder))
+        os.close(folders.lock_private(folder))
     (launcher / "spool").mkdir()
     for folder in (rows, launcher / "spool", old):
         (folder / "a.spool").touch()
@@ -253,7 +253,7 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
         os.utime(file, (1, 1))
     with (held / ".in-use").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folders.sweep(tmp_path)
+        folders.remove_stale(tmp_path)
     assert set(tmp_path.iterdir()) == {held, young, rows, launcher, foreign, session}
 
 
@@ -261,16 +261,16 @@ def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
     opened, link, private = tmp_path / "opened", tmp_path / "link", tmp_path / "own"
     opened.mkdir()
     opened.chmod(0o777)
-    os.close(folders.hold(private))
+    os.close(folders.lock_private(private))
     link.symlink_to(private)
     for folder in (opened, link):
         assert not folders.is_private(folder)
         with pytest.raises(OSError, match="only this user can enter"):
-            folders.hold(folder)
+            folders.lock_private(folder)
     (private / ".in-use").unlink()
     (private / ".in-use").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
-        folders.hold(private)
+        folders.lock_private(private)
     assert {path.name for path in tmp_path.rglob("*")} == {"opened", "link", "own", ".in-use"}
 
 

@@ -15,7 +15,7 @@ RESEND_S = 3.0
 """Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
 WAITING = wire.Finished(wire.VERSION, "waiting")
 LISTEN_S = 0.05
-"""For so long after a packet a reply is looked for at once,"""
+"""For this long after a packet, in s, replies are looked for without waiting."""
 LOOK_S = 0.001
 """as often as this,"""
 LISTEN_EVERY_S = 10.0

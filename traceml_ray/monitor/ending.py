@@ -70,16 +70,16 @@ class Endings:
         self._writing = threading.RLock()
         self._session = self._new_end()
         self._forced = False
-        """Only the monitor was ended, by a person."""
+        """Whether a person ended only the monitor, while training goes on."""
         self._runs: dict[str, tuple[End, str]] = {}
-        """By run: its end, and its status then."""
+        """End and status of each run."""
         before = self.writer.meta.get("ending", {})  # of an aggregator that was restarted
         self._nodes: int = before.get("nodes", 1)
         if before:
             self._session.ask()
             self._session.written = before["missing"]
         self._came = self._rows()
-        """What had come when the session's files were written."""
+        """Number of rows received when the session's files were written."""
 
     def _new_end(self) -> End:
         return End(lambda: self.ticks() / 1e9)

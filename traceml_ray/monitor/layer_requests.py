@@ -13,7 +13,7 @@ from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor.live_runs import RunNow
 
 SEND_S = 30.0
-"""For so long a command is part of all replies: every relay has asked by then."""
+"""How long a command is part of all replies, in s: by then every relay has asked."""
 WAIT_S = 120.0
 """A request that came before its run waits so long for it."""
 MAX_WAITING = 8
@@ -35,7 +35,7 @@ class LayerRequests:
         self._waiting: list[tuple[wire.LayersRequest, str, float]] = []
         self._sent: list[tuple[wire.Command, float]] = []
         self.commands: list[wire.Command] = []
-        """For the ranks, sent with every reply to a relay."""
+        """Commands for the ranks, sent with every reply to a relay."""
 
     def ask(self, request: wire.LayersRequest, asked: str) -> str | None:
         """Take the request of a person, by its id; return why nothing will be measured, None otherwise."""

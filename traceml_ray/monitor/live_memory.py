@@ -22,13 +22,13 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.samples import MemoryColumns
 
 SHARE = 0.035
-"""Of a core that judging memory may take,"""
+"""Largest share of a core that judging memory may take."""
 SLICE_S = 0.05
-"""and CPU seconds that it takes at a time, some more where the last rank takes long."""
+"""CPU time of one round of judging, in s; a slow last rank may exceed it."""
 MAX_PLACES = 8192
 """Rank processes and devices whose samples are kept; beyond, those that came first go."""
 MAX_FRESH = 32
-"""Where so few have new samples, a question is answered by judging them now."""
+"""Up to this many ranks with new samples, a question is answered by judging them immediately."""
 Place = tuple[int, int | None]
 """Id of a rank process, and its device."""
 
@@ -49,11 +49,11 @@ class _Run:
 
     judged: dict[Place, list[Alone]] = field(default_factory=dict)
     at: dict[Place, int] = field(default_factory=dict)
-    """How many samples had come when that was."""
+    """Number of samples judged, by place."""
     queue: deque[Place] = field(default_factory=deque)
-    """Those to be judged in the present round."""
+    """Places still to be judged in the current round."""
     memory: Memory | None = None
-    """Of the last round that was finished."""
+    """Result of the last completed round."""
     rounds: int = 0
 
 
@@ -62,12 +62,12 @@ class Ranks:
     """Who is who in a run."""
 
     processes: Mapping[int, RankProcess]
-    """By id."""
+    """Rank processes by id."""
     labels: Mapping[int, str]
-    """Of their nodes."""
+    """Labels of their nodes, by process id."""
     world: int | None
     clocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By node (id): what is added to its times, and how far off that is at most; only where it is known."""
+    """Offset of each node's clock and its largest error, in ns, by node id; only where known."""
 
     def clock(self, process: RankProcess) -> tuple[int, int]:
         """Return that of a process's node; of one that is not known, nothing, and what clocks differ by."""

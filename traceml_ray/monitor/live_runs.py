@@ -28,7 +28,10 @@ class LiveRanks:
     """Which processes are the ranks of the live runs."""
 
     epoch: int = -1
-    """As of that change, see `SessionWriter.epoch`; -1: to be found anew each time."""
+    """
+    Version of the writer's processes that this was made from, see `SessionWriter.epoch`; -1: make it again
+    each time.
+    """
     runs: dict[str, list[RankProcess]] = field(default_factory=dict)
     ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
     which: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -51,9 +54,9 @@ class RunNow:
     clocks: Mapping[str, tuple[int, int]]
     """Offset and bound of each node's clock, ns, by its id."""
     verdict: Verdict | None = None
-    """As it stands."""
+    """Current verdict on the run."""
     step_s: float | None = None
-    """How long a step takes, about; None: not known."""
+    """Approximate length of a step, in s; None: not known."""
 
     @property
     def world(self) -> int:
@@ -74,7 +77,7 @@ class LiveRuns:
 
     def __post_init__(self) -> None:
         self.known = LiveRanks()
-        """As it was learned last."""
+        """Result of the last `learn`."""
 
     def processes(self) -> dict[str, list[RankProcess]]:
         """Return the rank processes of the runs that are judged. Called with the writer's lock."""

@@ -35,7 +35,7 @@ class StepsLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reader = threading.Lock()
-        """Held by the one reader that may wait for the lock, or has it."""
+        """Lock held by the one reader that waits for `lock` or has it."""
         self._state = threading.Condition()
         self._feeders = 0
         """That wait for the lock, or have it."""
@@ -96,7 +96,7 @@ class LiveSteps:
         self._rows = 0
         self._runs: dict[str, LiveRun] = {}
         self._owners: dict[int, tuple[LiveRun, int]] = {}
-        """By rank process: the run and rank whose history takes its rows."""
+        """Run and rank that each rank process belongs to."""
         self._unknown: dict[int, list[Rows]] = {}
 
     def append(self, process: int, rows: Rows) -> None:
@@ -248,11 +248,11 @@ class LiveRun:
         """Reads the rows that were stored before this history began."""
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
-        """How many ranks the job has, as far as they have reported it,"""
+        """Number of ranks of the job, as far as they have reported it."""
         self.training = 0
-        """and how many of these may take steps."""
+        """Number of the job's ranks that may take steps."""
         self.processes: dict[int, int] = {}
-        """By rank, the id of the rank process."""
+        """Rank process id by rank."""
         self._known: list[tuple[int, Who]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 

@@ -84,7 +84,7 @@ class LiveJudge:
 
     def __post_init__(self) -> None:
         self.commands: list[wire.Command] = []
-        """For the ranks, sent with every reply to a relay."""
+        """Commands for the ranks, sent with every reply to a relay."""
         self.brief: dict[str, dict[str, wire.Value]] = {}
         """The verdict of each live run for the log of its rank 0, sent likewise."""
         self._limits = self.settings.thresholds
@@ -361,7 +361,7 @@ class _LiveRun:
         self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
         """Read by other threads."""
         self.began: dict[int, int] = {}
-        """When an episode began (ns since the epoch), by its first step."""
+        """When each episode began (ns since the epoch), by its first step."""
 
     def dated(self, now_ns: int, ranks: dict[int, RankProcess]) -> list[dict[str, Any]]:
         """

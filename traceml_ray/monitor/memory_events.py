@@ -31,7 +31,7 @@ class MemoryEvents:
         self._seen: dict[_Key, int] = {}
         """In the round before, and until when memory was known when that was first seen without a break."""
         self._reported: dict[_Key, int] = {}
-        """How severe that was."""
+        """Severity of each reported finding."""
 
     def resume(self, data: Mapping[str, wire.Value]) -> None:
         """Take the data of an event of this run that is stored: it is not sent again."""

@@ -35,7 +35,7 @@ _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}
 _SLOW = 5
 """Calls that may take a driver's time are made once in so many samples."""
 _RETRY = 60
-"""What failed is asked for again after so many samples."""
+"""Number of samples after which a failed question is asked again."""
 _NOT_THERE = {errno.ENOENT, errno.EOPNOTSUPP}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PARENTS = 32
@@ -73,11 +73,11 @@ class NodeSampler:
         """Answers to `LIMITS` by device: as they were found last."""
         self._processes: dict[int, GpuProcess] = {}
         self._known: dict[int, GpuProcess] = {}
-        """By pid, those on any device: found this time, and the time before."""
+        """Processes on any device, by pid, as of the last two samples."""
         self._listening: dict[int, Any] = {}
         """NVML's event set of each device, for its critical errors."""
         self._waited: dict[str, tuple[int, int]] = {}
-        """When each resource was read, and for how long (µs) tasks had waited for it until then."""
+        """Time of the last reading of each resource, and how long (µs) tasks had waited for it by then."""
         self._nvml = nvml
         try:
             self._nvml = nvml or importlib.import_module("pynvml")

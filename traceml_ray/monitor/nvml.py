@@ -120,7 +120,7 @@ QUESTIONS: _Questions = {
     "clock": lambda nvml, handle: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))},
     "throttle": _throttle,
 }
-"""What NVML is asked in every sample, as errors name it: fields of a `GpuSample`."""
+"""Questions to NVML in every sample, by their name in errors: fields of a `GpuSample`."""
 LIMITS: _Questions = {
     "power limit": lambda nvml, handle: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3},
     "clock limit": lambda nvml, handle: {

@@ -60,7 +60,7 @@ class Outbox:
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by rank process."""
         self.lost: Counter[str] = Counter()
-        """What else was dropped with them."""
+        """Records dropped with the rows, by kind."""
         self._to_report: dict[str, None] = {}
         """Rank processes whose dropped rows no packet counts yet."""
         self.stored: dict[str, int] = {}

@@ -28,14 +28,14 @@ from traceml_ray.signals.output.last_lines import LastLines
 from traceml_ray.signals.output.records import Output
 
 _READ_BYTES = 1 << 16
-"""Of a file at a time, the last ones."""
+"""Largest number of bytes read from a file at a time, from its end."""
 _MOST_BYTES = 1 << 14
 """About so much is handed over at a time."""
 _STREAMS = 1, 2
 _OF_RAY = re.compile(r"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
-"""How Ray notes in a worker's log what it works for."""
+"""Line by which Ray marks in a worker's log what the worker works for."""
 _Key = tuple[int, int]
-"""Which file: device and inode."""
+"""Identity of a file: device and inode."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class _File:
 class _Process:
     pid: int
     files: dict[int, _File] = field(default_factory=dict)
-    """By stream."""
+    """Open files, by stream."""
     ended: bool = False
 
 

@@ -14,14 +14,17 @@ from traceml_ray.spool import SUFFIX
 PLACE = Path("/tmp")  # not TMPDIR: paths of sockets may not be long
 _PREFIX = "traceml-"
 _LOCK = ".in-use"
-"""Not the name of a session's lock: a session may be under /tmp too, and must not be removed."""
+"""
+Name of the lock file. It differs from a session's lock: a session may be under /tmp too, and must not be
+removed.
+"""
 _AGE_S = 60.0
-"""A folder this young may still be being made."""
+"""Age in s up to which a folder may still be under construction."""
 _ROWS_S = 86_400.0
-"""How long rows that could not be delivered are kept."""
+"""How long undelivered rows are kept, in s."""
 
 
-def hold(folder: Path) -> int:
+def lock_private(folder: Path) -> int:
     """
     Make `folder` for this user alone, and lock it for as long as this process lives; return the lock.
 
@@ -55,7 +58,7 @@ def is_private(folder: Path) -> bool:
     return ours and not stat.S_IMODE(status.st_mode) & 0o077
 
 
-def leave(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
     """Remove a folder of ours that holds nothing but its lock."""
     try:
         if {entry.name for entry in folder.iterdir()} <= {_LOCK}:
@@ -65,7 +68,7 @@ def leave(folder: Path) -> None:
         return
 
 
-def sweep(where: Path = PLACE) -> None:
+def remove_stale(where: Path = PLACE) -> None:
     """Remove the folders of processes that were killed: their lock is free. Young rows are kept."""
     for lock in where.glob(f"{_PREFIX}*/{_LOCK}"):
         try:

@@ -70,7 +70,7 @@ class Background:
 
 
 MOST_BYTES = 64 << 20
-"""Of traces that wait for the disk; pieces beyond that are not taken, and come again."""
+"""Largest size of traces waiting for the disk, in bytes; further pieces are refused and sent again."""
 _PLACE = "profile"
 
 

@@ -87,7 +87,7 @@ class RankIntake:
         self.events: list[wire.Event] = []
         """Events of the node and its processes, to be sent."""
         self.verdicts: dict[str, dict[str, wire.Value]] = {}
-        """Of each run, for the log of its rank 0."""
+        """Verdict on each run, for the log of its rank 0."""
         self._commands: list[wire.Command] = []
         """Sent with every reply to a rank, for as long as the aggregator repeats them."""
         self._obeyed: set[wire.Value] = set()

@@ -56,7 +56,7 @@ class _Group:
         self._processes: list[RankProcess] = []
         self._actors: dict[str, RankProcess] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
-        """By node: its number, and how many ranks have been there."""
+        """Number of each node, and how many ranks it has had."""
         self._changed = False
 
     @property

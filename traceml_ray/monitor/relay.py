@@ -216,7 +216,7 @@ class RelayCore:
             self._connections.close()
             self._output.close()
             if self._has_own_folder:
-                private_folders.leave(self._path.parent)  # unless there are rows in it
+                private_folders.remove_if_empty(self._path.parent)  # unless there are rows in it
 
     def _packet(self, peer: RankConnection, data: bytes, cut: bool) -> None:
         try:

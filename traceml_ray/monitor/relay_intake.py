@@ -54,9 +54,9 @@ class Received(NamedTuple):
     batch: wire.RelayBatch
     ranks: list[ReceivedOfRank]
     records: Records
-    """Of the node."""
+    """Records of the node."""
     of_ranks: dict[str, Records]
-    """By rank process: what the relay itself has read of it."""
+    """Records that the relay itself has read of each rank process."""
 
 
 @dataclass(eq=False)
@@ -98,9 +98,9 @@ class RelayIntake:
             EXPERTS.name: self.recent.add_tokens,
             NODE.name: self.recent.add_sample,
         }
-        """By kind: what else takes records while the session runs, with the owner of each."""
+        """Functions that take records of a kind while the session runs, with the owner of each record."""
         self._refused: dict[str, int] = {}
-        """By relay (incarnation): the message that came after a gap, the first time."""
+        """First message after a gap, by relay incarnation."""
 
     def decode(self, batch: wire.RelayBatch) -> Received:
         """Return what is in the message of a relay; what cannot be read of it is counted."""

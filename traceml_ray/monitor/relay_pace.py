@@ -22,9 +22,9 @@ class RelayPace:
     def __init__(self, ticks: Callable[[], int]) -> None:
         self._ticks = ticks
         self.tick_s = wire.TICK_S
-        """How often a relay is to send."""
+        """Interval at which a relay is to send, in s."""
         self._rows_at: dict[str, int] = {}
-        """When ranks of a node reported last; only of those that still do."""
+        """When ranks of each node last reported; only of nodes that still report."""
         self._reported: set[str] = set()
         """Nodes whose ranks have reported since the last judgement."""
 

@@ -35,8 +35,8 @@ class NodeRelay:
         folder = relay_folder(made.session, node_id)
         if not made.socket:
             if not is_restarted():  # else what is in the folder is of this session
-                folders.sweep()
-            self._lock = folders.hold(folder)
+                folders.remove_stale()
+            self._lock = folders.lock_private(folder)
         self._sampler = SamplerThread(NodeSampler())
         self._relay = RelayCore(
             Path(made.socket or folder / "relay.sock"),

@@ -19,7 +19,7 @@ from traceml_ray.files import remove
 from traceml_ray.store.schema import SessionFileError, connect, transaction
 
 _SIDE = ("", "-wal", "-shm", "-journal")
-"""What belongs to a database: itself and, beside it, files that SQLite finds by its name."""
+"""Suffixes of a database's files: itself, and those that SQLite finds by its name."""
 
 
 class Fenced(RuntimeError):  # noqa: N818 - a state more than an error

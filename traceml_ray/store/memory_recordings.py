@@ -28,7 +28,10 @@ from traceml_ray.store.session_file import SessionFile
 FORMAT = "traceml-ray session"
 BUNDLE = "traceml-ray bundle"
 _MOST_SAMPLES = 2_000_000
-"""That are read: a quarter of an hour of 1,024 ranks; of a longer time, those of some moments. Some 6 s."""
+"""
+Largest number of samples read: a quarter of an hour of 1,024 ranks, about 6 s of reading. A longer time is
+sampled.
+"""
 
 
 def read(path: Path) -> FileContents:

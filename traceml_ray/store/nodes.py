@@ -20,15 +20,15 @@ class Node:
     hostname: str
     address: str
     last_seen_ns: int | None = None
-    """When its relay reported last."""
+    """When the node's relay last reported, in ns."""
     lost_ns: int | None = None
-    """When it was found to be gone from the cluster; None while it is there."""
+    """When the node was found to have left the cluster, in ns; None: it is there."""
     clock_offset_ns: int | None = None
-    """What is added to a time of its clock to have it on the aggregator's; None: not known."""
+    """Offset to add to times of the node's clock to get the aggregator's, in ns; None: not known."""
     clock_bound_ns: int | None = None
-    """How far off that is at most."""
+    """Largest error of that offset, in ns."""
     errors: dict[str, int] = field(default_factory=dict)
-    """That its relay swallowed, by place."""
+    """Errors that the node's relay swallowed, by place."""
 
     @property
     def correction_ns(self) -> int:

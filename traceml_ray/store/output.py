@@ -25,10 +25,10 @@ class Line(NamedTuple):
     stream: str
     """stdout or stderr."""
     t_ns: int
-    """When it was read, on the aggregator's clock."""
+    """When the line was read, in ns on the aggregator's clock."""
     text: str
     unfinished: bool
-    """It has no end yet: a progress bar, a question."""
+    """Whether the line has no end yet, like a progress bar or a prompt."""
     skipped: int
     """Lines before it that were not kept: so many came at once."""
 

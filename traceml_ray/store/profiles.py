@@ -23,7 +23,7 @@ FOLDER = "profiles"
 MANIFEST = "profile.json"
 SCHEMA = "traceml_ray/profile/1"
 MAX_RANKS = 64
-"""Of one profile: the others of a larger job do what one of these does."""
+"""Largest number of ranks in a profile; the other ranks of a larger job do the same work."""
 _UNFINISHED = ".unfinished-"
 
 State = Literal["asked", "armed", "recording", "sending", "captured", "refused", "failed"]
@@ -40,79 +40,79 @@ class ProfileStep(msgspec.Struct, frozen=True):
 
     step: int
     begin_ns: int
-    """The optimizer of the step before was done,"""
+    """End of the previous step's optimizer, in ns."""
     end_ns: int
-    """and that of this one."""
+    """End of the step's optimizer, in ns."""
     sync_exit_ns: int | None
-    """Its last backward was: where its row ends (docs/method.md)."""
+    """End of the step's last backward, in ns: the end of its row (docs/method.md)."""
     stages_ns: list[int] | None = None
-    """Its row, the time in each of `stages.STAGES`; None where no row is stored."""
+    """Time in each of `stages.STAGES`, in ns; None if no row is stored."""
 
 
 class RankProfile(msgspec.Struct):
-    """What became of one rank that was asked. None is not known."""
+    """Result of a profile on one rank; None: not known."""
 
     rank: int
     state: State
     reason: str | None = None
-    """Why there is no trace."""
+    """Why the rank has no trace."""
     node_id: str | None = None
-    """Ray's."""
+    """Ray's id of the node."""
     node: str | None = None
-    """As it is shown: `node-1`."""
+    """Label of the node: `node-1`."""
     hostname: str | None = None
     pid: int | None = None
     process: int | None = None
     """Id of the rank process in the session file."""
     file: str | None = None
-    """Its trace, in the folder of the profile."""
+    """Name of the trace in the folder of the profile."""
     bytes: int = 0
-    """Of the trace, that have arrived,"""
+    """Bytes of the trace received so far."""
     total_bytes: int | None = None
-    """of so many."""
+    """Size of the trace, in bytes."""
     clock_offset_ns: int | None = None
-    """What is added to a time of its node to have it on the aggregator's clock,"""
+    """Offset to add to times of the rank's node to get the aggregator's clock, in ns."""
     clock_bound_ns: int | None = None
-    """and how far off that is at most."""
+    """Largest error of that offset, in ns."""
     steps: list[ProfileStep] = []
     start_ms: float | None = None
-    """What it cost the training thread: to turn torch's profiler on,"""
+    """Time of the training thread for starting torch's profiler, in ms."""
     stop_ms: float | None = None
-    """to turn it off and collect what was recorded,"""
+    """Time of the training thread for stopping torch's profiler and collecting its events, in ms."""
     export_ms: float | None = None
-    """and to write the trace, while no Python of the process ran."""
+    """Time for writing the trace, in ms; no Python code of the process ran meanwhile."""
     serves: bool = False
     """It has no steps of its own, but works for other ranks (torch.distributed.rpc): it has recorded all the
     time in which these did their steps, which `steps` has by its own clock, and some before and after."""
 
 
 class Profile(msgspec.Struct, kw_only=True):
-    """What `profile.json` holds."""
+    """Contents of `profile.json`."""
 
     schema: str = SCHEMA
     id: str
     session: str
     run: str | None
     time: str
-    """When it was asked for, ISO 8601 in UTC."""
+    """When the profile was requested, ISO 8601 in UTC."""
     t_ns: int
     why: str
-    """A sentence: who asked for it, or which verdict."""
+    """One sentence: who requested the profile, or which verdict did."""
     requests: list[str] = []
-    """Ids of the requests that it answers."""
+    """Ids of the requests that the profile answers."""
     error: str | None = None
     """Why no rank was asked."""
     by_itself: bool = False
-    """No person has asked for it."""
+    """Whether a verdict started the profile, not a person."""
     suspect: int | None = None
-    """The rank that a verdict names, where that is why,"""
+    """Rank named by the verdict that started the profile."""
     stage: str | None = None
-    """and the stage; `median` is the rank that it is compared with."""
+    """Stage in which the suspect is late; `median` is the rank it is compared with."""
     median: int | None = None
     first_step: int | None
-    """The same steps of all ranks; None where no rank has steps (torch.distributed.rpc),"""
+    """First recorded step, the same on all ranks; None if no rank has steps (torch.distributed.rpc)."""
     n_steps: int
-    """and then each of these was a second of all ranks at the same time."""
+    """Number of recorded steps; without steps, number of seconds recorded on all ranks at the same time."""
     memory: bool = False
     stacks: bool = False
     shapes: bool = False
@@ -120,7 +120,7 @@ class Profile(msgspec.Struct, kw_only=True):
     found: list[str] = []
     """Sentences on what the suspect does more of than the median, operation by operation."""
     traceml_ray: str
-    """The version that wrote this."""
+    """Version of this package that wrote the file."""
 
     @property
     def captured(self) -> list[RankProfile]:
@@ -137,11 +137,11 @@ class Profile(msgspec.Struct, kw_only=True):
 
 
 class ProfileInfo(msgspec.Struct, frozen=True):
-    """A profile that is there, and how large it is."""
+    """A stored profile with its folder and size."""
 
     profile: Profile
     path: str
-    """Its folder, on the aggregator's node."""
+    """Folder of the profile, on the aggregator's node."""
     bytes: int
 
 
@@ -149,9 +149,9 @@ class Profiles(msgspec.Struct, frozen=True):
     """The profiles of a session."""
 
     done: list[ProfileInfo]
-    """The oldest first."""
+    """Finished profiles, the oldest first."""
     now: Profile | None
-    """The one that is being made."""
+    """Profile in progress."""
 
 
 @dataclass(frozen=True)

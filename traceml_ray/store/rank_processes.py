@@ -41,16 +41,16 @@ class RankProcess:
     lost_rows: int = 0
     """In flight when the session ended; counted as dropped by the relay."""
     dropped_by_relay: dict[str, int] = field(default_factory=dict)
-    """By relay incarnation."""
+    """Rows dropped by each relay incarnation: incarnation id → count."""
     next_row: int = 0
     last_batch: int = -1
     last_key: int | None = None
     last_rows_ns: int | None = None
-    """When rows came last."""
+    """When the last rows were received, in ns."""
     final: bool = False
     lost: bool = False
     exit_code: int | None = None
-    """As the launcher saw it; a signal is negative."""
+    """Exit code seen by the launcher; negative: the signal."""
     first_seen_ns: int = 0
     last_seen_ns: int = 0
     open_step: int | None = None
@@ -62,7 +62,7 @@ class RankProcess:
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     memory_from: dict[str, str] = field(default_factory=dict)
-    """Where each field of its samples of memory comes from, see `wire.RankBatch`."""
+    """Source of each field of its memory samples, see `wire.RankBatch`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions and settings that it runs with."""
     marks_ns: int | None = None
@@ -72,7 +72,7 @@ class RankProcess:
     group_first: int | None = None
     group_size: int | None = None
     placement: dict[str, Any] = field(default_factory=dict)
-    """Where it is in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
+    """Its coordinates in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -228,7 +228,7 @@ def _dump(value: dict[str, Any]) -> str:
 
 
 def attempt_of(process: RankProcess) -> int:
-    """Return the attempt a rank process belongs to, -1 while that is not known."""
+    """Return the attempt that a rank process belongs to; -1: not known yet."""
     return process.identity.attempt if process.identity else -1
 
 
@@ -414,5 +414,5 @@ def training(ranks: Mapping[int, RankProcess], world: int) -> int:
 
 
 def age(process: RankProcess) -> tuple[int, int, int]:
-    """Return what orders the processes of one rank, the newest last."""
+    """Sort key of the processes of one rank: the newest is last."""
     return attempt_of(process), process.first_seen_ns, process.id

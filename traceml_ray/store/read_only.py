@@ -24,7 +24,7 @@ MAX_COPIES = 4
 """Kept at the same time by this process."""
 _JOURNALS = ("-journal", "-wal")
 _TRIES = 3
-"""How often a file is copied that changes meanwhile: another machine may write to it."""
+"""How many times a file is copied if another machine keeps writing to it."""
 _log = logging.getLogger(__name__)
 
 

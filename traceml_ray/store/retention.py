@@ -33,17 +33,17 @@ from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 
 CHUNKS = 10
-"""Of a rank process in one sum: its agent sends about one a second."""
+"""Chunks of a rank process added up in one sum; its agent sends about one a second."""
 SUMS = 1 << 17
-"""So many are kept: of more, neighbours are added up; each is an equal share of its rank process."""
+"""Largest number of sums in a file, shared equally by its rank processes; beyond, neighbours are added up."""
 EVENTS = 100_000
-"""So many are kept in a file beyond its bound: only what goes wrong has so many to tell."""
+"""Number of events kept in a file beyond its bound: only a run in trouble has so many."""
 MAX_RUNS = 16
-"""Runs of which that is kept, the newest."""
+"""Number of runs for which that is kept, the newest."""
 MAX_SLICE = 1 << 16
-"""Chunks that are read at a time,"""
+"""Largest number of chunks read at a time."""
 SLICE_BYTES = 1 << 26
-"""and their rows: the database is locked meanwhile."""
+"""Largest size of the rows read at a time, in bytes: the database is locked meanwhile."""
 _OF_MEMORY = "FROM memory_sample WHERE id > ?1 AND id <= ?2 GROUP BY process, device"
 _MOST_MEMORY = (
     f"SELECT id FROM (SELECT id, max(coalesce(peak_bytes, allocated_bytes, rss_bytes)) {_OF_MEMORY})"

@@ -29,7 +29,7 @@ _SAMPLE = NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)
 _MEMORY = MemorySample.__struct_fields__
 _MEASURED = _MEMORY[3:]
-"""Of a sample of memory: what is measured, after time, step and device."""
+"""Measured fields of a memory sample, after time, step and device."""
 _UNKNOWN = -1
 _READ_AT_ONCE = 20_000
 _TICK_NS = 500_000_000
@@ -38,7 +38,7 @@ _NODE, _GPU = stored(NODE), stored(GPU)
 _MOST_SAMPLES = 120
 """Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
 _LATE_NS = 10_000_000_000
-"""By how much a sample may have come earlier or later than those of other nodes."""
+"""Largest difference in arrival between samples of different nodes, in ns."""
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ _KEYED = {
 }
 """Tables with one row for each value of their first column."""
 _MAX_VALUES = 999
-"""Of one statement; newer versions of SQLite take more."""
+"""Largest number of values in one statement; newer versions of SQLite accept more."""
 _INDEXES = {
     "clock": "node_id",
     "span": "last_step",
     **{kind.table: kind.index for kind in KINDS.values() if kind.index},
 }
-"""None is by rank process: with such a one each commit writes a page for every rank."""
+"""No index is by rank process: with one, each commit would write a page per rank."""
 
 
 def insert(table: str) -> str:
@@ -105,7 +105,7 @@ NETWORK_FILESYSTEMS = {
     *("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"),
     *("fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"),
 }
-"""Where SQLite's WAL does not work: its shared memory is not shared between machines."""
+"""File systems on which SQLite's WAL does not work: its shared memory is not shared between machines."""
 
 
 class SessionFileError(ValueError):
@@ -116,7 +116,7 @@ NONSENSE = (
     *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
     msgspec.MsgspecError,
 )
-"""What is raised where what stands in a file makes no sense."""
+"""Exceptions raised if the content of a file makes no sense."""
 
 
 @contextlib.contextmanager

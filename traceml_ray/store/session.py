@@ -41,11 +41,11 @@ class Live(msgspec.Struct, frozen=True):
     """What is in `live.json` of a session folder from its launch to its end. No secret."""
 
     pid: int
-    """Of the launcher, or of the aggregator where there is none."""
+    """Process id of the launcher, or of the aggregator if there is no launcher."""
     socket: str
-    """Of the relay on this node: it can be asked to end the session."""
+    """Socket of the relay on this node, which can be asked to end the session."""
     address: str
-    """Of the Ray cluster."""
+    """Address of the Ray cluster."""
     monitor: MonitorState = "running"
     """State of the monitor. A failed one is not started again; the rows are stored when training ends."""
     began_ns: int = 0
@@ -126,9 +126,9 @@ _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
     *("bundles", "profiles", "snapshots"),
 )
-"""What a monitor writes into the folder of its session."""
+"""Patterns of the files that a monitor writes into its session's folder."""
 _LOOK_S = 0.2
-"""How often it is looked for a session that is awaited."""
+"""How often to look for a session that has not begun, in s."""
 
 
 class SessionError(ValueError):
@@ -154,7 +154,7 @@ class SessionFolder:
     path: Path
     lock_fd: int | None = None
     moved: Path | None = None
-    """Where an older session of the same name was moved to."""
+    """New path of an older session with the same name."""
 
     @property
     def name(self) -> str:

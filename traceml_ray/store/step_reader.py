@@ -12,7 +12,7 @@ from traceml_ray.store.reader import Reader
 
 _PROBED = 64
 _WIDER, _TIMES = 4, 4
-"""By how much, and how often, the search goes on for ranks whose batches came early or late."""
+"""Factor and number of times by which the search is widened for ranks whose batches came early or late."""
 _LONGEST = 4096
 """Steps that one sum of a span may be of: a batch holds those of a second."""
 Chunk = tuple[bytes, ...]

@@ -91,7 +91,7 @@ class SessionWriter:
         self.epoch = 0
         """Changes when more than `PROGRESS` changes of a rank process, a node's name, or the runs."""
         self.lost: Counter[str] = Counter()
-        """What was dropped of all but rows, by place; the aggregator counts it and clears it."""
+        """Records dropped, except rows, by place; the aggregator counts and clears it."""
         self._by_id = {process.id: process for process in self.processes.values()}
         self._pending = Pending()
         folded = self.meta.get("folded", {})
