@@ -16,6 +16,7 @@ from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.views import sections_of
 from traceml_ray.views.findings import found_in
 from traceml_ray.views.state import state_of
 
@@ -88,7 +89,7 @@ def _families(session: SessionPages) -> Iterator[Metric]:
         yield from _run_metrics(run)
         yield from _finding_metrics(run.id, found_in(session, run, state))
         yield from _step_metrics(run)
-        yield from _throughput_metrics(run)
+        yield from _signal_metrics(run)
         yield from _node_metrics(run)
 
 
@@ -157,21 +158,10 @@ def _step_metrics(run: RunState) -> Iterator[Metric]:
     yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")
 
 
-def _throughput_metrics(run: RunState) -> Iterator[Metric]:
-    name, work = run.id, run.throughput
-    if work is None:
-        return
-    rates = {"steps": work["steps_per_s"], "samples": work["samples_per_s"], "tokens": work["tokens_per_s"]}
-    series = [((name, what), rate) for what, rate in rates.items()]
-    yield _gauge("throughput", "What the job gets through in a second.", ["run", "what"], series)
-    mfu, best = work["mfu_pct"], work["efficiency_pct"]
-    about = "FLOPs of the model, as a share of what the devices can do."
-    yield _gauge("mfu", about, ["run"], [((name,), mfu and mfu / 100)], "ratio")
-    about = "Time of the fastest 5 % of the steps, as a share of that of the mean one."
-    yield _gauge("efficiency", about, ["run"], [((name,), best and best / 100)], "ratio")
-    yield _gauge(
-        "eta", "How long the steps to come will take.", ["run"], [((name,), work["eta_s"])], "seconds"
-    )
+def _signal_metrics(run: RunState) -> Iterator[Metric]:
+    for gauge in (gauge for section in sections_of(run.signals) for gauge in section.gauges):
+        series = [((run.id, *labels), value) for labels, value in gauge.series]
+        yield _gauge(gauge.name, gauge.about, ["run", *gauge.labels], series, gauge.unit)
 
 
 def _node_metrics(run: RunState) -> Iterator[Metric]:

@@ -9,18 +9,19 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.reports.tiles import tiles
+from traceml_ray.signals.views import signal_numbers
 from traceml_ray.views.values import number, rounded
 
 from .components import spark
 
 
 def data(
-    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None
+    times: Mapping[str, Any], columns: Mapping[str, Any], signals: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [
         {**tile._asdict(), "value": number(tile.value), "series": rounded(tile.series)}
-        for tile in tiles(times, columns, work)
+        for tile in tiles(times, columns, signal_numbers(signals))
     ]
 
 

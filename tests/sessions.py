@@ -22,7 +22,7 @@ from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
 from traceml_ray.ray.aggregator import Aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.membership import Membership
-from traceml_ray.reports.answers import Answers
+from traceml_ray.reports.answers import QUESTIONS, Answers
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.kinds import KINDS
@@ -212,7 +212,8 @@ def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> 
 
 def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
     """The answer to a question of `store.query`, by its name; of those with a cursor, the items."""
-    request = query.REQUESTS[what.title().replace("_", "")](**fields)
+    kinds = {kind.__struct_config__.tag: kind for kind in QUESTIONS}
+    request: Any = kinds[what.title().replace("_", "")](**fields)
     answer = query.ask_one(aggregator.query, request)
     return answer.items if isinstance(answer, query.Page) else answer
 

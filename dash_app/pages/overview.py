@@ -16,6 +16,7 @@ from traceml_ray.codec import ready
 from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import ordered
 from traceml_ray.reports.present import change
+from traceml_ray.signals.views import POLLED
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
@@ -59,7 +60,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     asked = _columns(cache, run, route)
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
     times = run.times if whole is None else cache.ask(query.Times(run.id, whole))
-    work = run.throughput if whole is None else cache.ask(query.Throughput(run.id, whole))
+    signals = run.signals if whole is None else _signals(cache, run, whole)
     columns: Mapping[str, Any] | None = cache.ask(asked)
     spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
     view: dict[str, Any] = {
@@ -71,7 +72,16 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if not times or not columns or not len(columns["first"]):
         return {**view, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**view, "tiles": tiles.data(times, columns, work), "heat": heat, "columns": columns}
+    return {**view, "tiles": tiles.data(times, columns, signals), "heat": heat, "columns": columns}
+
+
+def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
+    """Return the answers of signals over the whole run, or its newest steps, as far as there are any."""
+    answers = dict(run.signals)
+    for view in POLLED:
+        if "whole" in view.question.__struct_fields__:
+            answers[view.name] = cache.ask(msgspec.structs.replace(view.question(run.id), whole=whole))
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:

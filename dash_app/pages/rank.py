@@ -13,6 +13,7 @@ from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports import drawing
+from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
@@ -43,7 +44,6 @@ from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
 _WITH_PROCESSES = 6
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _PROFILES = 3
-_RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
 _OFFERED = 24
 """Largest number of other ranks offered if the requested one does not exist."""
 
@@ -76,7 +76,12 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "experts": [sentence(load) for load in cache.ask(query.Experts(run.id, rank)) or ()],
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
-            **{name: number(by_rank(run.throughput, f"rank_{name}").get(rank)) for name in _RATES},
+            "signals": {
+                name: values[rank]
+                for section in sections_of(run.signals)
+                for name, values in section.per_rank.items()
+                if rank in values
+            },
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
@@ -293,7 +298,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
         **({} if (idle := rank["gpu_idle_pct"]) is None else {"GPU idle": text.percent(idle)}),
-        **{shown: text.number(rank[name]) for name, shown in _RATES.items() if rank[name] is not None},
+        **{name: text.number(value) for name, value in rank["signals"].items()},
         "process": rank["pid"] and str(rank["pid"]),
         "attempt": rank["attempt"],
         "errors of the monitor": sum((rank["errors"] or {}).values()),

@@ -15,6 +15,7 @@ from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store import query
 
@@ -39,10 +40,11 @@ def fields(kind: type[query.Request[Any]]) -> st.SearchStrategy[dict[str, Any]]:
     listed = st.lists(NUMBERS, max_size=3)
     likely = {name: LIKELY.get(name, listed if name in ("ranks", "processes") else NUMBERS) for name in names}
     made = {name: value | (some if draws else value) for draws, (name, value) in enumerate(likely.items())}
-    return st.fixed_dictionaries({"what": st.just(kind.__name__)}, optional=made)
+    return st.fixed_dictionaries({"what": st.just(kind.__struct_config__.tag)}, optional=made)
 
 
-KINDS = [fields(kind) for kind in query.REQUESTS.values()]
+REQUESTS = {kind.__struct_config__.tag: kind for kind in QUESTIONS}
+KINDS = [fields(kind) for kind in QUESTIONS]
 asked = st.one_of(KINDS) | st.dictionaries(st.sampled_from(["what", "run", "since", "x"]), some, max_size=3)
 questions = st.lists(asked, max_size=4) | some
 
@@ -87,12 +89,12 @@ def test_query_of_any_shape_is_answered(session: AggregatorCore, requests: Any) 
     assert ask(session, "status")["ledger"]["stored"] == 60
 
 
-@pytest.mark.parametrize("kind", query.REQUESTS)
+@pytest.mark.parametrize("kind", REQUESTS)
 def test_every_question_with_values_at_the_limits(session: AggregatorCore, kind: str) -> None:
     """Those that the types let through are answered, and not as a damaged file."""
 
     @fuzz()
-    @given(fields(query.REQUESTS[kind]))
+    @given(fields(REQUESTS[kind]))
     def check(request: dict[str, Any]) -> None:
         error = answer(session, message([request])).get("error", "")
         assert "damaged" not in error and "query" not in "".join(session.errors), (request, error)

@@ -24,6 +24,7 @@ from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
+from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
@@ -111,7 +112,7 @@ def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_pat
     asked, reply = list[list[str]](), played.source.reply
 
     def noted(message: bytes) -> bytes:
-        asked.append([type(request).__name__ for request in query.decode(message)[0]])
+        asked.append([type(request).__name__ for request in query.decode(message, QUESTIONS)[0]])
         return reply(message)
 
     played.source.reply = noted  # type: ignore[method-assign]

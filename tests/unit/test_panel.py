@@ -19,6 +19,7 @@ from terminal_screen import TerminalScreen
 from traceml_ray import wire
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.output.records import Output
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
@@ -130,7 +131,7 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
     reply, who = played.source.reply, "web"
 
     def noted(message: bytes) -> bytes:
-        requests, watching = query.decode(message)
+        requests, watching = query.decode(message, QUESTIONS)
         assert watching, "a view keeps no session alive"
         asked[who] |= {type(request).__name__ for request in requests}
         return reply(message)

@@ -17,7 +17,8 @@ from played import Played
 from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__, wire
-from traceml_ray.reports.answers import Answers
+from traceml_ray.reports.answers import QUESTIONS, Answers
+from traceml_ray.signals.throughput.answer import Question as Throughput
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
 
@@ -52,7 +53,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.MemorySamples(processes, 4, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
-        query.Throughput(run), query.Throughput(run, whole=False), query.Throughput(run, whole=True),
+        Throughput(run), Throughput(run, whole=False), Throughput(run, whole=True),
         query.RankTimes(run), query.RankTimes(run, whole=True), query.StepSample(run),
         query.RankTimes(run, first=10, last=30), query.Times(run, first=10, last=30),
         query.Times(run, first=500, last=501),
@@ -105,7 +106,7 @@ def compare(played: Played, requests: list[query.Request[Any]], unlike: Callable
 
 def test_every_question_is_asked_here() -> None:
     kinds = {type(request) for request in questions(None)}
-    assert kinds | COMMANDS == set(query.REQUESTS.values())
+    assert kinds | COMMANDS == set(QUESTIONS)
 
 
 @settings(max_examples=12, deadline=None)

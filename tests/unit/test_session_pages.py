@@ -27,6 +27,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.reports.comparison import compare
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -759,7 +760,7 @@ class Held:
         reply = source.reply
 
         def held(*args: Any, **more: Any) -> Any:
-            if any(isinstance(request, kind) for request in query.decode(args[-1])[0]):
+            if any(isinstance(request, kind) for request in query.decode(args[-1], QUESTIONS)[0]):
                 self.waits.set()
                 assert self.go.wait(30)
             return reply(*args, **more)

@@ -11,6 +11,7 @@ from played import Played, look
 
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.ray.config import Attachment
+from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.store import query, session
 from traceml_ray.store.session import Live, SessionError, write_live
 from traceml_ray.views import source as sources
@@ -149,7 +150,7 @@ def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
     def late(_: LiveSource, request: bytes) -> bytes:
         stuck.wait(10)
-        return query.encode([{"items": [], "cursor": len(query.decode(request)[0])}])
+        return query.encode([{"items": [], "cursor": len(query.decode(request, QUESTIONS)[0])}])
 
     monkeypatch.setattr(LiveSource, "_query", late)
     source = LiveSource("demo", Attachment(NOWHERE), "")

@@ -25,21 +25,24 @@ from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
-from traceml_ray.reports.throughput import StoredWork
 from traceml_ray.reports.whole import spans_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.view import Records, Run
+from traceml_ray.signals.views import OF_QUESTION
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
-from traceml_ray.store.rank_processes import RankProcess, current_ranks
+from traceml_ray.store.rank_processes import RankProcess, current_ranks, world_size
 from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Summary
 
+QUESTIONS = (*query.REQUESTS.values(), *OF_QUESTION)
+"""Every question and command there is."""
 _MAX_REPORTS = 3
 """Runs that are over whose summaries are held."""
 _NEVER = 1 << 62
@@ -63,7 +66,7 @@ class Answers:
         self._limits = limits
         self._errors = Errors() if errors is None else errors
         self._histories = StoredHistories(lambda run: SessionFile(self._files.sqlite, run=run), limits)
-        self._work = StoredWork()
+        self._records = Records()
         self._report = lru_cache(_MAX_REPORTS)(self._made_report)
         self._runs: set[str] = set()
         self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {
@@ -72,7 +75,7 @@ class Answers:
             query.Summary: self._summary,
             query.Findings: self._findings,
             query.Deaths: self._deaths,
-            query.Throughput: self._throughput,
+            **dict.fromkeys(OF_QUESTION, self._signal),
             query.ReportPage: self._page,
             query.Bundles: lambda _: bundle_infos(self.folder),
             query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
@@ -87,7 +90,7 @@ class Answers:
     def reply(self, message: bytes) -> bytes:
         """Answer an encoded message (`query.ask`). Never raises: an error is an answer, too."""
         try:
-            requests, watching = query.decode(message)
+            requests, watching = query.decode(message, QUESTIONS)
             if not watching:
                 self._used_for(requests)
             return query.encode([self.answer(request) for request in requests], of=str(self.folder))
@@ -217,14 +220,20 @@ class Answers:
         with self._file(asked.run) as file:
             return deaths_of(RunFacts(file, self._limits))
 
-    def _throughput(self, asked: query.Throughput) -> Any:
-        over = self._over(asked.run)
-        whole = over if asked.whole is None else asked.whole
+    def _signal(self, asked: Any) -> Any:
+        view, over = OF_QUESTION[type(asked)], self._over(asked.run)
         with self._file(asked.run) as file:
-            self._work.read(file)  # before the history is held: nobody waits for the disk
-        with self._history(asked.run, False) as of:
-            over = over or (bool(of.ranks) and all(process.ended for process in of.ranks.values()))
-            return self._work.numbers(of, whole=whole, over=over)
+            self._records.read(file, view.states)  # before the history is held: nobody waits for the disk
+            if not view.of_steps:
+                ranks = file.ranks()
+                world = world_size(ranks, file.meta().get("world_size"))
+                with self._records.lock:
+                    return view.answer(Run(file, self._records, None, ranks, world, over, over), asked)
+            with self._history(asked.run, False) as steps, self._records.lock:
+                ended = bool(steps.ranks) and all(process.ended for process in steps.ranks.values())
+                whole, over = over, over or ended
+                run = Run(file, self._records, steps.history, steps.ranks, steps.world, over, whole)
+                return view.answer(run, asked)
 
     def _reported(self, run: str | None) -> Summary:
         """Return the summary that was written at the end, where it is of that run, else make one."""

@@ -13,7 +13,7 @@ from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.step_shapes import Change, DeathInfo, StepTimes, Throughput
+from traceml_ray.store.step_shapes import Change, DeathInfo, StepTimes
 
 
 class Charted(NamedTuple):
@@ -26,7 +26,8 @@ class Charted(NamedTuple):
     """what is drawn step by step, as of `query.Columns`, with the lines of `z` in order of nodes;"""
     change: Change | None
     """what a step took before the onset of the verdict and since, as of `query.Change`."""
-    throughput: Throughput | None
+    signals: dict[str, Any]
+    """The answers of signals, by name."""
     deaths: list[DeathInfo]
     environment: list[dict[str, Any]]
     """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
@@ -61,7 +62,7 @@ def charted(report: Report) -> Charted:
         times,
         ordered(columns, silent) if columns and len(columns["first"]) else None,
         changed,
-        cast("Throughput | None", report.throughput),
+        report.signals,
         deaths_of(facts) if facts.fact("status") not in ("finished", "stopped") else [],
         alike(facts, lambda process: process.environment),
         dict(facts.meta.get("settings") or {}),

@@ -29,7 +29,6 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports import throughput
 from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
@@ -52,6 +51,8 @@ from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.view import Records, Run
+from traceml_ray.signals.views import VIEWS
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
@@ -70,8 +71,8 @@ class Report(NamedTuple):
     """Of the run."""
     history: StepHistory | None
     """Its steps, those that statistics are of; None without any."""
-    throughput: dict[str, Any] | None
-    """How much it got through, see `step_shapes.Throughput`; None without a step."""
+    signals: dict[str, Any]
+    """The answer of each signal, by name."""
 
 
 def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> dict[str, Any]:
@@ -112,12 +113,25 @@ def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = whole.history if whole else None
-    numbers = throughput.of_run(facts, history)
-    return Report(_summary(facts, memory, whole, throughput.block(numbers)), facts, history, numbers)
+    signals = _signals(facts, history)
+    return Report(_summary(facts, memory, whole, signals), facts, history, signals)
+
+
+def _signals(facts: RunFacts, history: StepHistory | None) -> dict[str, Any]:
+    """Return the answer of each signal on the whole run. Raises `SessionFileError`."""
+    records = Records()
+    over = facts.fact("status") not in ("running", None)
+    steps = history if history is not None and history.ranks else None
+    run = Run(facts.session, records, steps, facts.ranks, facts.world_size, over, whole=True)
+    answers = {}
+    for name, view in VIEWS.items():
+        records.read(facts.session, view.states)
+        answers[name] = view.answer(run, view.question(facts.run.get("id")))
+    return answers
 
 
 def _summary(
-    facts: RunFacts, memory: Memory, whole: Whole | None, throughput: dict[str, Any]
+    facts: RunFacts, memory: Memory, whole: Whole | None, signals: Mapping[str, Any]
 ) -> dict[str, Any]:
     session = facts.session
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
@@ -138,25 +152,25 @@ def _summary(
     layers, sharding = layers_answer(session), sharding_of(session)
     uneven = experts_of(session, facts.ranks.values())
     episodes = _episodes(judged, verdicts, facts, lines)
-    all_deaths = findings_of(
+    findings = findings_of(
         {**verdict.plain(), "episodes": episodes},
         memory=memory,
         layers=layers,
         sharding=sharding,
         loads=uneven,
     )
-    summary = {
+    summary: dict[str, Any] = {
         "schema": SCHEMA,
         "session": session_block(facts),
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, whole),
-        "throughput": throughput,
+        "throughput": None,  # the place of a block in the file; those without one come last
         "first_steps": msgspec.to_builtins(first),
         "spans": _spans(spans, whole),
-        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), all_deaths)),
+        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), findings)),
         "verdict": _verdict(verdict),
-        "findings": msgspec.to_builtins(all_deaths),
+        "findings": msgspec.to_builtins(findings),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
         "experts": msgspec.to_builtins(uneven),
@@ -175,6 +189,7 @@ def _summary(
         "ledger": session.ledger(),
         "overhead": overhead_of(facts.ranks.values()),
     }
+    summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
     return rounded
 

@@ -14,7 +14,7 @@ from traceml_ray.reports.layout import WIDTH, laid_out, page
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
-from traceml_ray.reports.throughput_text import throughput_facts
+from traceml_ray.signals.views import VIEWS
 
 _MAX_STACKS = 4
 _MAX_STACK_LINES = 100
@@ -22,6 +22,13 @@ _MAX_STACK_LINES = 100
 
 def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
+    sections = [
+        section for name, view in VIEWS.items() for section in view.sections(view.of_block(summary.get(name)))
+    ]
+
+    def signal_blocks(place: str) -> list[list[str]]:
+        return [laid_out(block) for section in sections if section.place == place for block in section.blocks]
+
     parts = [
         title(summary, folder),
         laid_out(contents.verdict_facts(summary)),
@@ -31,7 +38,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(sharding_facts(summary.get("sharding"), uneven=False)),
         laid_out(layers_facts(summary.get("layers", {}), with_findings=False)),  # older summaries have none
         laid_out(contents.steps_facts(summary)),
-        laid_out(throughput_facts(summary)),
+        *signal_blocks("steps"),
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
         laid_out(layers_table(summary.get("layers", {}))),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import quantiles
+from traceml_ray.signals.section import Number
 
 _SPARK = 60
 Array = np.ndarray[Any, Any]
@@ -28,10 +29,8 @@ class Tile(NamedTuple):
     title: str = ""
 
 
-def tiles(
-    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None = None
-) -> list[Tile]:
-    """Return the numbers of a run, from the answers to `query.Times`, `query.Columns`, `query.Throughput`."""
+def tiles(times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()) -> list[Tile]:
+    """Return the numbers of a run, from the answers to `query.Times` and `query.Columns`, and of signals."""
     if not times["steps"]:
         return []
     worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
@@ -43,9 +42,9 @@ def tiles(
         since = "" if wall_s is None else f"of {text.duration(wall_s)} since the first report"
     median, p95 = times["median_ms"], text.ms(times["p95_ms"])
     every = f"the share of their time in which ranks wait for others, {steps_text}"
-    return [
+    shown = [
         _tile("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
-        *_rate(times, columns, work, steps_text),
+        _tile("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"]),
         _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
         _tile(
             "wait", "Waiting per rank", times["waiting_pct"], "%", steps_text, columns["waiting_pct"], every
@@ -54,58 +53,15 @@ def tiles(
             "worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], steps_text
         ),
         *_idle(times),
-        *_left(work),
     ]
-
-
-def _rate(
-    times: Mapping[str, Any], columns: Mapping[str, Any], work: Mapping[str, Any] | None, steps_text: str
-) -> list[Tile]:
-    """Return tokens, else samples, else steps a second, and the MFU where it is known."""
-    if work is None or not work["steps"]:
-        return [
-            _tile("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"])
-        ]
-    best = f"its best 5 % of steps: {text.percent(work['efficiency_pct'])} of a step's time"
-    for name in ("tokens", "samples"):
-        if work[f"{name}_per_s"] is not None:
-            about = f"{text.number(work['samples_per_s'])} samples/s" if name == "tokens" else steps_text
-            shown = _tile(
-                "rate",
-                "Throughput",
-                work[f"{name}_per_s"],
-                f"{name}/s",
-                about,
-                work[f"line_{name}_per_s"],
-                best,
-            )
-            break
-    else:
-        why = f"{work['why'].get('samples', '')}; {best}"
-        shown = _tile(
-            "rate", "Throughput", work["steps_per_s"], "steps/s", steps_text, work["line_steps_per_s"], why
-        )
-    return [shown, *_mfu(work)]
-
-
-def _mfu(work: Mapping[str, Any]) -> list[Tile]:
-    if work["mfu_pct"] is None:
-        return []
-    about = f"of {text.number(work['peak_tflops'])} TFLOP/s"
-    how = f"{text.flops(work['step_flops'])} a step, {work['flops_from']}"
-    return [_tile("mfu", "MFU", work["mfu_pct"], "%", about, work["line_mfu_pct"], how)]
-
-
-def _left(work: Mapping[str, Any] | None) -> list[Tile]:
-    """Return how long the steps to come will take, where the number of all is known."""
-    if work is None or work["eta_s"] is None:
-        return []
-    amount, unit = text.duration(work["eta_s"]).split(" ")
-    about, how = (
-        f"of {text.count(work['total_steps'], 'step')}",
-        "the steps to come take as long as recent ones",
-    )
-    return [_tile("left", "Time left", float(amount.replace(",", "")), unit, about, (), how)]
+    for one in signals:
+        tile = _tile(one.key, one.label, one.value, one.unit, one.about or steps_text, one.line, one.title)
+        places = [other.key for other in shown]
+        if one.key in places:
+            shown[places.index(one.key)] = tile
+        else:
+            shown.insert(places.index(one.after) + 1 if one.after in places else len(shown), tile)
+    return shown
 
 
 def _idle(times: Mapping[str, Any]) -> list[Tile]:

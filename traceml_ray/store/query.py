@@ -193,12 +193,6 @@ class Times(OfRun[step_shapes.StepTimes], frozen=True):
     last: Count | None = None
 
 
-class Throughput(OfRun[step_shapes.Throughput], frozen=True):
-    """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `Times`."""
-
-    whole: bool | None = None
-
-
 class Columns(OfRun[step_shapes.StepColumns], frozen=True):
     """
     What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in
@@ -396,18 +390,23 @@ def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
     return answer
 
 
-def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
-    """Return the requests in a message, and whether who asks is `watching`. Raises `QueryError`."""
+def decode(data: bytes, questions: tuple[type[Request[Any]], ...]) -> tuple[list[Request[Any]], bool]:
+    """
+    Return the requests in a message, which are among `questions`, and whether who asks is `watching`. Raises
+    `QueryError`.
+    """
     try:
         asked = msgspec.msgpack.decode(data, type=ready(Asked))
     except UNREADABLE as error:
         raise QueryError(f"this is no question ({error})") from None
-    return [_decode_request(raw, asked.version) for raw in asked.requests], asked.watching
+    return [_decode_request(raw, asked.version, questions) for raw in asked.requests], asked.watching
 
 
-def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
+def _decode_request(
+    raw: msgspec.Raw, version: str, questions: tuple[type[Request[Any]], ...]
+) -> Request[Any]:
     try:
-        request: Request[Any] = _REQUEST.decode(raw)
+        request: Request[Any] = _request_decoder(questions).decode(raw)
     except UNREADABLE as error:
         try:
             what = msgspec.msgpack.decode(raw, type=ready(dict[str, Any])).get("what")
@@ -436,9 +435,13 @@ def _kinds(of: type[Any]) -> list[type[Any]]:
 
 
 REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
-"""Every question, by name."""
-_ANY_REQUEST: Any = Union[tuple(REQUESTS.values())]  # noqa: UP007
-_REQUEST: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ready(_ANY_REQUEST))
+"""Every question and command that is not of a signal, by name; those of signals: `signals.views`."""
+
+
+@cache
+def _request_decoder(questions: tuple[type[Request[Any]], ...]) -> msgspec.msgpack.Decoder[Any]:
+    every: Any = Union[questions]  # noqa: UP007
+    return msgspec.msgpack.Decoder(ready(every))
 
 
 @cache

@@ -15,6 +15,7 @@ from traceml_ray.reports.headlines import beside, line_of, part_of
 from traceml_ray.reports.memory import first_words, missing_words
 from traceml_ray.reports.severity import SIGNS, tone_of
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.views import signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import evidence_of, worst_first
@@ -100,19 +101,8 @@ def head(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def rates(snapshot: Snapshot) -> dict[str, str]:
-    """Return what the job gets through, its MFU and how long it will take, where they are known."""
-    throughput = snapshot.throughput
-    if throughput is None:
-        return {}
-    shown = dict[str, str]()
-    for name in ("tokens", "samples"):
-        if not shown and throughput.get(f"{name}_per_s") is not None:
-            shown[f"{name.upper()}/S"] = text.number(throughput.get(f"{name}_per_s"))  # type: ignore[arg-type]
-    if throughput["mfu_pct"] is not None:
-        shown["MFU"] = text.percent(throughput["mfu_pct"])
-    if throughput["eta_s"] is not None:
-        shown["LEFT"] = text.duration(throughput["eta_s"])
-    return shown
+    """Return the numbers of signals that have a place in one line, as far as they are known."""
+    return dict(number.short for number in signal_numbers(snapshot.signals) if number.short)
 
 
 def verdict(snapshot: Snapshot, width: int, most: int) -> Section:

@@ -16,7 +16,7 @@ from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
-from traceml_ray.store.step_shapes import StepTimes, Throughput
+from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import ShardingInfo
 from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
@@ -80,7 +80,8 @@ class Snapshot:
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """First and last step of `times`, `nodes` and `rows`; None: the newest steps, or all."""
-    throughput: Throughput | None = None
+    signals: Mapping[str, Any] = field(default_factory=dict)
+    """The answers of signals that are polled, by name."""
     nodes: Sequence[Mapping[str, Any]] = ()
     """See `views.nodes`."""
     named: Sequence[int] = ()
@@ -138,7 +139,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Sn
         findings=findings,
         times=times,
         steps=steps,
-        throughput=run.throughput,
+        signals=run.signals,
         nodes=nodes(run, times),
         named=run.named["ranks"],
         dead=[death["rank"] for death in poll.deaths(run)],

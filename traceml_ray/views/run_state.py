@@ -8,12 +8,13 @@ from typing import Any
 
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess, reporting, world_size
 from traceml_ray.store.results import NodeInfo
-from traceml_ray.store.step_shapes import EventRow, StepTimes, Throughput
+from traceml_ray.store.step_shapes import EventRow, StepTimes
 
 from .values import as_dict
 
@@ -30,8 +31,8 @@ class RunState:
         self.viewed_at = 0.0
         self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
-        self.throughput: Throughput | None = None
-        """Throughput of the run, see `analysis.throughput`."""
+        self.signals: dict[str, Any] = {}
+        """The newest answer of each signal that is polled, by name."""
         self.verdict: Mapping[str, Any] | None = None
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
@@ -62,7 +63,7 @@ class RunState:
     def questions(self, now: float) -> list[Request[Any]]:
         """Return the questions to ask; `update` takes their answers."""
         asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
-        asked.append(query.Throughput(self.id))
+        asked += [view.question(self.id) for view in POLLED]
         asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
         asked.append(query.Verdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
@@ -89,7 +90,7 @@ class RunState:
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node["node_id"]: node["label"] for node in nodes}
             self.samples = {node: as_dict(sample) for node, sample in answer_to[query.NodeSamples]}
-        self.throughput = answer_to[query.Throughput]
+        self.signals = {view.name: answer_to[view.question] for view in POLLED}
         return self.update_times(answer_to[query.Times]) or new
 
     def update_times(self, times: StepTimes) -> bool:

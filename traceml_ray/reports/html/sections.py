@@ -26,6 +26,7 @@ from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.reports.tiles import tiles
+from traceml_ray.signals.views import signal_numbers
 from traceml_ray.store.step_shapes import DeathInfo
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_OUTPUTS, _MAX_ALIKE = 8, 4, 4, 4
@@ -116,7 +117,7 @@ def numbers(charted: Charted) -> Markup:
     """Return the numbers above all charts."""
     if not charted.times or not charted.columns:
         return NOTHING
-    return charts.tiles(tiles(charted.times, charted.columns, charted.throughput))
+    return charts.tiles(tiles(charted.times, charted.columns, signal_numbers(charted.signals)))
 
 
 def ranks_by_time(charted: Charted) -> Markup:

@@ -1,0 +1,25 @@
+"""All signals where they are answered and shown, by name, in the order in which faces have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from traceml_ray.signals.section import Number, Section
+from traceml_ray.signals.throughput.view import ThroughputView
+from traceml_ray.signals.view import View
+
+VIEWS: dict[str, View[Any]] = {view.name: view for view in (ThroughputView(),)}
+OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
+POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
+
+
+def signal_numbers(answers: Mapping[str, Any]) -> list[Number]:
+    """Return the numbers of signals, from their answers by name."""
+    return [number for section in sections_of(answers) for number in section.numbers]
+
+
+def sections_of(answers: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield what signals show, from their answers by name."""
+    for name, answer in answers.items():
+        yield from VIEWS[name].sections(answer)
