@@ -16,15 +16,15 @@ from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
 
 ITEM_BYTES = 28 * 1024
-"""Of one batch, for what is sent in lists (events, spans, …); the rest of a list waits for the next batch."""
+"""Largest size of the lists (events, spans, …) in one batch, in bytes; the rest waits for the next batch."""
 VALUE_BYTES = 16 * 1024
-"""For single values: identity, placement, …"""
+"""Largest size of single values (identity, placement, …) in one batch, in bytes."""
 _ROW_BYTES = 8 * 1024
-"""At least, for rows."""
+"""Space reserved for rows, in bytes."""
 _HEADER_BYTES = 64
-"""For the name of a kind of records, and how many there are."""
+"""Space for the name and number of a kind of records, in bytes."""
 _ENVELOPE_BYTES = 256
-"""For the numbers that every batch has, and the headers of its lists and columns."""
+"""Space for the numbers that every batch has and the headers of its lists and columns, in bytes."""
 
 _Item = TypeVar("_Item", bound=Part)
 
@@ -37,7 +37,7 @@ class BatchDraft:
 
     def __init__(self, errors: Errors) -> None:
         self.fields: dict[str, Any] = {}
-        """Of the batch, as keywords."""
+        """Fields of the batch, as keywords."""
         self._errors = errors
         self._for_items, self._for_values = ITEM_BYTES, VALUE_BYTES
         self._room = wire.MAX_BATCH_BYTES - _ENVELOPE_BYTES

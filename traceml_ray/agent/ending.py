@@ -13,7 +13,7 @@ from traceml_ray.masking import masked_text
 from traceml_ray.stages import DATA
 
 _CALLS = 30
-"""Of a traceback, that are sent: the last ones."""
+"""Largest number of calls of a traceback that are sent: the last ones."""
 _TRACEBACK_CHARS = 6000
 _MESSAGE_CHARS = 2000
 _WHERE_CHARS = 64

@@ -21,15 +21,15 @@ from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.wire import Event, Value
 
 MAX_ENTRIES = 20_000
-"""Of torch's record, the newest: each takes several KB of the file."""
+"""Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""
 MAX_FILES = 3
 """Of one process,"""
 PAUSE_S = 60.0
 """and so long between two: a script may catch the error and try again in every step."""
 KIND = "memory_snapshot"
-"""Of the event,"""
+"""Kind of the event that announces a file."""
 NAME = "allocator-"
-"""and how the name of the file begins."""
+"""First part of the file's name."""
 SNAPSHOTS = "snapshots"
 """Folder of these in that of a session, and a link to it in the spool."""
 _MISSING = "memory history"

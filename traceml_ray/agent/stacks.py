@@ -22,7 +22,7 @@ from typing import Any
 from traceml_ray import wire
 
 MAX_BYTES = 12_000
-"""Of one event's text: two of them and half a batch of rows fit into one batch."""
+"""Largest size of one event's text, in bytes: two of them and half a batch of rows fit into one batch."""
 MAX_FRAMES = 40
 MAX_THREADS = 64
 _OURS = str(Path(__file__).parents[1])

@@ -27,7 +27,7 @@ class Unsent:
         self.memory_from: dict[str, str] = {}
         self.pieces: list[wire.TracePiece] = []
         self._records: dict[str, list[tuple[msgspec.Raw, int]]] = {name: [] for name in KINDS}
-        """By kind: encoded records, with the amount of each."""
+        """Encoded records by kind, with the amount of each."""
         self._errors = errors
 
     def __bool__(self) -> bool:

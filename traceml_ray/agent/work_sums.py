@@ -39,7 +39,7 @@ class WorkSums:
         """What the script has said of the open step: samples and tokens."""
         self._sum: Counted | None = None
         self._waiting: dict[int, Sizes] = {}
-        """By loader: the batches that no backward has come after."""
+        """Batches of each loader that no backward has followed yet."""
 
     def batch(self, size: int) -> None:
         """Note the size of the batch that was waited for last, see `marks.BATCHES`."""

@@ -11,11 +11,11 @@ from traceml_ray.codec import FEW, Count, Int64, Part, ready
 from traceml_ray.signals.kind import Form, Kind
 
 MAX_LAYERS = 200
-"""Layers of one window, those that take longest; what the others take is one row."""
+"""Largest number of layers in a window: those that take longest; the others are one row."""
 WINDOWS = 16
-"""Of a rank process that are kept."""
+"""Number of windows kept per rank process."""
 OTHERS = ""
-"""Kind of the row that is all other layers together."""
+"""Kind of the row that stands for all other layers."""
 _MAX_BYTES = 1 << 20
 
 Region = Literal["", "compiled", "graph", "sharded"]
@@ -31,7 +31,7 @@ class LayerSum(Part, frozen=True):
     """
 
     name: str
-    """As `named_modules` of the root has it; "": the root itself."""
+    """Name in `named_modules` of the root; "": the root itself."""
     kind: str
     """Name of its class; OTHERS: this is all layers that are not listed."""
     region: Region
@@ -41,11 +41,11 @@ class LayerSum(Part, frozen=True):
     forward_ns: Count
     backward_ns: Count
     squares: float
-    """Of forward and backward together, the sum over the steps of ns²: how much steps differ."""
+    """Sum over the steps of the squared time (ns²), forward and backward together: how much steps differ."""
     output_bytes: Count
-    """Of what its calls return: an estimate of its activations."""
+    """Size of what its calls return, in bytes: an estimate of its activations."""
     parameter_bytes: Count | None
-    """Of its own parameters, as far as they are on this rank."""
+    """Size of its own parameters on this rank, in bytes."""
     gradient_bytes: Count | None
 
 
@@ -53,25 +53,27 @@ class LayerWindow(Part, frozen=True):
     """What a rank has measured of its layers from one step to another."""
 
     number: Count
-    """Of the rank process, from 0."""
+    """Number of the window in its rank process, from 0."""
     t_ns: Int64
     first_step: Count
     last_step: Count
     steps: Count
-    """How many of these were measured: one in `every`, at the end of the window."""
+    """Number of measured steps: one in `every`, at the end of the window."""
     every: Count
     clock: Literal["host", "device"]
     accelerated: bool
-    """The parameters are on a device: times of the host's clock are those of launching its work."""
+    """
+    Whether the parameters are on a device: then times of the host's clock are those of launching its work.
+    """
     waits: bool
-    """Times contain waits for other ranks."""
+    """Whether times contain waits for other ranks."""
     cost_ns: Count
-    """What measuring has cost the training thread in this window,"""
+    """Time of the training thread for measuring in this window, in ns."""
     spent_ns: Count
-    """which was so long."""
+    """Length of the window, in ns."""
     layers: Annotated[list[LayerSum], FEW]
     others: Count = 0
-    """How many layers the row of OTHERS is made of."""
+    """Number of layers in the row OTHERS."""
     asked: str = ""
     """Id of the request that it was measured for; "": deep mode is on."""
 

@@ -1,4 +1,4 @@
-"""What is sampled of the memory of a rank process and its devices."""
+"""Samples of the memory of a rank process and its devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MemorySample(Part, frozen=True):
     """
 
     t_ns: Int64
-    """On the wall clock of the rank's node."""
+    """Time of the sample, in ns on the wall clock of the rank's node."""
     step: Count | None
     """The newest step that has begun."""
     device: Count | None
@@ -24,22 +24,25 @@ class MemorySample(Part, frozen=True):
     active_bytes: Count | None = None
     inactive_split_bytes: Count | None = None
     peak_bytes: Count | None = None
-    """The most that was allocated since the sample before; of the first sample, until then."""
+    """Largest memory allocated since the sample before, in bytes; of the first sample, since the start."""
     retries: Count | None = None
-    """Cumulative: allocations that succeeded after the cache was emptied,"""
+    """Allocations so far that succeeded after the cache was emptied."""
     ooms: Count | None = None
-    """and that failed."""
+    """Allocations so far that failed."""
     process_bytes: Count | None = None
-    """What the driver says this process has on the device."""
+    """Memory of this process on the device according to the driver, in bytes."""
     device_used_bytes: Count | None = None
     device_total_bytes: Count | None = None
     rss_bytes: Count | None = None
     uss_bytes: Count | None = None
-    """Not in every sample: the kernel takes long to count it."""
+    """
+    Memory that only this process uses, in bytes; not in every sample, because the kernel takes long to count
+    it.
+    """
     limit_bytes: Count | None = None
-    """Of host memory: the tightest limit of a cgroup, or what the machine has."""
+    """Limit of host memory, in bytes: that of the tightest cgroup, or the machine's memory."""
     limit_used_bytes: Count | None = None
-    """What is used of it, without the file cache that can be had back."""
+    """Used part of `limit_bytes`, in bytes, without the file cache that can be reclaimed."""
 
 
 MEMORY = Kind(

@@ -13,9 +13,9 @@ class UnevenShard(Part, frozen=True):
 
     name: str
     rows: Count
-    """Size of the dimension along which it is divided,"""
+    """Size of the dimension along which the parameter is divided."""
     own_rows: Count
-    """and how much of that is this rank's."""
+    """Size of this rank's part in that dimension."""
     own_bytes: Count
 
 
@@ -29,61 +29,61 @@ class Sharding(Part, frozen=True):
     groups: Count
     """Groups of parameters that are gathered together: modules given to `fully_shard`."""
     shard_bytes: Count
-    """This rank's parts of the parameters,"""
+    """Size of this rank's parts of the parameters, in bytes."""
     full_bytes: Count
-    """and the whole parameters, by their global shapes."""
+    """Size of the undivided parameters by their global shapes, in bytes."""
     offloaded_bytes: Count
-    """Of `shard_bytes`, what lies in host memory because of `CPUOffloadPolicy`."""
+    """Part of `shard_bytes` that lies in host memory because of `CPUOffloadPolicy`, in bytes."""
     gradient_bytes: Count
-    """What the gradients of these parts take while they exist."""
+    """Size of the gradients of this rank's parts while they exist, in bytes."""
     shards: Count
-    """Among so many ranks a parameter is divided,"""
+    """Number of ranks that a parameter is divided among."""
     position: Count
-    """of which this is the one of this number,"""
+    """Number of this rank's part, from 0."""
     replicas: Count
-    """and so many hold the same part (HSDP); 1 where none does."""
+    """Number of ranks that hold the same part (HSDP); 1: no replicas."""
     mesh_shape: Annotated[list[Count], FEW]
     mesh_dims: Annotated[list[str], FEW]
-    """Names of the mesh's dimensions; empty where they have none."""
+    """Names of the mesh's dimensions; empty if they have none."""
     dtypes: Annotated[dict[str, str], FEW]
     """
-    Of the parameters (`stored`), as they are gathered (`computed`), of gradients while they are reduced
-    (`reduced`).
+    Data types of the parameters (`stored`), of the gathered parameters (`computed`), of gradients while they
+    are reduced (`reduced`).
     """
     resharded: Annotated[dict[str, Count], FEW]
     """Groups by what happens after their forward: `yes`, `no`, or to how many ranks they are resharded."""
     uneven: Annotated[list[UnevenShard], FEW] = []
     """Parameters that cannot be divided evenly, those that differ most between ranks first."""
     uneven_count: Count = 0
-    """How many there are of them."""
+    """Number of parameters that cannot be divided evenly."""
     optimizer_bytes: Count | None = None
-    """State of the optimizers on this rank."""
+    """Size of the optimizers' state on this rank, in bytes."""
     after_forward_bytes: Count | None = None
-    """Allocated on the device when the root's forward was over,"""
+    """Memory allocated on the device at the end of the root's forward, in bytes."""
     forward_peak_bytes: Count | None = None
-    """and the most until then, since the forward began."""
+    """Largest memory allocated on the device during the root's forward, in bytes."""
     steps: Count = 0
     step_ns: Count = 0
     gathers: Count = 0
     gathered_bytes: Count = 0
-    """Of the buffers that parameters are gathered into."""
+    """Size of the buffers that parameters were gathered into, in bytes."""
     reductions: Count = 0
     reduced_bytes: Count = 0
-    """Of the buffers from which gradients are reduced and scattered,"""
+    """Size of the buffers whose gradients were reduced and scattered, in bytes."""
     all_reduced_bytes: Count = 0
-    """and of the shards that replicas reduce among themselves (HSDP)."""
+    """Size of the shards that replicas reduced among themselves (HSDP), in bytes."""
     unsharded_peak_bytes: Count = 0
-    """The most that whole parameters took at once,"""
+    """Largest size of undivided parameters at one time, in bytes."""
     unsharded_ns: Count = 0
-    """for how long there were any, on the clock of the host,"""
+    """Time in which there were undivided parameters, in ns of the host's clock."""
     unsharded_mean_bytes: Count = 0
-    """and what they took on average over the step."""
+    """Mean size of undivided parameters over the step, in bytes."""
     gather_wait_ns: Count | None = None
-    """Time in all-gathers,"""
+    """Time in all-gathers of parameters, in ns."""
     reduce_wait_ns: Count | None = None
-    """and in reductions,"""
+    """Time in reductions of gradients, in ns."""
     wait_steps: Count = 0
-    """in so many steps."""
+    """Number of steps in which these two were measured."""
 
 
 SHARDING = Kind(

@@ -1,4 +1,4 @@
-"""What a rank says of its work."""
+"""Work of a rank's steps: samples, tokens, FLOPs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class StepWork(Part, frozen=True):
     first_step: Count
     last_step: Count
     steps: Count
-    """Of these, that have had a batch; 0: only the rest is known."""
+    """Number of these steps that had a batch; 0: only the other fields are known."""
     batches: Count
     samples: Count | None = None
-    """Of all of them together."""
+    """Samples of all these steps together."""
     tokens: Count | None = None
     flops: float | None = None
-    """Of this rank in one step, as counted once."""
+    """FLOPs of this rank in one step, counted once."""
     job_flops: float | None = None
-    """Of all ranks in one step, as told."""
+    """FLOPs of all ranks in one step, as the script says."""
     flops_step: Count | None = None
-    """The step that they were counted in: it took longer."""
+    """Step that the FLOPs were counted in; it took longer."""
     dtype: str | None = None
-    """Of what most FLOPs are computed with: bfloat16, tf32, …"""
+    """Data type of most FLOPs: bfloat16, tf32, …"""
     device: str | None = None
-    """Name of its device; `cpu`."""
+    """Name of the rank's device; `cpu` without one."""
     device_id: str | None = None
     """Tells it from others of that name."""
     peak_tflops: float | None = None
-    """Of one device, as told."""
+    """Peak of one device in TFLOP/s, as the script says."""
     total_steps: Count | None = None
 
 
