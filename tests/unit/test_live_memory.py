@@ -220,11 +220,14 @@ def _leaking(folder: Path, seconds: int = 24) -> Played:
     return played
 
 
-def test_leak_of_a_live_run_is_an_event_and_stands_in_the_verdict(tmp_path: Path) -> None:
+def test_leak_of_a_live_run_is_an_event_and_is_read_before_the_verdict(tmp_path: Path) -> None:
     played = _leaking(tmp_path)
     verdict = played.aggregator.verdict
     assert verdict is not None and verdict.label == "healthy"
-    assert verdict.why.endswith("Rank 5: 900 steps (3 min) of memory left.")
+    assert "memory" not in verdict.why
+    brief = played.aggregator._judge.brief["job"]
+    assert (brief["label"], brief["first"]) == ("healthy", "memory creep: rank 5 (host-1)")
+    assert "900 steps (3 min) of memory left." in str(brief["first_why"])
     with played.aggregator.stored() as file:
         events_stored = [event for event in file.events()[0] if event["kind"] == "memory"]
     assert {event["data"]["finding"] for event in events_stored} == {"creep", "first_cause"}

@@ -11,7 +11,6 @@ import pytest
 from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, on_host
 
 from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.sentences import left as left_of
 from traceml_ray.analysis.memory.shapes import Collective, Memory, MemoryFinding, Series
 
 N = 300
@@ -183,7 +182,6 @@ def test_ranks_of_a_host_that_leak_fill_it_together() -> None:
         assert creeps[4].evidence["forecast_s"] > 3 * left_s and "host_ranks" not in creeps[4].evidence
         rows = {row.rank: row.forecast_s for row in memory.ranks}
         assert rows == {r: creeps[r].evidence["forecast_s"] for r in range(5)}
-        assert left_of(memory).startswith("Node a: ")
 
 
 def test_process_that_has_ended_takes_no_more_of_its_host() -> None:
@@ -221,7 +219,7 @@ def test_growth_that_slows_down_has_no_forecast_by_a_line(shape: Any) -> None:
     )
     assert creep.evidence["earliest_s"] > 1.5 * 600
     assert "of late, more and more slowly" in creep.why and "at least" in creep.why
-    assert memory.ranks[0].forecast_s is None and left_of(memory) == ""
+    assert memory.ranks[0].forecast_s is None
     even = judge([on_host(0, 2 * GIB + 2 * GIB * unit, total=14 * GIB)])
     assert (_one(even, "creep").evidence["bend"], _one(even, "creep").severity) == ("line", "critical")
 

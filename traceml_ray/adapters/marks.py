@@ -107,11 +107,15 @@ class Marks:
         return {f"traceml/{name}": float(value) for name, value in values.items() if value is not None}
 
     def new_verdict(self) -> str | None:
-        """Return the verdict as a sentence, where it is another than the last time."""
+        """
+        Return the verdict as a sentence, after what is more severe (memory that runs out), where one of both
+        is another than the last time.
+        """
         verdict = self._agent.verdict
-        label = verdict.get("label")
-        named = f"{label} {verdict.get('rank')} {verdict.get('stage')}"
+        label, first = verdict.get("label"), verdict.get("first")
+        named = f"{label} {verdict.get('rank')} {verdict.get('stage')} {first}"
         if label is None or named == self._why:
             return None
         self._why = named
-        return f"traceml-ray: {label}: {verdict.get('why')}"
+        before = f"{first}: {verdict.get('first_why')} " if first else ""
+        return f"traceml-ray: {before}{label}: {verdict.get('why')}"

@@ -35,10 +35,12 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.memory_events import KIND as MEMORY_EVENT
 from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.monitor.node_evidence import NodeEvidence
+from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
+from traceml_ray.signals.findings import findings_of
 from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
@@ -179,8 +181,12 @@ class LiveJudge:
                 self.errors.swallow("judge", error)
         with self.writer.lock:
             self.commands = self._hang_watch.commands() + self.bundling.incidents.commands()
-        verdicts = {run: state.verdict for run in known.runs if (state := self._runs.get(run)) is not None}
-        self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
+        states = {run: state for run in known.runs if (state := self._runs.get(run)) is not None}
+        self.brief = {
+            run: _brief(state.verdict, self._severe(run, state.verdict))
+            for run, state in states.items()
+            if state.verdict is not None
+        }
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
         self._memory_events = {
@@ -336,13 +342,22 @@ class LiveJudge:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
 
     def _with_memory(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
-        """Return `verdict` with what is to be said about memory, and whether there is anything."""
-        memory, events = self.memory.of(run), self._memory_events.get(run)
-        if memory is None or events is None:
+        """Return a verdict on a death with what memory had done before, and whether there is anything."""
+        memory = self.memory.of(run)
+        if memory is None or verdict.label not in DEATHS:
             return verdict, False
-        sure = memory if verdict.label in DEATHS else events.lasting(memory)
-        with_memory = sentences.with_memory(verdict, sure)
+        with_memory = sentences.with_memory(verdict, memory)
         return with_memory, with_memory is not verdict
+
+    def _severe(self, run: str, verdict: Verdict) -> Conclusion | None:
+        """Return what was found of memory for sure, where that is more severe than the `verdict`."""
+        memory, events = self.memory.of(run), self._memory_events.get(run)
+        if memory is None or events is None or not memory.findings:
+            return None
+        worst = events.lasting(memory).findings[:1]
+        plain = verdict.plain()
+        first = conclude(plain, findings_of(plain, memory=Memory(findings=worst)))
+        return first if first.subject == "memory" else None
 
 
 class _LiveRun:
@@ -390,8 +405,13 @@ def _reason(verdict: Verdict) -> str | None:
     return verdict.reason.what if verdict.reason is not None else None
 
 
-def _brief(verdict: Verdict) -> dict[str, wire.Value]:
-    """Return what a rank's own log can use: a rank that is only watched is not named there."""
+def _brief(verdict: Verdict, severe: Conclusion | None) -> dict[str, wire.Value]:
+    """
+    Return what a rank's own log can use: a rank that is only watched is not named there. `first` is what is
+    more severe than the verdict, with the reason in `first_why`.
+    """
     named = verdict.meaning.kind != "watching"
     values = {name: getattr(verdict, name) if named else None for name in ("stage", "rank", "cost_pct")}
-    return {"label": verdict.label, **values, "mean_step_ms": verdict.mean_step_ms, "why": verdict.why[:400]}
+    first = {"first": severe.headline[:200], "first_why": severe.why[:400]} if severe else {}
+    about = {"mean_step_ms": verdict.mean_step_ms, "why": verdict.why[:400]}
+    return {"label": verdict.label, **values, **about, **first}

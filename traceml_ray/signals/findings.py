@@ -123,7 +123,7 @@ def of_machine(anomalies: Iterable[Mapping[str, Any]], steps: Sequence[Finding])
             device=one["device"],
             what=one["kind"],
             why=one["text"],
-            evidence=known({name: one[name] for name in ("value", "usual")}),
+            evidence=known({name: one.get(name) for name in ("value", "usual")}),
             explains=explained,
         )
         for one in anomalies

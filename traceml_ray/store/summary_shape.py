@@ -365,6 +365,8 @@ class ConclusionInfo(TypedDict):
     why: str
     next: str
     rank: int | None
+    key: str | None
+    """Of the finding that it is; null where the verdict has found nothing."""
 
 
 class Summary(TypedDict):

@@ -12,7 +12,6 @@ from collections.abc import Collection
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
 from traceml_ray.analysis.memory.shapes import Counter, Kind, Memory, MemoryFinding
 from traceml_ray.analysis.memory.shifts import Full, Shift, Spikes
@@ -164,42 +163,13 @@ GROWTH = ("creep", "persistent_drift")
 
 
 def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
-    """Return `verdict` with what is to be said about memory; itself where that is nothing."""
+    """Return a `verdict` on a death with what memory had done before; itself where that is nothing."""
+    said = ""
     if verdict.label == "oom":
         said = cause(memory, verdict.ranks, verdict.node)
     elif verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
         said = _before(memory, verdict.ranks)
-    else:
-        said = "" if verdict.label in DEATHS else left(memory)
     return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}") if said else verdict
-
-
-def left(memory: Memory, limits: MemoryLimits = MEMORY) -> str:
-    """
-    Return "Rank 5: 41 steps (4.1 s) of memory left.", of the rank that has least, where memory runs out
-    within an hour for sure; else "".
-    """
-    ends = sorted(
-        (seconds, finding.rank, finding)
-        for finding in memory.findings
-        if finding.kind in GROWTH
-        and finding.severity == "critical"
-        and isinstance(seconds := finding.evidence["forecast_s"], float)
-        and seconds <= limits.critical_s
-    )
-    if not ends:
-        return ""
-    seconds, rank, finding = ends[0]
-    steps, ranks_of_host = (finding.evidence.get(name) for name in ("forecast_steps", "host_ranks"))
-    much = left_words(seconds, steps if isinstance(steps, int) else None)
-    if isinstance(ranks_of_host, int):
-        others = len({finding.node for _, _, finding in ends} - {finding.node})
-        also = f"; {text.count(others, 'other node')} not much more" if others else ""
-        growing = text.count(ranks_of_host, "rank")
-        return f"Node {finding.node}: {much} of host memory left, as {growing} grow{also}."
-    others = len({rank for _, rank, _ in ends}) - 1
-    also = f"; {text.count(others, 'other rank')} not much more" if others else ""
-    return f"Rank {rank}: {much} of memory left{also}."
 
 
 def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
