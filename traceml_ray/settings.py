@@ -29,43 +29,46 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     session: str | None = None
-    """Name of the session: letters, digits, `.`, `_`, `-`; at most 64. None: one is made up."""
+    """Name of the session: letters, digits, `.`, `_`, `-`; at most 64 characters. None: a new name."""
     out: str = "traceml-sessions"
     """Folder that holds session folders."""
     interval: float = 0.5
     """Seconds between two batches of a rank's agent (0.05 … 60); in jobs of over 256 ranks, twice that."""
     channel: str = "auto"
-    """auto, socket or actor."""
+    """Channel from ranks to the relay: auto, socket or actor."""
     ray_address: str | None = None
     socket: str | None = None
     """Path of the relay's local socket (set by the launcher, not by people)."""
     spool: str | None = None
-    """Folder in which an agent leaves what is not known to be stored when its process ends."""
+    """Folder in which an agent leaves rows that may not be stored when its process ends."""
     ring_rows: int = 4096
-    """Rows the training thread may be ahead of the agent before rows are dropped and counted."""
+    """Rows the training thread may be ahead of the agent; further rows are dropped and counted."""
     agent_buffer_bytes: int = 1 << 20
-    """What an agent keeps unconfirmed before it drops its oldest batch and counts it."""
+    """Largest size of an agent's unconfirmed batches, in bytes; beyond, the oldest is dropped and counted."""
     relay_buffer_bytes: int = 64 << 20
     session_bytes: int = 1 << 30
-    """Beyond this size of the session file its oldest rows are kept as statistics."""
+    """Size of the session file, in bytes, beyond which its oldest rows are kept only as statistics."""
     bundles: int = 10
-    """How many bundles of a session are kept, the newest; 0: none are made."""
+    """Number of bundles kept per session, the newest; 0: none are made."""
     bundle_bytes: int = 1 << 29
-    """How large all bundles of a session may be together."""
+    """Largest size of all bundles of a session together, in bytes."""
     bundle_minutes: float = 5.0
-    """How much of each rank is in a bundle: what came so long before, 0.1 … 60."""
+    """Minutes of each rank before the incident that a bundle holds (0.1 … 60)."""
     profile_bytes: int = 1 << 30
-    """How large all profiles of a session may be together: the oldest go first."""
+    """Largest size of all profiles of a session together, in bytes; the oldest are removed."""
     auto_profile: int = 3
-    """How often a verdict that lasts has a run profiled without being asked; 0: never."""
+    """Number of profiles per run that lasting verdicts may start; 0: none."""
     auto_profile_minutes: float = 30.0
-    """So long, at least, between two of these."""
+    """Least number of minutes between two of these profiles."""
     output_lines: int = 40
-    """How many of the last lines of each rank's stdout and stderr are kept, 0 … 200; 0: none are read."""
+    """Number of last lines of each rank's stdout and stderr that are kept (0 … 200); 0: none are read."""
     idle_ttl: float = 600.0
-    """Seconds without any message after which relay and aggregator end themselves."""
+    """Seconds without any message after which relay and aggregator end."""
     device_clock: str = "auto"
-    """Times of CUDA jobs by the device's own clock: 0, 1 or auto (off: no device has confirmed it yet)."""
+    """
+    Whether stages of CUDA jobs are timed by the device's clock: 0, 1 or auto (off: no device has confirmed it
+    yet).
+    """
     memory_history: bool = False
     """
     Have torch record the stack of each allocation on a CUDA device; the record is written when memory runs
@@ -81,17 +84,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Count the model FLOPs of a step once, by torch's FlopCounterMode: the third step then takes longer.
     """
     model_flops: float | None = None
-    """Model FLOPs of a step of all ranks together, where they are known: nothing is counted then."""
+    """Model FLOPs of a step of all ranks together, if known; then nothing is counted."""
     peak_tflops: float | None = None
-    """What one device can do, in 10¹² FLOPs a second; default: what its maker says, where that is known."""
+    """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
     total_steps: int | None = None
-    """How many steps the job is going to take."""
+    """Number of steps of the job."""
     nice: int = 10
-    """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
+    """How much the priority of the monitor's own Ray is lowered below the launcher's (0 … 19)."""
     debug: bool = False
-    """Raise what would be swallowed and counted."""
+    """Raise errors that would be swallowed and counted."""
     baseline: str | None = None
-    """Name or path of a stored session that was good: what steps are expected to cost."""
+    """Name or path of a stored session of a good run: what steps are expected to cost."""
     thresholds: Thresholds = Thresholds()
     """In the environment `TRACEML_THRESHOLD_` + the threshold's name in capitals."""
 
