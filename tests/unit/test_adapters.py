@@ -133,8 +133,8 @@ def test_verdict_is_given_as_figures_and_on_a_change_as_text(job: Any) -> None:
     assert [marks.new_verdict(), marks.new_verdict()] == ["traceml-ray: straggler: rank 1 is late", None]
     severe = {"first": "memory creep: rank 2", "first_why": "It grows."}
     job.agent.verdict = {**VERDICT, **severe}
-    said = "traceml-ray: memory creep: rank 2: It grows. straggler: rank 1 is late"
-    assert [marks.new_verdict(), marks.new_verdict()] == [said, None]
+    sentence = "traceml-ray: memory creep: rank 2: It grows. straggler: rank 1 is late"
+    assert [marks.new_verdict(), marks.new_verdict()] == [sentence, None]
     job.agent.verdict = {**VERDICT, "label": "healthy", "rank": None, "cost_pct": None}
     assert marks.figures() == {
         "traceml/step_ms": 12.5,

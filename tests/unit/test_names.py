@@ -18,7 +18,6 @@ CLEANED = (
 NOT_YET = (
     "traceml_ray/analysis/",
     "traceml_ray/importers/",
-    "traceml_ray/signals/",
     "traceml_ray/live_session.py",
     "traceml_ray/reports/analyze.py",
     "traceml_ray/reports/answers.py",

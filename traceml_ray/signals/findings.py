@@ -67,7 +67,11 @@ def of_verdict(verdict: Mapping[str, Any]) -> list[Finding]:
 def _named(one: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Finding:
     label, stages = _label(one), one["stages"] or ([one["stage"]] if one["stage"] else [])
     episode: Mapping[str, Any] = next(
-        (each for each in episodes if each["label"] == label and each["from_step"] == one.get("from_step")),
+        (
+            episode
+            for episode in episodes
+            if episode["label"] == label and episode["from_step"] == one.get("from_step")
+        ),
         {},
     )
     cost_pct, began_ns = one.get("cost_pct"), one.get("began_ns")
@@ -138,11 +142,14 @@ def of_memory(memory: Memory, steps: Sequence[Finding] = ()) -> list[Finding]:
     What had grown on a rank that died of lack of memory may explain its death.
     """
     dead = {rank: one.key for one in steps if one.label == "oom" for rank in one.ranks}
-    own = [_of_memory(one, dead.get(one.rank)) for one in memory.findings]
+    findings = [_of_memory(one, dead.get(one.rank)) for one in memory.findings]
     keys = {
-        (one.rank, one.device, one.kind): made.key for one, made in zip(memory.findings, own, strict=True)
+        (one.rank, one.device, one.kind): made.key
+        for one, made in zip(memory.findings, findings, strict=True)
     }
-    grows = [(one, made.key) for one, made in zip(memory.findings, own, strict=True) if one.kind in _GROWTH]
+    grows = [
+        (one, made.key) for one, made in zip(memory.findings, findings, strict=True) if one.kind in _GROWTH
+    ]
     relations = [
         _of_attribution(one, keys.get((one.rank, one.device, one.finding))) for one in memory.collectives
     ]
@@ -181,7 +188,7 @@ def of_memory(memory: Memory, steps: Sequence[Finding] = ()) -> list[Finding]:
                 explains=next((key for one, key in grows if one.rank in onset.ranks), None),
             )
         )
-    return [*own, *relations]
+    return [*findings, *relations]
 
 
 _OF_FIRST = ("delta_bytes", "counter", "lead_ns", "lead_bound_ns", "coverage")
@@ -234,7 +241,11 @@ def of_layers(layers: Layers, steps: Sequence[Finding] = ()) -> list[Finding]:
 
 
 def _of_layer(one: LayerFinding, layers: Layers, steps: Sequence[Finding]) -> Finding:
-    late = (each.key for each in steps if one.rank in each.ranks and any(s in one.phase for s in each.stages))
+    late = (
+        step_finding.key
+        for step_finding in steps
+        if one.rank in step_finding.ranks and any(s in one.phase for s in step_finding.stages)
+    )
     return Finding(
         key=key_of("slow_layer", [one.rank], one.layer or _ALL_LAYERS, one.phase),
         signal="layers",

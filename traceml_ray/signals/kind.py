@@ -90,11 +90,11 @@ class Kind(Generic[R]):
 
     @cached_property
     def _forms(self) -> list[tuple[int, Form]]:
-        found = []
+        forms = []
         for place, one in enumerate(msgspec.structs.fields(self.record)):
             form = self.forms.get(one.name) or _form_of(one.type)
-            found += [] if form is None else [(place, form)]
-        return found
+            forms += [] if form is None else [(place, form)]
+        return forms
 
     @cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[R]:

@@ -27,7 +27,7 @@ OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.va
 
 def encoded(records: Iterable[Part]) -> dict[str, list[msgspec.Raw]]:
     """Return records of any kinds as a message has them."""
-    found: dict[str, list[msgspec.Raw]] = {}
+    by_kind: dict[str, list[msgspec.Raw]] = {}
     for record in records:
-        found.setdefault(OF_RECORD[type(record)].name, []).append(encode_part(record))
-    return found
+        by_kind.setdefault(OF_RECORD[type(record)].name, []).append(encode_part(record))
+    return by_kind

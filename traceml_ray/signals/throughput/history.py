@@ -50,13 +50,13 @@ class WorkHistory:
         inside = np.minimum(table[:, _LAST], last) - np.maximum(table[:, _FIRST], first) + 1
         share = np.clip(inside / (table[:, _LAST] - table[:, _FIRST] + 1), 0, None)
         order = np.argsort(ids)
-        at = np.searchsorted(ids[order], table[:, _PROCESS])
-        used = np.flatnonzero((share > 0) & (np.append(ids[order], -1)[at] == table[:, _PROCESS]))
+        positions = np.searchsorted(ids[order], table[:, _PROCESS])
+        used = np.flatnonzero((share > 0) & (np.append(ids[order], -1)[positions] == table[:, _PROCESS]))
         sums = np.zeros((len(ids), 3))
-        np.add.at(sums, order[at[used]], table[used, _STEPS:] * share[used, None])
+        np.add.at(sums, order[positions[used]], table[used, _STEPS:] * share[used, None])
         for place in np.flatnonzero(sums[:, 0] == 0):
-            own = table[(table[:, _PROCESS] == ids[place]) & (table[:, _FIRST] <= first)]
-            sums[place] = own[-1, _STEPS:] if len(own) else np.nan
+            process_rows = table[(table[:, _PROCESS] == ids[place]) & (table[:, _FIRST] <= first)]
+            sums[place] = process_rows[-1, _STEPS:] if len(process_rows) else np.nan
         return PerStep(sums[:, 1] / sums[:, 0], sums[:, 2] / sums[:, 0])
 
     def at(self, processes: Sequence[int], steps: Int64) -> PerStep:
@@ -66,20 +66,20 @@ class WorkHistory:
         """
         table = self._rows()
         table = table[np.isin(table[:, _PROCESS], processes)]
-        lasts = [own[-1, _LAST] for own in _by_process(table)]
+        lasts = [process_rows[-1, _LAST] for process_rows in _by_process(table)]
         if len(lasts) < len(processes) or not len(lasts):
             return PerStep(np.full(len(steps), np.nan), np.full(len(steps), np.nan))
         where = np.minimum(steps, min(lasts))  # what is newest has not been said by all
-        each = table[:, _SAMPLES:] / table[:, _STEPS, None]
-        known = ~np.isnan(each)
-        values = np.concatenate([np.where(known, each, 0), known], axis=1)
+        per_step = table[:, _SAMPLES:] / table[:, _STEPS, None]
+        known = ~np.isnan(per_step)
+        values = np.concatenate([np.where(known, per_step, 0), known], axis=1)
         total: Float = np.zeros((len(steps), 4))
         for column, side, sign in ((_FIRST, "right", 1), (_LAST, "left", -1)):
             order = np.argsort(table[:, column], kind="stable")
             sums = np.concatenate([np.zeros((1, 4)), np.cumsum(values[order], axis=0)])
             total += sign * sums[np.searchsorted(table[order, column], where, side)]  # type: ignore[call-overload]
-        said = np.rint(total[:, 2:]) == len(processes)
-        return PerStep(*np.where(said, total[:, :2], np.nan).T)
+        complete = np.rint(total[:, 2:]) == len(processes)
+        return PerStep(*np.where(complete, total[:, :2], np.nan).T)
 
     def _rows(self) -> Float:
         """Return all pieces, by rank process and step."""
@@ -88,7 +88,7 @@ class WorkHistory:
             self._arrived = []
             table = table[np.lexsort((table[:, _FIRST], table[:, _PROCESS]))]
             if len(table) > MOST * len(np.unique(table[:, _PROCESS])):
-                table = np.concatenate([_halved(own) for own in _by_process(table)])
+                table = np.concatenate([_halved(process_rows) for process_rows in _by_process(table)])
             self._table = table
         return self._table
 
@@ -97,12 +97,12 @@ def _by_process(table: Float) -> Iterable[Float]:
     return np.split(table, np.flatnonzero(np.diff(table[:, _PROCESS])) + 1) if len(table) else ()
 
 
-def _halved(own: Float) -> Float:
+def _halved(process_rows: Float) -> Float:
     """Return the pieces of a rank process, each two neighbours as one; the newest stay."""
-    if len(own) < 4:
-        return own
-    old = own[: len(own) // 4 * 2]
+    if len(process_rows) < 4:
+        return process_rows
+    old = process_rows[: len(process_rows) // 4 * 2]
     one, other = old[::2], old[1::2]
     both = one + other
     both[:, [_PROCESS, _FIRST]], both[:, _LAST] = one[:, [_PROCESS, _FIRST]], other[:, _LAST]
-    return np.concatenate([both, own[len(old) :]])
+    return np.concatenate([both, process_rows[len(old) :]])

@@ -55,31 +55,35 @@ def throughput(
     """
     newest = None if whole else history.limits.window_steps
     stats, ranks = history.stats(newest), history.ranks
-    found: dict[str, Any] = {**dict.fromkeys(NUMBERS), "steps": 0, "ranks": ranks, "why": {}, **_NO_LINE}
-    found |= {f"rank_{name}_per_s": np.full(len(ranks), np.nan) for name in AMOUNTS}
-    found |= {"device": None, "devices": None, "dtype": None, "flops_from": None, "flops_step": None}
+    numbers: dict[str, Any] = {**dict.fromkeys(NUMBERS), "steps": 0, "ranks": ranks, "why": {}, **_NO_LINE}
+    numbers |= {f"rank_{name}_per_s": np.full(len(ranks), np.nan) for name in AMOUNTS}
+    numbers |= {"device": None, "devices": None, "dtype": None, "flops_from": None, "flops_step": None}
     step_s = float(stats.exposed.sum()) / 1e3 if stats is not None else 0.0
-    own = [processes[rank] for rank in ranks if rank in processes]
-    if stats is None or not step_s or len(own) < len(ranks):
-        return {**found, "why": {"steps": _no_steps(history, world, over)}}
-    found |= {"steps": stats.steps, "steps_per_s": 1 / step_s}
-    found["efficiency_pct"] = min(100.0, 100 * stats.step(_IDEAL)[0] / 1e3 / step_s)
-    per_step = work.per_step(own, *stats.between)
+    counted_processes = [processes[rank] for rank in ranks if rank in processes]
+    if stats is None or not step_s or len(counted_processes) < len(ranks):
+        return {**numbers, "why": {"steps": _no_steps(history, world, over)}}
+    numbers |= {"steps": stats.steps, "steps_per_s": 1 / step_s}
+    numbers["efficiency_pct"] = min(100.0, 100 * stats.step(_IDEAL)[0] / 1e3 / step_s)
+    per_step = work.per_step(counted_processes, *stats.between)
     counted: dict[str, Any] = {}
     for name, amount in zip(AMOUNTS, per_step, strict=True):
-        found[f"rank_{name}_per_s"] = amount / step_s
+        numbers[f"rank_{name}_per_s"] = amount / step_s
         counted[name] = _counted(name, amount, history, world, missing)
         if isinstance(counted[name], str):
-            found["why"][name] = counted[name]
+            numbers["why"][name] = counted[name]
         else:
             total = float(amount[counted[name]].sum())
-            found |= {f"{name}_per_step": total, f"{name}_per_s": total / step_s}
+            numbers |= {f"{name}_per_step": total, f"{name}_per_s": total / step_s}
     facts = {rank: work.facts.get(processes[rank], {}) for rank in ranks}
-    found |= _flops(facts, history, world, step_s, found["why"], missing)
-    found["total_steps"] = steps = _most(each.get("total_steps") for each in facts.values())
-    found["eta_s"] = None if over or steps is None else _left_s(history, steps)
-    own_of = {name: np.array(own)[of].tolist() for name, of in counted.items() if not isinstance(of, str)}
-    return found | _line(history, work, own_of, whole, found)
+    numbers |= _flops(facts, history, world, step_s, numbers["why"], missing)
+    numbers["total_steps"] = steps = _most(work.get("total_steps") for work in facts.values())
+    numbers["eta_s"] = None if over or steps is None else _left_s(history, steps)
+    own_of = {
+        name: np.array(counted_processes)[places].tolist()
+        for name, places in counted.items()
+        if not isinstance(places, str)
+    }
+    return numbers | _line(history, work, own_of, whole, numbers)
 
 
 def _no_steps(history: StepHistory, world: int, over: bool) -> str:
@@ -108,16 +112,16 @@ def _counted(
     if silent := missing_of(world, history.ranks):
         return f"{text.ranks(silent)} of {world} did not report"
     who = [history.who[rank] for rank in history.ranks]
-    shared = {part for each in who for part in (each.strategy or "").split("+")} & {*_SHARED}
-    if not shared and len({each.role for each in who}) < 2:
+    shared = {part for rank_meta in who for part in (rank_meta.strategy or "").split("+")} & {*_SHARED}
+    if not shared and len({rank_meta.role for rank_meta in who}) < 2:
         return _lacking(name, amount, history.ranks, missing) or np.ones(len(who), bool)
-    if None in (roles := [each.role for each in who]):
+    if None in (roles := [rank_meta.role for rank_meta in who]):
         return f"ranks of one replica of the model have the same samples ({', '.join(sorted(shared))})"
     if names := {both for role in roles if role and (both := mixed(role))}:
         return (
             f"not known which ranks have the same samples: `{min(names)}` of the device mesh is of both kinds"
         )
-    of_role = [np.array([own == role for own in roles]) for role in dict.fromkeys(roles)]
+    of_role = [np.array([role_there == role for role_there in roles]) for role in dict.fromkeys(roles)]
     sums = np.array([amount[role].sum() for role in of_role])
     if np.isnan(sums).all():
         return _lacking(name, amount, history.ranks, missing) or ""
@@ -145,30 +149,30 @@ def _flops(
     missing: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the FLOPs of a step, what the devices could do, and the share of it."""
-    found: dict[str, Any] = {}
-    told = _same(facts, "job_flops")
-    counted = [each["flops"] for each in facts.values() if each.get("flops")]
-    if told is not None:
-        found |= {"step_flops": float(told), "flops_from": "told"}
+    flops: dict[str, Any] = {}
+    declared = _same(facts, "job_flops")
+    counted = [work["flops"] for work in facts.values() if work.get("flops")]
+    if declared is not None:
+        flops |= {"step_flops": float(declared), "flops_from": "told"}
     elif len(counted) == world:
-        found |= {"step_flops": float(sum(counted)), "flops_from": "counted"}
-        found["flops_step"] = _same(facts, "flops_step")
+        flops |= {"step_flops": float(sum(counted)), "flops_from": "counted"}
+        flops["flops_step"] = _same(facts, "flops_step")
     else:
         some = f"counted on {len(counted)} of {world} ranks" if counted else ""
         why["mfu"] = (
             missing.get("flops") or some or "FLOPs are counted with --flops, or told with --model-flops"
         )
-    found |= {"device": _same(facts, "device"), "dtype": _same(facts, "dtype")}
-    devices = {(history.who[rank].node, each.get("device_id") or rank) for rank, each in facts.items()}
-    found["devices"] = len(devices)
+    flops |= {"device": _same(facts, "device"), "dtype": _same(facts, "dtype")}
+    devices = {(history.who[rank].node, work.get("device_id") or rank) for rank, work in facts.items()}
+    flops["devices"] = len(devices)
     peak = _peak(facts)
     if isinstance(peak, str):
         why.setdefault("mfu", peak)
     elif len(facts) == world:
-        found["peak_tflops"] = peak * len(devices)
-        if "step_flops" in found:
-            found["mfu_pct"] = 100 * found["step_flops"] / step_s / (found["peak_tflops"] * 1e12)
-    return found
+        flops["peak_tflops"] = peak * len(devices)
+        if "step_flops" in flops:
+            flops["mfu_pct"] = 100 * flops["step_flops"] / step_s / (flops["peak_tflops"] * 1e12)
+    return flops
 
 
 def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
@@ -187,8 +191,8 @@ def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
 
 def _same(facts: Mapping[int, Mapping[str, Any]], name: str) -> Any:
     """Return what all ranks that say it say, None where they differ."""
-    said = {each[name] for each in facts.values() if each.get(name) is not None}
-    return said.pop() if len(said) == 1 else None
+    values = {work[name] for work in facts.values() if work.get(name) is not None}
+    return values.pop() if len(values) == 1 else None
 
 
 def _left_s(history: StepHistory, total: int) -> float:
@@ -197,8 +201,8 @@ def _left_s(history: StepHistory, total: int) -> float:
     done = line.last - line.first + 1
     recent = max(_FEW, int(_RECENT * float(done.sum())))
     last_at = np.searchsorted(-np.cumsum(done[::-1])[::-1], -recent, "right") - 1
-    at = max(int(last_at), 0)
-    each_s = float(line.took[at:].sum()) / 1e9 / max(1, int(done[at:].sum()))
+    begin = max(int(last_at), 0)
+    each_s = float(line.took[begin:].sum()) / 1e9 / max(1, int(done[begin:].sum()))
     return max(0, total - int(line.last[-1]) - 1) * each_s
 
 
@@ -211,7 +215,7 @@ def _line(
     work: WorkHistory,
     counted: Mapping[str, Sequence[int]],
     whole: bool,
-    found: Mapping[str, Any],
+    numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the same by step, for drawing; `counted`: the rank processes whose samples and tokens add up."""
     _, last, ms = history.step_means(ALL if whole else None, _LINE)
@@ -219,6 +223,6 @@ def _line(
     line = {"line_steps_per_s": per_s}
     for name, processes in counted.items():
         line[f"line_{name}_per_s"] = getattr(work.at(processes, last), name) * per_s
-    if found["mfu_pct"] is not None:
-        line["line_mfu_pct"] = found["mfu_pct"] / found["steps_per_s"] * per_s
+    if numbers["mfu_pct"] is not None:
+        line["line_mfu_pct"] = numbers["mfu_pct"] / numbers["steps_per_s"] * per_s
     return line
