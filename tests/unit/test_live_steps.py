@@ -181,8 +181,8 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
 def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_over(tmp_path: Path) -> None:
     """However long it was: more steps than are kept one by one."""
     played = Played(tmp_path / "demo", 4, per_node=2, late=2)
-    for _ in range(30):
-        played.play(200)
+    for second in range(30):
+        played.play(200, judge=second == 29)
     live = asked(played.aggregator, query.Times("job"))
     assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
     live = asked(played.aggregator, query.Times("job", whole=True))
