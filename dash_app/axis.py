@@ -70,7 +70,7 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the spine of a run and the range that is shown; without any step there is no `first`."""
-    spine = cache.ask(query.Spine(run.id))
+    spine = cache.ask(query.GetTimeline(run.id))
     shown = chosen(cache, run, route)
     if spine is None or not len(spine["first"]):
         return {"range": shown, "first": ()}

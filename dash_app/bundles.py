@@ -21,7 +21,7 @@ PATH = "/bundles/"
 
 def data(cache: SessionCache) -> Sequence[BundleInfo]:
     """Return the bundles, the newest first."""
-    return (cache.ask(query.Bundles()) or [])[::-1]
+    return (cache.ask(query.GetBundles()) or [])[::-1]
 
 
 def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:

@@ -28,7 +28,7 @@ def serve(server: Flask, session: SessionPages) -> None:
 
     def download(name: str) -> Response:
         source = session.of(request.args.get("session")).source
-        bundles = query.ask_one(source.reply, query.Bundles())
+        bundles = query.ask_one(source.reply, query.GetBundles())
         bundle = next((bundle for bundle in bundles if bundle["name"] == name), None)
         if bundle is None:
             return Response("There is no such bundle.\n", 404, mimetype="text/plain")

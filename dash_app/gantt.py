@@ -25,7 +25,7 @@ _LABELS = 40
 _SPANS = drawing.ROSE, drawing.GREEN, drawing.ORANGE, "#6b7785", drawing.BLUE
 
 
-class Row(NamedTuple):
+class GanttRow(NamedTuple):
     """A rank that is drawn."""
 
     rank: int
@@ -39,7 +39,7 @@ def rows(
     named: Collection[int],
     opened: str | None,
     latest: bool,
-) -> list[Row]:
+) -> list[GanttRow]:
     """
     Return what is drawn, rank by rank up to MOST_ROWS, else node by node: `opened` and the `named` ranks are
     rows of their own. `latest`: those that came last are first.
@@ -52,20 +52,20 @@ def rows(
     for node, node_ranks in groups.items():
         if len(late) <= MOST_ROWS or node == opened:
             rows += [
-                Row(rank, f"{node}  {rank}" if rank == node_ranks[0] else str(rank), rank in named)
+                GanttRow(rank, f"{node}  {rank}" if rank == node_ranks[0] else str(rank), rank in named)
                 for rank in node_ranks
             ]
         else:
             worst = max(node_ranks, key=lambda rank: late[rank])
             shown = dict.fromkeys([worst, *(rank for rank in node_ranks if rank in named)])
-            rows += [Row(rank, f"{node}  {rank}", rank in named) for rank in shown]
+            rows += [GanttRow(rank, f"{node}  {rank}", rank in named) for rank in shown]
     if latest:
         rows.sort(key=lambda row: -late[row.rank])
         rows = [row._replace(label=f"{node_of.get(row.rank, '')}  {row.rank}") for row in rows]
     return rows
 
 
-def height(drawn: Sequence[Row]) -> int:
+def height(drawn: Sequence[GanttRow]) -> int:
     """Return how high the figure is, px."""
     return _AXES_PX + len(drawn) * (_FEW_PX if len(drawn) <= FEW else _MANY_PX)
 
@@ -75,7 +75,7 @@ def spans(step: Mapping[str, Any]) -> dict[str, str]:
     return dict(zip(sorted({span["name"] for span in step["spans"]}), cycle(_SPANS), strict=False))
 
 
-def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
+def figure(step: Mapping[str, Any], drawn: Sequence[GanttRow]) -> figures.Figure:
     """Return the stages of each row from left to right, and in a small figure its spans under them."""
     few, row_of_rank = len(drawn) <= FEW, {row.rank: number for number, row in enumerate(drawn)}
     mine = [index for index, rank in enumerate(step["of"]) if rank in row_of_rank]

@@ -16,7 +16,7 @@ from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
 from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, HEIGHT, Row, css
+from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, HEIGHT, HeatRow, css
 
 from . import figures
 from .components import Columns, table
@@ -31,7 +31,7 @@ _MOST_CHANGED = 8
 _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
 
 
-def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> list[Row]:
+def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> list[HeatRow]:
     """
     Return what is drawn. In the URL `order` is `cost`, or by default by node; `open` and `shut` are nodes
     that a person has opened or closed. By itself one is open where ranks are few, or the verdict names it.
@@ -44,7 +44,7 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     return [_linked(heat, row, route, several and row.first) for row in drawn]
 
 
-def _linked(heat: Mapping[str, Any], row: Row, route: Route, opens: bool = False) -> Row:
+def _linked(heat: Mapping[str, Any], row: HeatRow, route: Route, opens: bool = False) -> HeatRow:
     """Return a row with its links."""
     toggle = _toggle(route, row.node, row.rank is not None) if opens else None
     if row.rank is not None:
@@ -65,7 +65,7 @@ def _toggle(route: Route, node: str, is_open: bool) -> str:
 
 
 def figure(
-    heat: Mapping[str, Any], drawn: Sequence[Row], revision: str, frame: Mapping[str, Any]
+    heat: Mapping[str, Any], drawn: Sequence[HeatRow], revision: str, frame: Mapping[str, Any]
 ) -> figures.Figure:
     """Return the heatmap; assets/heatmap.js has what a click and the mouse do from the trace's `meta`."""
     heights = [row.height for row in drawn]
@@ -110,7 +110,7 @@ def figure(
     )
 
 
-def _row_details(heat: Mapping[str, Any], row: Row, edge: int) -> dict[str, Any]:
+def _row_details(heat: Mapping[str, Any], row: HeatRow, edge: int) -> dict[str, Any]:
     """Return what the browser needs of a row: name, link, position, its rank or first and last rank."""
     ranks = [row.rank]
     if row.rank is None:
@@ -123,7 +123,7 @@ def _line(y: float) -> dict[str, Any]:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
 
 
-def gutter(drawn: Sequence[Row]) -> html.Div:
+def gutter(drawn: Sequence[HeatRow]) -> html.Div:
     """Return the names of the rows, as many as there is room for; it is as high as the heatmap."""
     lines = sum(row.height for row in drawn)
     px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
@@ -133,7 +133,7 @@ def gutter(drawn: Sequence[Row]) -> html.Div:
     return html.Div(labels, id="heat-rows", style={"height": f"{px + TOP + BOTTOM}px"})
 
 
-def _label(row: Row, y: float) -> html.Div:
+def _label(row: HeatRow, y: float) -> html.Div:
     rank = "" if row.rank is None else f"{row.rank}"
     node: Any = row.node if row.first else ""
     if row.toggle:
@@ -147,7 +147,7 @@ def _label(row: Row, y: float) -> html.Div:
     )
 
 
-def _labelled_rows(drawn: Sequence[Row], middles: Sequence[float]) -> list[int]:
+def _labelled_rows(drawn: Sequence[HeatRow], middles: Sequence[float]) -> list[int]:
     """Return the indices of the rows that get a label, as many as fit: named and higher rows first."""
     chosen: list[int] = []
     for row in sorted(
@@ -179,7 +179,7 @@ def scale() -> html.Div:
     )
 
 
-def as_table(heat: Mapping[str, Any], drawn: Sequence[Row]) -> html.Div:
+def as_table(heat: Mapping[str, Any], drawn: Sequence[HeatRow]) -> html.Div:
     """Return the newest columns in numbers, the worst rows first."""
     z = drawing.worst(heat, drawn)
     over: list[float] = excess(z).tolist()

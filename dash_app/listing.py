@@ -26,7 +26,7 @@ Keys = Mapping[str, Callable[[Any], Any]]
 """Sort keys of a list, by column header. A key of None (not known) is sorted last in both directions."""
 
 
-class Chosen(NamedTuple):
+class ChosenRows(NamedTuple):
     """One page of a list."""
 
     items: Sequence[Any]
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     pages: int
 
 
-def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> Chosen:
+def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> ChosenRows:
     """Return the page of `items` that the URL names. The search looks at `words_of(item)`."""
     words = (route.get("q") or "").casefold().split()
     matching = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
@@ -52,7 +52,7 @@ def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], k
         )
     pages = max(1, -(-len(matching) // PER_PAGE))
     page = min(whole_number(route.get("page")) or 1, pages)
-    return Chosen(matching[(page - 1) * PER_PAGE :][:PER_PAGE], len(matching), len(items), page, pages)
+    return ChosenRows(matching[(page - 1) * PER_PAGE :][:PER_PAGE], len(matching), len(items), page, pages)
 
 
 def _has(among: str, words: Iterable[str]) -> bool:
@@ -93,7 +93,7 @@ def heads(columns: Iterable[str], keys: Keys, route: Route) -> dict[str, Any]:
     return shown
 
 
-def pages(chosen: Chosen, route: Route, noun: str) -> html.Div:
+def pages(chosen: ChosenRows, route: Route, noun: str) -> html.Div:
     """Return the number of items, and links to the pages around this one."""
     page, last = chosen.page, chosen.pages
     size = text.count(chosen.n_all, noun)

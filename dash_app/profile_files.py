@@ -75,7 +75,7 @@ def serve(server: Flask, session: SessionPages) -> None:
 
 
 def _find_profile(pages: SessionPages, profile: str) -> ProfileInfo | None:
-    listed = query.ask_one(pages.source.reply, query.Profiles())
+    listed = query.ask_one(pages.source.reply, query.GetProfiles())
     return next((info for info in listed.done if info.profile.id == profile), None)
 
 

@@ -43,7 +43,7 @@ def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
         explained = all(one.found or one.suspect is None for one in there.values())
         return announced <= there.keys() and explained
 
-    listed = cache.ask(query.Profiles(), is_final)
+    listed = cache.ask(query.GetProfiles(), is_final)
     return [*reversed(listed.done)] if listed else []
 
 

@@ -49,7 +49,7 @@ RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
-    "traceml_ray/reports/analyze.py": ("Analysis", "Source", "Refused"),
+    "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
     "traceml_ray/analysis/memory/shapes.py": (
         *("Memory", "FirstCause", "CollectiveOnset", "MemoryFinding", "Attribution", "Incident"),
         "RankMemory",
@@ -57,7 +57,7 @@ MEMORY = {
 }
 COMPARISON = {
     "traceml_ray/reports/comparison.py": ("Comparison", "Side"),
-    "traceml_ray/analysis/comparison.py": ("Change", "RankChange"),
+    "traceml_ray/analysis/comparison.py": ("NumberChange", "RankChange"),
 }
 PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankProfile", "ProfileStep")}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]

@@ -46,7 +46,7 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
     asked, before = secrets.token_hex(8), _failures(folder)
-    request(folder, wire.Request(wire.VERSION, asked), limit_s)
+    request(folder, wire.ControlRequest(wire.VERSION, asked), limit_s)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
@@ -93,7 +93,7 @@ def _failures(folder: Path) -> Counter[str]:
     return Counter({what.partition(": ")[2]: n for what, n in errors.items() if what.startswith(_NO_BUNDLE)})
 
 
-def request(folder: Path, message: wire.Request, limit_s: float) -> None:
+def request(folder: Path, message: wire.ControlRequest, limit_s: float) -> None:
     """
     Hand a request to the live session in `folder`; waits for a relay that is busy, or not there yet.
 

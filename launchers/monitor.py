@@ -27,7 +27,7 @@ from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
-from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Request
+from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, OfflineRequest
 from traceml_ray.printing import say
 from traceml_ray.ray.config import FILE as ATTACHMENT
 from traceml_ray.ray.config import ActorConfig, Attachment
@@ -356,7 +356,7 @@ class Monitor:
             self._ray.stop()
 
     def _offline_end(self, session: SessionFolder, message: wire.Finish) -> OfflineEnd:
-        request = Request(str(session.path), self.settings, message, str(self._spool), self.info)
+        request = OfflineRequest(str(session.path), self.settings, message, str(self._spool), self.info)
         return OfflineEnd(request, self.environ, self._runtime)
 
     def _finish_offline(self, offline: OfflineEnd, finished: wire.Finished | None) -> bool:

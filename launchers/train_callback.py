@@ -116,7 +116,7 @@ class RunReporter:
     def _send(self, status: str | None = None) -> wire.Finished | None:
         """Send what there is; None when it was not answered."""
         events = self._events[: wire.MAX_ITEMS]
-        message = wire.Run(wire.VERSION, self._job_id, self._info, events, status)
+        message = wire.RunEnd(wire.VERSION, self._job_id, self._info, events, status)
         try:
             aggregator = self._aggregator = self._find()
             if aggregator is None:

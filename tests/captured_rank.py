@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from traceml_ray import wire
-from traceml_ray.agent.capture import Captures
+from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
@@ -23,7 +23,7 @@ class Rank:
         self.recorder = Recorder(StepRing(4096))
         self.patches = Instrumentation(self.recorder)
         self.patches.install()
-        self.captures = Captures(
+        self.captures = CaptureAgent(
             self.recorder, self.patches.spans, self.patches.errors, None, lambda: self.now
         )
         self.model = torch.nn.Linear(4, 4)

@@ -118,5 +118,5 @@ MESSAGES = [
     wire.RelayReply(wire.VERSION, 9, COMMANDS, sent_ns=5),
     wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
     wire.Finished(wire.VERSION, "failed", "disk full"),
-    wire.Run(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
+    wire.RunEnd(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
 ]

@@ -202,7 +202,7 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
 
 def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
     """Return the answer to a message about a run, sent again once the files that are due are written."""
-    message = wire.encode(wire.Run(wire.VERSION, run, **fields))
+    message = wire.encode(wire.RunEnd(wire.VERSION, run, **fields))
     answer = wire.decode(aggregator.end(message), wire.Finished)
     if answer.pending:
         aggregator.endings.write_due()

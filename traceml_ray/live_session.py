@@ -286,7 +286,7 @@ class SessionCalls:
         return self._stored
 
     def _status(self) -> Status:
-        return query.ask_one(self._stored.reply, query.Status())
+        return query.ask_one(self._stored.reply, query.GetStatus())
 
 
 START_S = 90.0
@@ -327,16 +327,16 @@ class Session:
 
     def nodes(self) -> list[NodeInfo]:
         """Return the nodes of the cluster, those that are gone too, with the ranks on each."""
-        return self._ask(query.Nodes())
+        return self._ask(query.GetNodes())
 
     def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> list[RankInfo]:
         """
         Return which process is which rank in the run, and its rows so far. After a restart that is the
         attempt that the numbers are of; with `every_attempt`, all processes of all attempts, oldest first.
         """
-        processes = [process for process in self._ask(query.Ranks(run)).values() if process.identity]
+        processes = [process for process in self._ask(query.GetRanks(run)).values() if process.identity]
         if every_attempt and processes and (identity := processes[0].identity):
-            processes = of_run(self._ask(query.Processes()), identity.job_id)
+            processes = of_run(self._ask(query.GetProcesses()), identity.job_id)
         ranks: Any = [
             {**msgspec.structs.asdict(process.identity), "stored": process.stored}
             for process in processes
@@ -346,7 +346,7 @@ class Session:
 
     def runs(self) -> list[RunInfo]:
         """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
-        return self._ask(query.Runs())
+        return self._ask(query.GetRuns())
 
     def summary(self, run: str | None = None) -> Summary:
         """
@@ -355,15 +355,15 @@ class Session:
         Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
         which); `summary.json`, written at the end, is of all.
         """
-        return self._ask(query.Summary(run))
+        return self._ask(query.GetSummary(run))
 
     def verdict(self, run: str | None = None) -> LiveVerdict | None:
         """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
-        return self._ask(query.Verdict(run))
+        return self._ask(query.GetVerdict(run))
 
     def memory(self, run: str | None = None) -> Memory:
         """Return which rank's memory grew first, and what else is to be said about it."""
-        return self._ask(query.Memory(run))
+        return self._ask(query.GetMemory(run))
 
     def findings(self, run: str | None = None) -> list[Finding]:
         """
@@ -384,7 +384,7 @@ class Session:
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
-        return self._ask(query.Output(run, rank, most))
+        return self._ask(query.GetOutput(run, rank, most))
 
     def compare(
         self,
@@ -405,7 +405,7 @@ class Session:
 
     def bundles(self) -> list[BundleInfo]:
         """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
-        return self._ask(query.Bundles())
+        return self._ask(query.GetBundles())
 
     def dump(self, timeout: float = 15.0) -> BundleInfo:
         """
@@ -458,7 +458,7 @@ class Session:
 
     def profiles(self) -> list[ProfileInfo]:
         """Return the profiles of the session, the oldest first."""
-        return self._ask(query.Profiles()).done
+        return self._ask(query.GetProfiles()).done
 
     def layers(self, steps: int | None = None, run: str | None = None, timeout: float = 300.0) -> Layers:
         """
@@ -469,7 +469,7 @@ class Session:
 
     def status(self) -> Status:
         """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
-        return self._ask(query.Status())
+        return self._ask(query.GetStatus())
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
         """

@@ -366,7 +366,7 @@ class Finished(Message, tag="finished", frozen=True):
         return self.state in ("noted", "written")
 
 
-class Request(Message, tag="request", frozen=True):
+class ControlRequest(Message, tag="request", frozen=True):
     """
     A person to the relay, over the rank socket: a bundle is wanted, a profile, or the time of layers. The
     reply is Finished (noted).
@@ -378,7 +378,7 @@ class Request(Message, tag="request", frozen=True):
     layers: LayersRequest | None = None
 
 
-class Run(Message, tag="run", frozen=True):
+class RunEnd(Message, tag="run", frozen=True):
     """
     What starts ranks inside Ray (Ray Train's controller) to the aggregator, about one run of the
     session; the reply is Finished.

@@ -47,9 +47,9 @@ _WHAT = (
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the layers of the run; in the URL `steps` fills the form, `asked` is this browser's request."""
-    answer = cache.ask(query.Layers(run.id))
+    answer = cache.ask(query.GetLayers(run.id))
     asked = route.get("asked")
-    of_request = cache.ask(query.Layers(run.id, asked)) if asked else None
+    of_request = cache.ask(query.GetLayers(run.id, asked)) if asked else None
     layers = answer.layers if answer else []
     return {
         "layers": answer,

@@ -85,7 +85,7 @@ _KEYS: listing.Keys = {
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    memory, divided = cache.ask(query.Memory(run.id)), cache.ask(query.Sharding(run.id))
+    memory, divided = cache.ask(query.GetMemory(run.id)), cache.ask(query.GetSharding(run.id))
     if memory is None or not memory.ranks:
         return {"memory": None, "axis": spine, "sharding": divided}
     asked, wrong = _asked(route)
@@ -95,7 +95,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     drawn = _drawn(memory, [row.rank for row in (ranks if asked.ranges else chosen.items)])
     processes = tuple(run.ranks[rank].id for rank in drawn if rank in run.ranks)
     between = axis.time_of(spine) or ()
-    samples = cache.ask(query.MemorySamples(processes, _SAMPLES, *between)) or ()
+    samples = cache.ask(query.GetMemorySamples(processes, _SAMPLES, *between)) or ()
     return {
         "memory": memory,
         "findings": [finding for finding in memory.findings if finding.rank in asked],

@@ -72,9 +72,9 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if card is None:
         return {"node": None, "nodes": by_name}
     spine, node = axis.data(cache, run, route), (card["node_id"],)
-    samples = drawn = samples_of(cache, query.NodeSamples(node, SAMPLES + HELD))
+    samples = drawn = samples_of(cache, query.GetNodeSamples(node, SAMPLES + HELD))
     if between := axis.time_of(spine):
-        drawn = samples_of(cache, query.NodeSamples(node, SAMPLES, *between))
+        drawn = samples_of(cache, query.GetNodeSamples(node, SAMPLES, *between))
     return {
         "node": card,
         "nodes": by_name,
@@ -91,12 +91,12 @@ def _ranks_data(
     cache: SessionCache, run: RunState, card: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     by_process = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
-    latest = cache.ask(query.ProcessSamples(tuple(by_process), last=1)) or []
+    latest = cache.ask(query.GetProcessSamples(tuple(by_process), last=1)) or []
     memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
     devices = _device_memory(cache, by_process)
     ranks = sorted(by_process.values())
     median, idle = (by_rank(run.times, name) for name in ("busy_ms", "gpu_idle_pct"))
-    busy = by_rank(cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)), "busy_ms")
+    busy = by_rank(cache.ask(query.GetBusy(run.id, tuple(ranks), _SPARK)), "busy_ms")
     dead = {death["rank"]: death for death in cache.deaths(run)}
     return [
         {
@@ -116,7 +116,7 @@ def _ranks_data(
 def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, list[int]]:
     """Return by rank what torch has allocated and reserved last, on all devices together."""
     samples_of_rank: dict[int, list[MemorySample]] = {}
-    for process, sample in cache.ask(query.MemorySamples(tuple(ranks), last=_DEVICES)) or ():
+    for process, sample in cache.ask(query.GetMemorySamples(tuple(ranks), last=_DEVICES)) or ():
         if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
             samples_of_rank.setdefault(ranks[process], []).append(sample)
     newest = {
@@ -144,7 +144,7 @@ def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> in
 
 
 def samples_of(
-    cache: SessionCache, request: query.NodeSamples | query.ProcessSamples | query.MemorySamples
+    cache: SessionCache, request: query.GetNodeSamples | query.GetProcessSamples | query.GetMemorySamples
 ) -> list[dict[str, Any]]:
     """Return the samples of one node or process."""
     answers: Sequence[tuple[Any, Any]] = cache.ask(request) or ()

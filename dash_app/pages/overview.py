@@ -59,7 +59,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
     asked = _columns(cache, run, route)
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
-    times = run.times if whole is None else cache.ask(query.Times(run.id, whole))
+    times = run.times if whole is None else cache.ask(query.GetTimes(run.id, whole))
     signals = run.signals if whole is None else _signals(cache, run, whole)
     columns: Mapping[str, Any] | None = cache.ask(asked)
     spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
@@ -84,10 +84,10 @@ def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
-def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:
+def _columns(cache: SessionCache, run: RunState, route: Route) -> query.GetColumns:
     """Return the question for what is drawn step by step."""
     stage, shown = route.get("stage"), axis.chosen(cache, run, route)
-    return query.Columns(
+    return query.GetColumns(
         run.id, stage if stage in STAGES else "total", not shown.newest, first=shown.first, last=shown.last
     )
 
@@ -116,7 +116,7 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     rank, several = asked.ranks[0], len(asked.ranks) > 1
     if several and (columns := cache.ask(_columns(cache, run, route))):
         rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)
-    answer = cache.ask(query.Cell(run.id, rank, asked.first, asked.last))
+    answer = cache.ask(query.GetCell(run.id, rank, asked.first, asked.last))
     if answer is None or answer["busy_ms"] is None or np.isnan(answer["busy_ms"]):
         return {"text": "no row of this rank here"}
     whose = f"rank {answer['rank']}: " if several else ""

@@ -70,7 +70,7 @@ def data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
     Return one profile. In the URL `of`, `beside` and `stage` choose what is compared, `kind` and the names of
     `listing` which operations are listed.
     """
-    answer = cache.ask(query.Profiles())
+    answer = cache.ask(query.GetProfiles())
     info = next((info for info in answer.done if info.profile.id == route.key), None) if answer else None
     made = cache.breakdowns.get(info) if info else None
     shown: dict[str, Any] = {"info": info, "known": answer is not None, "made": made}

@@ -38,7 +38,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     Return the profiles of the session. In the URL `ranks`, `steps`, … fill the form, `asked` is the request
     that this browser has made.
     """
-    answer = cache.ask(query.Profiles())
+    answer = cache.ask(query.GetProfiles())
     wrong = ""
     try:
         profiles.request_of(dict(route.query))

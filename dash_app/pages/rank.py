@@ -56,13 +56,13 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     process = run.ranks[rank]
     identity = process.identity
     node = node_key(process) if identity else ""
-    samples = samples_of(cache, query.NodeSamples((node,), _WITH_PROCESSES))
+    samples = samples_of(cache, query.GetNodeSamples((node,), _WITH_PROCESSES))
     suspects = (run.verdict or {}).get("suspects") or ()
     hung = hangs(run.verdicts)
     spine = axis.data(cache, run, route)
     between = axis.time_of(spine) or ()
     most = SAMPLES if between else SAMPLES + HELD
-    sampled = samples_of(cache, query.ProcessSamples((process.id,), most, *between))
+    sampled = samples_of(cache, query.GetProcessSamples((process.id,), most, *between))
     return {
         "rank": {
             **position(run, rank),
@@ -73,7 +73,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
             "mesh": process.placement.get("mesh") or {},
-            "experts": [sentence(load) for load in cache.ask(query.Experts(run.id, rank)) or ()],
+            "experts": [sentence(load) for load in cache.ask(query.GetExperts(run.id, rank)) or ()],
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
             "signals": {
@@ -85,12 +85,12 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
-        "output": cache.ask(query.Output(run.id, rank)),
+        "output": cache.ask(query.GetOutput(run.id, rank)),
         "stacks": hung[-1].stacks if hung else [],
         "hangs": run.verdict is not None and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),
         "process": timed(sampled, PROCESS),
-        "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), SAMPLES, *between))),
+        "memory": _memory(samples_of(cache, query.GetMemorySamples((process.id,), SAMPLES, *between))),
         "axis": spine,
         **_steps(cache, run, rank, spine["range"]),
     }
@@ -125,10 +125,10 @@ def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> dict[str, Any]:
     """Return the stages of a rank, of the median rank and of the rank's host, and the spans inside them."""
-    steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS, **shown.asked()))
+    steps: Any = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown.asked()))
     if not steps or not len(numbers := steps["steps"].tolist()):
         return {"stages": {}, "median": {}, "host": None, "spans": []}
-    spans, mean = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or [], steps["mean"]
+    spans, mean = cache.ask(query.GetSpans(run.id, rank, numbers[0], numbers[-1])) or [], steps["mean"]
     return {
         "stages": {"steps": numbers, **by_stage(steps["stages"])},
         "median": by_stage(steps["median"]),

@@ -45,7 +45,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     rows = [row for row in rows if state in (None, row["state"])]
     chosen = listing.choose(rows, route, _words, _KEYS)
     nodes = tuple(dict.fromkeys(row["node_key"] for row in chosen.items if row["node_key"]))
-    asked = cache.ask(query.NodeSamples(nodes, _WITH_PROCESSES)) or ()
+    asked = cache.ask(query.GetNodeSamples(nodes, _WITH_PROCESSES)) or ()
     samples: dict[str, list[Any]] = {}
     for name, sample in asked:
         samples.setdefault(name, []).append(as_dict(sample))

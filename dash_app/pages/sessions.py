@@ -76,12 +76,12 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
         return (run.last_step or 0) <= _ANEW * (sample["last"] or 0)
 
     return {
-        "columns": cache.ask(query.Columns(run.id, whole=True)),
-        "times": cache.ask(query.Times(run.id, True)),
+        "columns": cache.ask(query.GetColumns(run.id, whole=True)),
+        "times": cache.ask(query.GetTimes(run.id, True)),
         "run": run.id,
         "status": status,
         "processes": run.ranks,
-        "sample": cache.ask(query.StepSample(run.id), still_holds),
+        "sample": cache.ask(query.GetStepSample(run.id), still_holds),
         "samples": cache.ask(comparison.memory_question(run.ranks)),
         "facts": facts | {f"setting {name}": value for name, value in (status.get("settings") or {}).items()},
     }

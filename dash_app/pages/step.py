@@ -36,7 +36,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     def has_all_ranks(step: OneStep) -> bool:
         return len(step["ranks"]) >= run.world
 
-    step = cache.ask(query.Step(run.id, int(route.key)), settled=has_all_ranks)
+    step = cache.ask(query.GetStep(run.id, int(route.key)), settled=has_all_ranks)
     nodes = {rank: run.node_of(rank) or text.NA for rank in run.ranks}
     return {"one": step, "nodes": nodes, "world": run.world, "named": [*run.named["ranks"]]}
 

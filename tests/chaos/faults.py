@@ -154,7 +154,7 @@ def unbundled(run: Run) -> Steps:
     """A bundle is wanted where no folder for it can be made; that is counted."""
     (run.session / "bundles").write_text("")
     with connected(run) as sock:
-        sock.send(wire.encode(wire.Request(wire.VERSION, "a")))
+        sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "a")))
 
     def counted() -> bool:
         with SessionFile(run.session / "session.sqlite") as file:
@@ -170,7 +170,7 @@ def profiled(*names: str) -> Fault:
     def fault(run: Run) -> Steps:
         wanted = wire.ProfileRequest(steps=20)
         with connected(run) as sock:
-            sock.send(wire.encode(wire.Request(wire.VERSION, "p", wanted)))
+            sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "p", wanted)))
         until(lambda: (now := under_way(run.session)) is not None and now.ranks, "a capture", 20)
         yield
         for name in names:

@@ -129,7 +129,12 @@ def test_query_with_msgpack_bombs_is_answered_within_bounds(session: AggregatorC
 @given(st.data())
 def test_answers_of_any_kind_are_read_or_refused(session: AggregatorCore, data: st.DataObject) -> None:
     """Whatever comes back to who asks."""
-    requests = [query.Status(), query.Times("job"), query.Ranks("job"), query.NodeSamples(("node-0",), 2)]
+    requests = [
+        query.GetStatus(),
+        query.GetTimes("job"),
+        query.GetRanks("job"),
+        query.GetNodeSamples(("node-0",), 2),
+    ]
     replies: list[bytes] = []
     query.ask(lambda sent: replies.append(session.query(sent)) or replies[0], requests)
     changed = data.draw(mutated(replies[0]))

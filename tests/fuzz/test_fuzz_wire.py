@@ -191,7 +191,9 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
             clock.tick(30)
             assert aggregator.commit(), aggregator.errors
             aggregator.judge()
-        query.ask(aggregator.query, [query.Status(), query.Runs(), query.Ledger(), query.Verdict()])
+        query.ask(
+            aggregator.query, [query.GetStatus(), query.GetRuns(), query.GetLedger(), query.GetVerdict()]
+        )
         assert {name.rpartition(": ")[2] for name in aggregator.errors} <= {"malformed", "unknown_kind"}
         aggregator.finish(wire.Finish(wire.VERSION, 0))
         aggregator.close()
@@ -206,7 +208,7 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
 @given(st.data())
 def test_aggregator_answers_any_relay_or_launcher_message(data: st.DataObject) -> None:
     """Whatever comes, it is answered; what is refused is counted under the name of a WireError."""
-    run = wire.Run(wire.VERSION, "job", {"name": "fit"}, [], "finished")
+    run = wire.RunEnd(wire.VERSION, "job", {"name": "fit"}, [], "finished")
     with tempfile.TemporaryDirectory() as folder, bounded():
         aggregator = AggregatorCore(Path(folder), Settings(), {})
         aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))

@@ -509,7 +509,7 @@ def test_idle_time_counts_from_the_last_rank_message_or_query(tmp_path: Path, cl
     aggregator.ingest(relay.message(Rank(0).batch()))
     assert aggregator.idle_s() == 0
     clock.tick(10)
-    query.ask(aggregator.query, [query.Status()], watching=True)
+    query.ask(aggregator.query, [query.GetStatus()], watching=True)
     assert aggregator.idle_s() == 10, "a page that stays open is no use of a session"
     ask(aggregator, "status")
     assert aggregator.idle_s() == 0
@@ -774,7 +774,7 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
             elif operation == "lost":
                 aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
             elif operation == "ended":
-                aggregator.end(wire.encode(wire.Run(wire.VERSION, "job", {}, [], "finished")))
+                aggregator.end(wire.encode(wire.RunEnd(wire.VERSION, "job", {}, [], "finished")))
             else:
                 special: dict[str, Any] = {"unknown": {"identity": None}, "final": {"final": True}}
                 fields = special.get(operation, {})

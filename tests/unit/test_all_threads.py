@@ -17,7 +17,7 @@ from torch.distributed import rpc
 
 from traceml_ray.agent import all_threads
 from traceml_ray.agent.all_threads import AllThreadsProfiler
-from traceml_ray.agent.capture import Captures
+from traceml_ray.agent.capture import CaptureAgent
 
 
 def work(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     """Return a worker that calls itself."""
     made_rank = Rank()
     ours = made_rank.patches
-    made_rank.captures = Captures(
+    made_rank.captures = CaptureAgent(
         made_rank.recorder, ours.spans, ours.errors, None, lambda: made_rank.now, ours.rpc
     )
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=2, init_method=f"file://{tmp_path}/store")

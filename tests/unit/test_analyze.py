@@ -24,7 +24,14 @@ from traceml_ray.analysis.memory.shapes import (
     RankMemory,
 )
 from traceml_ray.identity import RankFilterError
-from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze, render_analysis
+from traceml_ray.reports.analyze import (
+    Analysis,
+    AnalyzedFile,
+    AnalyzeError,
+    Refused,
+    analyze,
+    render_analysis,
+)
 from traceml_ray.signals.memory.records import MemorySample
 
 
@@ -114,7 +121,9 @@ def played() -> Analysis:
         ],
         missing_ranks=[3],
         world_size=5,
-        sources=[Source(path="exports/" + "deep/" * 12 + "events.json", format="Stormlog events", **read)],
+        sources=[
+            AnalyzedFile(path="exports/" + "deep/" * 12 + "events.json", format="Stormlog events", **read)
+        ],
         refused=[Refused(path="exports/rank3.json", reason="it is no JSON: Input data was truncated")],
         notes=["The clocks of node-0 and node-1 were not compared."],
     )

@@ -88,7 +88,7 @@ def test_bundle_is_read_as_a_session_is(played: Played) -> None:
     send(played, 1, raised(played.clock.now, kind="oom"))
     (bundle,) = settled(played)
     answers = Answers(bundle.path, played.aggregator.settings.thresholds)
-    summary = query.ask_one(answers.reply, query.Summary())
+    summary = query.ask_one(answers.reply, query.GetSummary())
     answers.close()
     assert summary["steps"]["count"] == 30
     third, *_, files = render(summary, bundle.path).splitlines()[2:]
@@ -307,7 +307,7 @@ def test_command_says_why_there_is_no_bundle(played: Played, monkeypatch: pytest
     bundling.settings = msgspec.structs.replace(bundling.settings, bundles=0)
     assert bundling.requested("of before") and played.aggregator.commit()
 
-    def relay(_: Path, message: wire.Request, __: float) -> None:
+    def relay(_: Path, message: wire.ControlRequest, __: float) -> None:
         bundling.requested(message.request)
         played.aggregator.commit()
 

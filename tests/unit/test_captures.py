@@ -15,7 +15,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import captures
-from traceml_ray.monitor.captures import Captures, Wanted
+from traceml_ray.monitor.captures import CaptureCoordinator, Wanted
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.stages import SEGMENT_BITS
@@ -37,7 +37,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.now, self.folder, self.errors = 1000.0, folder, Errors()
         self.files = ProfileFiles(folder, self.errors)
-        self.captures = Captures(
+        self.captures = CaptureCoordinator(
             self.files, folder.name, self.errors, lambda: int(self.now * 1e9), lambda: self.now
         )
         self.ranks = {rank: _process(rank, 100 + rank) for rank in range(4)}

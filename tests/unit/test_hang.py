@@ -7,28 +7,30 @@ from typing import Any
 import pytest
 from snapshot import Snapshot
 
-from traceml_ray.analysis.hang import Place, find
+from traceml_ray.analysis.hang import RankPosition, find
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
 QUIET_S = 22.0
 
 
-def place(rank: int, stage: int = SYNC_WAIT, step: int = 31, elapsed_s: float = 21.0, **known: Any) -> Place:
-    return Place(rank=rank, node="host-0", step=step, stage=stage, elapsed_s=elapsed_s, **known)
+def place(
+    rank: int, stage: int = SYNC_WAIT, step: int = 31, elapsed_s: float = 21.0, **known: Any
+) -> RankPosition:
+    return RankPosition(rank=rank, node="host-0", step=step, stage=stage, elapsed_s=elapsed_s, **known)
 
 
-def waits(rank: int, **known: Any) -> Place:
+def waits(rank: int, **known: Any) -> RankPosition:
     return place(rank, where="train (train.py:60)", **known)
 
 
-def named(*places: Place) -> tuple[str, tuple[int, ...], str | None]:
+def named(*places: RankPosition) -> tuple[str, tuple[int, ...], str | None]:
     verdict = find(places, QUIET_S)
     assert verdict is not None
     return verdict.label, verdict.ranks, verdict.stage
 
 
-def why(*places: Place) -> str:
+def why(*places: RankPosition) -> str:
     verdict = find(places, QUIET_S)
     assert verdict is not None
     return verdict.why
@@ -111,7 +113,7 @@ def test_ended_rank_is_waited_for_in_vain(snapshot: Snapshot) -> None:
         [place(0, ended=True), place(1, ended=True)],
     ],
 )
-def test_rank_is_not_called_hanging_while_others_work_or_are_silent(places: list[Place]) -> None:
+def test_rank_is_not_called_hanging_while_others_work_or_are_silent(places: list[RankPosition]) -> None:
     assert find(places, QUIET_S) is None
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from traceml_ray import wire
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
+from traceml_ray.agent.patch.layer_calls import LayerCalls, MeasuredCalls
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
@@ -99,7 +99,7 @@ class Measured:
         self.table = LayerTable(list(roots))
         self.calls.use(self.table)
 
-    def step(self, run: Callable[[], object]) -> Sample:
+    def step(self, run: Callable[[], object]) -> MeasuredCalls:
         self.calls.begin()
         began = CLOCK.now
         run()
@@ -107,7 +107,7 @@ class Measured:
         assert sample is not None and sum(sample.times) == CLOCK.now - began
         return sample
 
-    def times(self, sample: Sample) -> dict[str, tuple[int, int]]:
+    def times(self, sample: MeasuredCalls) -> dict[str, tuple[int, int]]:
         n = len(self.table.layers)
         return {
             layer.name: (sample.times[index], sample.times[n + index])

@@ -52,7 +52,7 @@ def ask(played: Played) -> Callable[[query.Request[Any]], Any]:
 
 def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
     measured(played)
-    (one,) = ask(played)(query.Layers()).findings
+    (one,) = ask(played)(query.GetLayers()).findings
     assert (one.rank, one.layer, one.phase) == (LATE, LAYER, "forward") and 11 < one.excess_ms < 13
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
@@ -177,8 +177,8 @@ def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
     (command,) = commands(played)
     assert command.args == {"id": "a", "run": "job", "ranks": "all", "steps": 12}
     measured(played, asked="a")
-    assert len(ask(played)(query.Layers(asked="a")).ranks) == 8
-    assert ask(played)(query.Layers(asked="b")).ranks == []
+    assert len(ask(played)(query.GetLayers(asked="a")).ranks) == 8
+    assert ask(played)(query.GetLayers(asked="b")).ranks == []
     for _ in range(int(layer_requests.SEND_S) + 1):
         played.play(1)
     assert commands(played) == []
@@ -190,7 +190,7 @@ def test_driver_waits_for_what_it_has_asked_for(played: Played) -> None:
     def answer(request: query.Request[Any]) -> Any:
         if isinstance(request, query.StartLayers):
             asked.append(request)
-        elif asked and isinstance(request, query.Layers) and len(asked) == 1:
+        elif asked and isinstance(request, query.GetLayers) and len(asked) == 1:
             measured(played, asked=asked[0].id)
         return ask(played)(request)
 
@@ -202,12 +202,12 @@ def test_driver_waits_for_what_it_has_asked_for(played: Played) -> None:
 
 
 def test_run_that_is_over_has_no_step_left_and_nobody_waits_for_one(played: Played) -> None:
-    runs = ask(played)(query.Runs())
+    runs = ask(played)(query.GetRuns())
     assert why_over(runs, None) == why_over([], "x") == why_over(runs, "another, which may begin") == ""
     for rank, relay in ((rank, played.relays[rank.identity.node_rank]) for rank in played.ranks):
         played.aggregator.ingest(relay.message(rank.batch(0, final=True)))
     played.aggregator.commit()
-    (run,) = runs = ask(played)(query.Runs())
+    (run,) = runs = ask(played)(query.GetRuns())
     assert why_over(runs, None).startswith(f"run {run['name']!r} has no step left to record: ended")
     assert why_over(runs, run["id"]) == why_over(runs, None)
     assert "; 'b' goes on" in why_over(

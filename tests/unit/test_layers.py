@@ -35,6 +35,12 @@ def _modules() -> dict[str, Path]:
 
 MODULES = _modules()
 
+TWO_MEANINGS = {
+    "Finding",  # what one rule says of a window, and what every face lists
+    "Question",  # of each signal, in its folder
+    "TraceMLTrainCallback",  # also what stands in for it where Ray Train cannot be watched
+}
+
 
 @functools.cache
 def _imports(name: str) -> list[tuple[str, str]]:
@@ -135,3 +141,14 @@ def test_each_module_is_reached_by_tests() -> None:
         waiting |= (_named(MODULES[name]) | {module for module, _ in _imports(name)}) - reached
     modules = {name for name, path in MODULES.items() if path.name != "__init__.py"}
     assert sorted(modules - reached) == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Public names, of the whole package: a name that two modules define is looked up twice."""
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in TWO_MEANINGS} == {}

@@ -255,7 +255,7 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
         first = 5 * second
         played.play(5, spans=[wire.SpanSum(name, SYNC_WAIT, 5, 5, 1, first, first + 4, 1 << 20, "7")])
     live = ask(played.aggregator, "memory")
-    assert live == Answers(played.folder, LIMITS).answer(query.Memory())
+    assert live == Answers(played.folder, LIMITS).answer(query.GetMemory())
     assert live.first_cause is not None and live.first_cause.rank == 5
     assert {(attribution.op, attribution.group) for attribution in live.collectives} == {("all_to_all", "7")}
     assert len(live.collectives) == 8

@@ -33,14 +33,14 @@ from traceml_ray.views.session_poll import joined
 from traceml_ray.views.source import StoredSource
 
 QUESTIONS: list[query.Request[Any]] = [
-    query.Times("job", whole=False),
-    query.Times("job", whole=True),
-    *(query.Columns("job", stage, whole) for stage in ("total", "data") for whole in (False, True)),
-    query.Busy("job", (1, 2, 9), 50),
-    query.RankSteps("job", 1, 100),
-    query.Cell("job", 1, 20, 30),
+    query.GetTimes("job", whole=False),
+    query.GetTimes("job", whole=True),
+    *(query.GetColumns("job", stage, whole) for stage in ("total", "data") for whole in (False, True)),
+    query.GetBusy("job", (1, 2, 9), 50),
+    query.GetRankSteps("job", 1, 100),
+    query.GetCell("job", 1, 20, 30),
 ]
-NEWEST = query.Columns("job", whole=False)
+NEWEST = query.GetColumns("job", whole=False)
 
 
 def asked(aggregator: AggregatorCore, request: query.Request[Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_restarted_aggregator_brings_the_history_back(
     played.aggregator.judge()
     columns = asked(played.aggregator, NEWEST)
     assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
-    whole = query.Times("job", whole=True)
+    whole = query.GetTimes("job", whole=True)
     assert not asked(played.aggregator, whole)["whole"]  # and the others are to come
     for _ in range(8):
         played.aggregator.judge()
@@ -183,14 +183,14 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     played = Played(tmp_path / "demo", 4, per_node=2, late=2)
     for second in range(30):
         played.play(200, judge=second == 29)
-    live = asked(played.aggregator, query.Times("job"))
+    live = asked(played.aggregator, query.GetTimes("job"))
     assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
-    live = asked(played.aggregator, query.Times("job", whole=True))
+    live = asked(played.aggregator, query.GetTimes("job", whole=True))
     played.end()
     summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
     source = StoredSource(played.folder)
     for send in (played.aggregator.query, source.reply):
-        times = query.ask_one(send, query.Times("job"))
+        times = query.ask_one(send, query.GetTimes("job"))
         assert (times["steps"], times["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
         for numbers in (live, times):  # the summary is rounded
             for name in ("median_ms", "p95_ms"):
@@ -218,7 +218,7 @@ def test_productive_time_is_unknown_where_the_first_report_came_too_late(
         assert aggregator.commit()
         aggregator.judge()
         clock.tick(0.1)
-    times = asked(aggregator, query.Times("job", whole=True))
+    times = asked(aggregator, query.GetTimes("job", whole=True))
     assert times["median_ms"] == 100
     assert (times["productive_pct"], times["wall_s"]) == (None, None)
     aggregator.close()

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, write
 
-from traceml_ray.analysis.memory.recordings import UNCOMPARED_BOUND_NS, Merged, merge
+from traceml_ray.analysis.memory.recordings import UNCOMPARED_BOUND_NS, MergedRecordings, merge
 from traceml_ray.importers.gather import gather
 
 
-def merged(*paths: Path) -> Merged:
+def merged(*paths: Path) -> MergedRecordings:
     gathered = gather(paths)
     assert gathered.refused == {}
     return merge([recording for file in gathered.files for recording in file.contents.recordings])

@@ -15,7 +15,7 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 from traceml_ray.traces import sources
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.merged_trace import Merged, merge
+from traceml_ray.traces.merged_trace import MergedSummary, merge
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.step_rows import intervals
 
@@ -219,7 +219,7 @@ def test_profile_says_who_and_why(tmp_path: Path) -> None:
         ranks=[RankProfile(6, "failed"), rank],
         traceml_ray="0",
     )
-    merged: Merged = merge(
+    merged: MergedSummary = merge(
         sources.sources_of_profile(StoredProfile(tmp_path, profile)), tmp_path / "m.json.gz", profile
     )
     assert merged.profile == "p1" and [rank.label for rank in merged.ranks] == ["node-1 / rank 5"]

@@ -27,7 +27,7 @@ from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.launchers.signals import Forwarder
 from traceml_ray.monitor import offline_process
 from traceml_ray.monitor.offline import finish_offline
-from traceml_ray.monitor.offline_process import OfflineEnd, Reply, Request
+from traceml_ray.monitor.offline_process import OfflineEnd, OfflineRequest, Reply
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
@@ -61,7 +61,7 @@ def test_running_session_of_the_same_job_name_does_not_prevent_training(
 class InThisProcess:
     """Ends a session from its file, as `OfflineEnd` does."""
 
-    def __init__(self, request: Request, _environ: object, _cwd: Path) -> None:
+    def __init__(self, request: OfflineRequest, _environ: object, _cwd: Path) -> None:
         self._request = request
 
     def finish(self, why: str = "") -> Reply:
@@ -247,7 +247,7 @@ def test_start_that_waits_for_the_disk_does_not_hold_up_the_end(tmp_path: Path) 
 
 
 def test_process_that_cannot_begin_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
-    request = Request(str(tmp_path), Settings(), wire.Finish(wire.VERSION, 0), None, {})
+    request = OfflineRequest(str(tmp_path), Settings(), wire.Finish(wire.VERSION, 0), None, {})
     reply = OfflineEnd(request, {"PYTHONHOME": "/nowhere"}, tmp_path).finish()
     assert "ended with exit code 1" in reply.error
 

@@ -25,7 +25,7 @@ from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.screen import Screen
-from traceml_ray.terminal.snapshot import PANES, Choice, Snapshot, take_snapshot
+from traceml_ray.terminal.snapshot import PANES, Choice, PanelState, take_snapshot
 from traceml_ray.terminal.top import Control, Keys, press
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
@@ -42,12 +42,12 @@ def followed(played: Played, seconds: int = 18) -> SessionPoll:
     return poll
 
 
-def seen(poll: SessionPoll, choice: Choice | None = None) -> Snapshot:
+def seen(poll: SessionPoll, choice: Choice | None = None) -> PanelState:
     chosen = choice or Choice()
     return poll.make(lambda: take_snapshot(poll, poll.newest, chosen))[1]
 
 
-def text(newest: Snapshot, width: int, height: int, choice: Choice | None = None) -> str:
+def text(newest: PanelState, width: int, height: int, choice: Choice | None = None) -> str:
     lines = panel(newest, choice or Choice(), width, height)
     assert len(lines) == height and {line.cell_len for line in lines} == {width}
     return "\n".join(line.plain for line in lines)

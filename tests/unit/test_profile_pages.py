@@ -57,7 +57,7 @@ def pages_of(played: Played) -> SessionPages:
 
 def aimed(played: Played, name: str = "20260101T000000", **about: Any) -> Profile:
     """Have the profile that the verdict on rank 5 leads to, and its event."""
-    (run,) = query.ask_one(played.source.reply, query.Runs())
+    (run,) = query.ask_one(played.source.reply, query.GetRuns())
     lacking = [RankProfile(7, "refused", "it has not answered within 15 s")]
     usual: dict[str, Any] = {
         "suspect": 5,
@@ -138,7 +138,7 @@ def test_page_of_a_profile_is_made_meanwhile_and_kept_beside_it(played: Played) 
     folder = played.folder / "profiles" / profile.id
     for trace in folder.glob("rank-*"):
         trace.write_bytes(b"")  # it is not read again
-    info = query.ask_one(played.source.reply, query.Profiles()).done[0]
+    info = query.ask_one(played.source.reply, query.GetProfiles()).done[0]
     again = SessionPages(played.source)
     done = threading.Event()
     again.breakdowns._renew = done.set
@@ -150,7 +150,7 @@ def test_traces_on_another_node_are_fetched_in_pieces(
 ) -> None:
     profile = aimed(played)
     monkeypatch.setattr(breakdowns, "_PIECE", 100)
-    here = query.ask_one(played.source.reply, query.Profiles()).done[0]
+    here = query.ask_one(played.source.reply, query.GetProfiles()).done[0]
     away = msgspec.structs.replace(here, path="/nowhere/profiles/x")
     with traces_of(played.source, away) as folder:
         assert profiles.read_profile(folder) == profile

@@ -33,32 +33,33 @@ OF_TIME = ("version", "token")
 def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[query.Request[Any]]:
     """At least one of each kind."""
     return [
-        query.Status(), query.Runs(), query.Processes(), query.Nodes(run), query.Ranks(run),
-        query.Ledger(run), query.Deaths(run), query.Bundles(), query.ReadBundle("x", "y", 0, 9),
-        query.Profiles(), query.ReadProfile("x", "y", 0, 9),
-        query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
-        query.Output(run, 1), query.Output(run, 99), query.Output(run, 0, most=1),
-        query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
-        query.Summary(run, whole=True), query.ReportPage(run),
-        query.NodeSamples(("node-0", "node-1", "x"), 3),
-        query.ProcessSamples(processes, 2), query.Times(run), query.Times(run, whole=False),
-        query.Times(run, whole=True), query.Columns(run), query.Columns(run, "data", whole=True),
-        query.Columns(run, first=10, last=30), query.Spine(run), query.Spine(run, 0),
-        query.Change(run, 2, 20), query.Change(run, 2, 20, 25),
-        query.RankSteps(run, 1, 100, first=10, last=30),
-        query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
-        query.ProcessSamples(processes, 2, 3 * SECOND),
-        query.Experts(run), query.Experts(run, 1),
-        query.Findings(run), query.Memory(run), query.Sharding(run), query.MemorySamples(processes, 3),
-        query.MemorySamples(processes, 4, 3 * SECOND),
-        query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
-        query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
+        query.GetStatus(), query.GetRuns(), query.GetProcesses(), query.GetNodes(run), query.GetRanks(run),
+        query.GetLedger(run), query.GetDeaths(run), query.GetBundles(), query.ReadBundle("x", "y", 0, 9),
+        query.GetProfiles(), query.ReadProfile("x", "y", 0, 9),
+        query.GetVerdict(run), query.GetVerdicts(run), query.GetVerdicts(run, 1),
+        query.GetOutput(run, 1), query.GetOutput(run, 99), query.GetOutput(run, 0, most=1),
+        query.GetEvents(run), query.GetEvents(run, 3, brief=True, most=2), query.GetSummary(run),
+        query.GetSummary(run, whole=True), query.GetReportPage(run),
+        query.GetNodeSamples(("node-0", "node-1", "x"), 3),
+        query.GetProcessSamples(processes, 2), query.GetTimes(run), query.GetTimes(run, whole=False),
+        query.GetTimes(run, whole=True), query.GetColumns(run), query.GetColumns(run, "data", whole=True),
+        query.GetColumns(run, first=10, last=30), query.GetTimeline(run), query.GetTimeline(run, 0),
+        query.GetChange(run, 2, 20), query.GetChange(run, 2, 20, 25),
+        query.GetRankSteps(run, 1, 100, first=10, last=30),
+        query.GetNodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
+        query.GetProcessSamples(processes, 2, 3 * SECOND),
+        query.GetExperts(run), query.GetExperts(run, 1),
+        query.Findings(run), query.GetMemory(run), query.GetSharding(run),
+        query.GetMemorySamples(processes, 3),
+        query.GetMemorySamples(processes, 4, 3 * SECOND),
+        query.GetBusy(run, (1, 2, 9), 50), query.GetRankSteps(run, 1, 100), query.GetRankSteps(run, 99, 100),
+        query.GetCell(run, 1, 5, 9), query.GetCell(run, 99, 5, 9), query.GetSpans(run, 1, 0, 30),
         Throughput(run), Throughput(run, whole=False), Throughput(run, whole=True),
-        query.RankTimes(run), query.RankTimes(run, whole=True), query.StepSample(run),
-        query.RankTimes(run, first=10, last=30), query.Times(run, first=10, last=30),
-        query.Times(run, first=500, last=501),
-        query.Layers(run), query.Layers(run, "a"),
-        query.Step(run, 0), query.Step(run, 7), query.Step(run, 1 << 40),
+        query.GetRankTimes(run), query.GetRankTimes(run, whole=True), query.GetStepSample(run),
+        query.GetRankTimes(run, first=10, last=30), query.GetTimes(run, first=10, last=30),
+        query.GetTimes(run, first=500, last=501),
+        query.GetLayers(run), query.GetLayers(run, "a"),
+        query.GetStep(run, 0), query.GetStep(run, 7), query.GetStep(run, 1 << 40),
     ]  # fmt: skip
 
 
@@ -143,11 +144,11 @@ def test_verdict_of_a_session_that_is_over_is_that_of_its_report(tmp_path: Path)
     played.end()
     summary = msgspec.json.decode(SessionFolder(played.folder).summary_json.read_bytes())
     for send in (played.aggregator.query, stored(played.folder)):
-        verdict: Any = query.ask_one(send, query.Verdict())
+        verdict: Any = query.ask_one(send, query.GetVerdict())
         assert {name: verdict[name] for name in summary["verdict"]} == summary["verdict"]
         assert sum(verdict["exposed_ms"]) == pytest.approx(verdict["mean_step_ms"], rel=1e-3)
         assert (verdict["episodes"], verdict["brief"]) == (summary["episodes"], summary["brief"])
-        status = query.ask_one(send, query.Status())
+        status = query.ask_one(send, query.GetStatus())
         assert (status["verdict"], status["status"]) == (verdict["label"], "finished")
     played.aggregator.close()
 
@@ -188,7 +189,7 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
         played.begin(job_id=run)
         played.play(5)
     for send in (played.aggregator.query, stored(played.folder)):
-        run_names = [query.ask_one(send, query.Summary(run))["run"] for run in ("job", "a", "fit", None)]
+        run_names = [query.ask_one(send, query.GetSummary(run))["run"] for run in ("job", "a", "fit", None)]
         assert run_names == ["job", "a", "b", "b"]
         for asked in questions("x"):
             if isinstance(asked, query.OfRun):
@@ -201,16 +202,16 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
 @pytest.mark.parametrize("reply", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({})])
 def test_what_is_no_answer_is_said_to_be_none(reply: bytes) -> None:
     with pytest.raises(query.QueryError, match="the answer cannot be read"):
-        query.ask(lambda _: reply, [query.Status()])
+        query.ask(lambda _: reply, [query.GetStatus()])
 
 
 @pytest.mark.parametrize("answers", [[], [{"items": []}], [3], [None, None]])
 def test_answer_of_another_version_that_cannot_be_read_is_said_with_both_versions(answers: Any) -> None:
     reply = msgspec.msgpack.encode({"version": "9.9", "answers": answers})
     with pytest.raises(
-        query.QueryError, match=f"answer to Events .*of traceml-ray 9.9, this is {__version__}"
+        query.QueryError, match=f"answer to GetEvents .*of traceml-ray 9.9, this is {__version__}"
     ):
-        query.ask_one(lambda _: reply, query.Events())
+        query.ask_one(lambda _: reply, query.GetEvents())
 
 
 def test_command_to_a_session_that_is_only_a_file_is_refused(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_command_to_a_session_that_is_only_a_file_is_refused(tmp_path: Path) -> 
 def test_error_with_a_path_that_is_no_text_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     with pytest.raises(query.QueryError, match="no such session file"):
-        query.ask_one(stored(folder), query.Runs())
+        query.ask_one(stored(folder), query.GetRuns())
 
 
 def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -> None:
@@ -232,8 +233,8 @@ def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -
     played.play(5)
     answers = Answers(played.folder, LIMITS)
     for _ in range(2):
-        assert query.ask_one(answers.reply, query.Times("job", whole=True))["steps"] == 4
-        assert len(query.ask_one(answers.reply, query.Ranks())) == 2
+        assert query.ask_one(answers.reply, query.GetTimes("job", whole=True))["steps"] == 4
+        assert len(query.ask_one(answers.reply, query.GetRanks())) == 2
         answers.close()
         assert not answers._histories._readers
     played.aggregator.close()
@@ -241,7 +242,7 @@ def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -
 
 def test_array_comes_as_it_was_sent() -> None:
     sent = {"ranks": [0], "busy_ms": np.arange(6.0).reshape(2, 3)}
-    answer = query.ask_one(lambda _: query.encode([sent]), query.Busy())
+    answer = query.ask_one(lambda _: query.encode([sent]), query.GetBusy())
     assert answer["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -249,14 +250,14 @@ def test_answer_with_an_invalid_array_is_refused() -> None:
     head = msgspec.msgpack.encode(["|O8", [1]])
     for body in (len(head).to_bytes(2, "little") + head + bytes(8), b"", b"\xff\xff"):
         array = msgspec.msgpack.Ext(1, body)
-        with pytest.raises(query.QueryError, match="answer to Busy cannot be read"):
-            query.ask_one(lambda _, a=array: query.encode([{"ranks": [0], "busy_ms": a}]), query.Busy())
+        with pytest.raises(query.QueryError, match="answer to GetBusy cannot be read"):
+            query.ask_one(lambda _, a=array: query.encode([{"ranks": [0], "busy_ms": a}]), query.GetBusy())
 
 
 def test_only_questions_of_a_person_bring_what_has_come_into_the_answer(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, late=None)
     played.play(5, commit=False)
-    (watched,) = query.ask(played.aggregator.query, [query.Ranks()], watching=True)
+    (watched,) = query.ask(played.aggregator.query, [query.GetRanks()], watching=True)
     assert watched == {}
     assert len(ask(played.aggregator, "ranks")) == 2
     played.aggregator.close()

@@ -322,7 +322,7 @@ class Aggregator:
     def __init__(self, folder: Path, last: int = 1, answers: bool = True) -> None:
         self._clock = WallClock()
         self.core = aggregation(folder, self._clock)
-        self.got: list[wire.Run] = []
+        self.got: list[wire.RunEnd] = []
         self.finish = SimpleNamespace(remote=self._take)
         self._relay, self._rank = Relay(), Rank(0, 1)
         self._last, self._answers = last, answers
@@ -330,7 +330,7 @@ class Aggregator:
 
     def _take(self, data: bytes) -> bytes:
         """Answer as the actor does, whose other thread writes what is due."""
-        self.got.append(wire.decode(data, wire.Run))
+        self.got.append(wire.decode(data, wire.RunEnd))
         self._clock.tick(0.5)
         if len(self.got) == self._last:
             self.core.ingest(self._relay.message(self._rank.batch(0, final=True)))

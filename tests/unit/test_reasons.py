@@ -62,7 +62,7 @@ class Uneven(Played):
         }
 
     def live(self) -> dict[str, Any]:
-        verdict = query.ask_one(self.aggregator.query, query.Verdict())
+        verdict = query.ask_one(self.aggregator.query, query.GetVerdict())
         assert verdict is not None
         return dict(verdict)
 

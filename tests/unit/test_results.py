@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
-    asked = query.Status(), query.Verdict(), query.Summary()
+    asked = query.GetStatus(), query.GetVerdict(), query.GetSummary()
     answers = Answers(run.folder, Thresholds()), run.aggregator._answers
     run.aggregator.judge()
     run.aggregator.commit()

@@ -548,7 +548,7 @@ def test_events_of_a_flood_are_the_newest(played: Played) -> None:
         played.play(5, events=events, silent=tuple(range(1, played.world)))
     run = pages.newest
     assert run is not None
-    [asked] = [request for request in run.questions(0.0) if isinstance(request, query.Events)]
+    [asked] = [request for request in run.questions(0.0) if isinstance(request, query.GetEvents)]
     page = query.ask_one(played.source.reply, asked)
     events_read, cursor = page.items, page.cursor
     assert len(events_read) == 2000 and [event["t_ns"] for event in events_read] == list(range(1000, 3000))
@@ -770,7 +770,7 @@ class Held:
 
 @pytest.mark.parametrize(
     ("page", "selection", "kind"),
-    [("health", {}, query.Ledger), ("overview", {"run": "a"}, query.Verdict)],
+    [("health", {}, query.GetLedger), ("overview", {"run": "a"}, query.GetVerdict)],
 )
 def test_slow_aggregator_holds_up_only_views_that_need_its_answer(
     played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], kind: Any
@@ -793,7 +793,7 @@ def test_page_that_is_opened_twice_at_once_is_whole_for_both(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = followed(played)
-    held = Held(played.source, monkeypatch, query.RankTimes)
+    held = Held(played.source, monkeypatch, query.GetRankTimes)
     first = ThreadPoolExecutor(1).submit(look, pages, "ranks")
     assert held.waits.wait(30)
     second = ThreadPoolExecutor(1).submit(look, pages, "ranks")
@@ -814,7 +814,7 @@ def test_session_stays_open_while_another_thread_reads_it(
         played.aggregator.close()
     pages = SessionPages(StoredSource(tmp_path / "a"))
     assert pages.poll()
-    held = Held(StoredSource, monkeypatch, query.Verdict)
+    held = Held(StoredSource, monkeypatch, query.GetVerdict)
     reading = ThreadPoolExecutor(1).submit(look, pages, "overview", session="b")
     assert held.waits.wait(30)
     monkeypatch.undo()

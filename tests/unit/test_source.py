@@ -65,7 +65,7 @@ def test_source_is_chosen_by_name_path_and_address(tmp_path: Path, monkeypatch: 
     elsewhere = open_source("other", out, None)
     assert isinstance(elsewhere, LiveSource)
     with pytest.raises(SourceError, match=f"cannot attach to Ray at {NOWHERE}"):
-        query.ask(elsewhere.reply, [query.Status()])
+        query.ask(elsewhere.reply, [query.GetStatus()])
 
 
 def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     source = LiveSource("demo", Attachment(NOWHERE), "")
     for _ in range(3):
         with pytest.raises(SourceError, match="not answer"):
-            query.ask(source.reply, [query.Status()])
+            query.ask(source.reply, [query.GetStatus()])
     stuck.set()
     monkeypatch.setattr(sources, "ATTACH_S", 10.0)
     for _ in range(100):  # the answers to those questions are nobody's
         try:
-            assert query.ask(source.reply, [query.Events()]) == [query.Page([], 1)]
+            assert query.ask(source.reply, [query.GetEvents()]) == [query.Page([], 1)]
             break
         except SourceError:
             time.sleep(0.01)
@@ -176,7 +176,7 @@ def test_file_that_is_no_session_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"demo/session\.sqlite"):
         StoredSource(tmp_path / "demo")
     with pytest.raises(SourceError, match="Start one"):
-        query.ask(LocalSource("other", str(tmp_path)).reply, [query.Status()])
+        query.ask(LocalSource("other", str(tmp_path)).reply, [query.GetStatus()])
 
 
 def test_stored_session_answers_queries_like_a_live_one(tmp_path: Path) -> None:
@@ -185,12 +185,12 @@ def test_stored_session_answers_queries_like_a_live_one(tmp_path: Path) -> None:
         played.play(5, events=[Event("note", 7, message="x")])
     played.end()
     source = StoredSource(tmp_path / "demo")
-    asked = query.Ranks(), query.Events(since=3)
+    asked = query.GetRanks(), query.GetEvents(since=3)
     assert query.ask(source.reply, asked) == query.ask(played.source.reply, asked)
-    status, verdict = query.ask(source.reply, [query.Status(), query.Verdict()])
+    status, verdict = query.ask(source.reply, [query.GetStatus(), query.GetVerdict()])
     assert (status["status"], verdict["rank"]) == ("finished", 1)
     (tmp_path / "demo" / "summary.json").unlink()
-    assert query.ask(StoredSource(tmp_path / "demo").reply, [query.Verdict()]) == [verdict]
+    assert query.ask(StoredSource(tmp_path / "demo").reply, [query.GetVerdict()]) == [verdict]
     with pytest.raises(query.QueryError, match="there is no run 'x'"):
-        query.ask(source.reply, [query.Ranks("x")])
+        query.ask(source.reply, [query.GetRanks("x")])
     source.close()

@@ -238,7 +238,7 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     assert (numbers["samples_per_s"], numbers["eta_s"]) == (pytest.approx(2 * 4 / STEP_S), None)
     with SessionFile(job.folder / "session.sqlite") as file:
         assert summarize(file, LIMITS)["throughput"]["eta_s"] is None
-    verdict = query.ask_one(job.aggregator.query, query.Verdict())
+    verdict = query.ask_one(job.aggregator.query, query.GetVerdict())
     assert verdict is not None and verdict["label"] == "healthy"
 
 

@@ -159,7 +159,7 @@ def test_report_of_sampled_steps_counts_all_of_them(tmp_path: Path) -> None:
     played.every = 8
     for _ in range(60):
         played.play(20)
-    times = query.ask_one(played.aggregator.query, query.Times("job"))
+    times = query.ask_one(played.aggregator.query, query.GetTimes("job"))
     played.end()
     with SessionFile(played.aggregator.folder.sqlite) as file:
         summary = summarize(file, LIMITS)

@@ -107,7 +107,7 @@ State = CaptureState | Literal["recorded"]
 """recorded: the trace is yet to be written, which shows as recording."""
 
 
-class Capture:
+class StepCapture:
     """
     One capture; `at_step` runs on the training thread, the rest on the agent's.
 
@@ -389,7 +389,7 @@ KEPT_S = 30.0
 """A trace that nobody asks for any more is let go after so long."""
 
 
-class Captures:
+class CaptureAgent:
     """
     The captures of one process, one at a time.
 
@@ -413,7 +413,7 @@ class Captures:
     ) -> None:
         self._recorder, self._spans, self._errors = recorder, spans, errors
         self._folder, self._clock, self._calls = folder, clock, calls
-        self._now: Capture | None = None
+        self._now: StepCapture | None = None
         self._heard = 0.0
 
     # -- the agent's thread --------------------------------------------------------------------------
@@ -432,7 +432,7 @@ class Captures:
         if now is not None:
             now.let_go()
         self._recorder.settle(LOCK_S)  # whether it has done a step
-        self._now = Capture(
+        self._now = StepCapture(
             wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
         )
         self._now.arm()

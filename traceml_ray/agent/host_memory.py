@@ -13,7 +13,7 @@ _CACHE = b"inactive_file", b"active_file"
 
 
 @dataclass(frozen=True)
-class Limit:
+class HostLimit:
     """A limit of host memory, and where its use is counted; `group` is None for the whole machine."""
 
     total: int
@@ -44,12 +44,12 @@ class HostMemory:
         fields = _values(_read(str(self._root / "proc/self/smaps_rollup")), b":")
         return 1024 * sum(fields[name] for name in (b"Private_Clean", b"Private_Dirty"))
 
-    def limit(self) -> Limit:
+    def limit(self) -> HostLimit:
         """Return the tightest limit above this process: that of a cgroup, or all that the machine has."""
-        machine = Limit(1024 * self._machine()[b"MemTotal"])
+        machine = HostLimit(1024 * self._machine()[b"MemTotal"])
         return min([machine, *self._groups()], key=lambda limit: limit.total)
 
-    def used(self, limit: Limit) -> int:
+    def used(self, limit: HostLimit) -> int:
         """Return what is used of `limit`, without file cache that can be had back."""
         if limit.group is None:
             fields = self._machine()
@@ -62,7 +62,7 @@ class HostMemory:
     def _machine(self) -> dict[bytes, int]:
         return _values(_read(self._meminfo)[:512], b":")
 
-    def _groups(self) -> Iterator[Limit]:
+    def _groups(self) -> Iterator[HostLimit]:
         """Yield the limits of this process's cgroup and of those above it, as far as they can be seen."""
         for line in _read(str(self._root / "proc/self/cgroup")).decode(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -75,7 +75,7 @@ class HostMemory:
                 group = self._root / "sys/fs/cgroup" / ("memory" if legacy else "") / part
                 text = _read_if(f"{group}/memory.{'limit_in_bytes' if legacy else 'max'}").strip()
                 if text.isdigit():
-                    yield Limit(int(text), group, legacy)
+                    yield HostLimit(int(text), group, legacy)
 
 
 def _read(path: str) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from traceml_ray.agent.device_memory import OF_NVML, OF_TORCH, DeviceMemory
-from traceml_ray.agent.host_memory import HostMemory, Limit
+from traceml_ray.agent.host_memory import HostLimit, HostMemory
 from traceml_ray.errors import error_text
 from traceml_ray.signals.memory.records import MemorySample
 
@@ -41,7 +41,7 @@ class MemorySampler:
         self._devices = devices or DeviceMemory()
         self._host = HostMemory(root)
         self._clock = clock
-        self._limit: Limit | None = None
+        self._limit: HostLimit | None = None
         self._limit_due = self._uss_due = -USS_S
 
     def sample(self, t_ns: int, step: int | None) -> list[MemorySample]:

@@ -32,7 +32,7 @@ class Batch(msgspec.Struct, gc=False):
     """A relay has been given it, though maybe not the one that is there now."""
 
 
-class Outbox:
+class RankOutbox:
     """
     Keeps batches until they are stored, the oldest first.
 

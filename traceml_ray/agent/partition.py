@@ -11,7 +11,7 @@ the way to a backward.
 from __future__ import annotations
 
 from traceml_ray.agent.cuts import NO_EVENT, Cut, Cuts
-from traceml_ray.agent.rows import Rows
+from traceml_ray.agent.rows import RowBuilder
 from traceml_ray.agent.span_sums import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS, SpanSums
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
@@ -115,7 +115,7 @@ class OpenSpans:
             span.times, span.foreign_ns = [0] * N_STAGES, 0
 
     def extend(self, step: int, apart: bool) -> None:
-        """End the row now: what was after its backward belongs to that (see `Rows.extend`)."""
+        """End the row now: what was after its backward belongs to that (see `RowBuilder.extend`)."""
         for span in (*self.open, *self.over):
             span.times[BACKWARD] += span.times[POST_SYNC]
             span.times[POST_SYNC] = 0
@@ -283,7 +283,7 @@ class StepSpans:
 
     __slots__ = ("_evaluated", "_partition", "_rows", "_spans", "evaluation", "optimizer")
 
-    def __init__(self, partition: Partition, rows: Rows) -> None:
+    def __init__(self, partition: Partition, rows: RowBuilder) -> None:
         self._partition = partition
         self._rows = rows
         self._spans = partition.spans

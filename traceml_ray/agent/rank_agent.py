@@ -23,7 +23,7 @@ from traceml_ray import identity as identities
 from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.batch_draft import BatchDraft
-from traceml_ray.agent.capture import PIECE_BYTES, Captures
+from traceml_ray.agent.capture import PIECE_BYTES, CaptureAgent
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy
@@ -32,7 +32,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.memory_history import MemoryHistory
 from traceml_ray.agent.memory_samples import MemorySampler
-from traceml_ray.agent.outbox import Batch, Outbox
+from traceml_ray.agent.outbox import Batch, RankOutbox
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
@@ -89,7 +89,7 @@ class RankAgent:
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
-        self._outbox = Outbox(settings.agent_buffer_bytes)
+        self._outbox = RankOutbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
         self._dumped: set[wire.Value] = set()
@@ -111,7 +111,7 @@ class RankAgent:
         self._rank = Rank(self.recorder, ours, self.device, settings)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
         self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
-        self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
+        self.captures = CaptureAgent(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""

@@ -142,7 +142,7 @@ class SlowedSteps:
         return any(first <= step <= last for first, last in tuple(self._ranges.values()))
 
 
-class Rows:
+class RowBuilder:
     """Numbers the rows of one process and puts those that are whole into the ring."""
 
     __slots__ = (

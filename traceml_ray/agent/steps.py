@@ -15,7 +15,7 @@ from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.exchange import GradientExchange
 from traceml_ray.agent.partition import DataWaits, OpenSpans, Partition, StepSpans
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.rows import Rows
+from traceml_ray.agent.rows import RowBuilder
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.work_sums import WorkSums
 from traceml_ray.stages import (
@@ -45,7 +45,7 @@ class Steps:
         self.sums = SpanSums()
         self.spans = OpenSpans(self.sums)
         self.partition = Partition(self.spans, now)
-        self.rows = Rows(ring)
+        self.rows = RowBuilder(ring)
         self.manual = False
         """Steps are cut by `trace_step`, not by the optimizer."""
         self._exchange = exchange

@@ -45,7 +45,7 @@ _MERGED = {
 """The stages that are not told apart in rows with a flag."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class NumberChange(msgspec.Struct, frozen=True, kw_only=True):
     """One number of session `a` and of session `b`; None is not known."""
 
     what: str
@@ -82,11 +82,11 @@ class RankChange(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What two runs come to; `word` is None where their steps cannot be compared."""
 
     word: Word | None
-    by: Change | None
+    by: NumberChange | None
     """What says so: a stage, else the mean step, or where that is no different the median one."""
     stage: str | None = None
     """The stage that took longer, or less, than all else did; None: none, or there is no difference."""
@@ -107,14 +107,14 @@ class MemorySeries(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_steps(
     a: StepSample, b: StepSample, limits: CompareLimits = COMPARE
-) -> tuple[Verdict, list[Change]]:
+) -> tuple[ComparisonVerdict, list[NumberChange]]:
     """Return the verdict over the steps of two runs, and the numbers that it is made of."""
     few = [name for name, own in (("A", a), ("B", b)) if not own["numbers"]]
     if few:
         why = _too_few(a, b, limits)
         names = (STEP, MEDIAN, P95, SKEW, *STAGES)
-        return Verdict(word=None, by=None), [
-            Change(what=name, unit="%" if name == SKEW else "ms", why=why) for name in names
+        return ComparisonVerdict(word=None, by=None), [
+            NumberChange(what=name, unit="%" if name == SKEW else "ms", why=why) for name in names
         ]
     changes = {name: _step_change(name, a, b, limits) for name in a["numbers"]}
     return _verdict(a, b, changes, limits), [changes[name] for name in (STEP, MEDIAN, P95, SKEW, *STAGES)]
@@ -122,17 +122,19 @@ def compare_steps(
 
 def compare_memory(
     what: str, a: Sequence[MemorySeries], b: Sequence[MemorySeries], limits: CompareLimits = COMPARE
-) -> Change:
+) -> NumberChange:
     """Return the memory of two runs: of each the rank that has most, the mean over its samples."""
     lacks = [name for name, own in (("A", a), ("B", b)) if not own]
     if lacks:
-        return Change(what=what, unit="B", why=f"not measured in {' and '.join(lacks)}")
+        return NumberChange(what=what, unit="B", why=f"not measured in {' and '.join(lacks)}")
     one, other = (max(own, key=lambda each: float(each.samples.mean())) for own in (a, b))
     mean_a, mean_b = (float(each.samples.mean()) for each in (one, other))
     few = min(len(each.samples) for each in (one, other))
     if few < limits.samples:
         why = f"only {few} samples; {limits.samples} are needed"
-        return Change(what=what, unit="B", a=mean_a, b=mean_b, rank_a=one.rank, rank_b=other.rank, why=why)
+        return NumberChange(
+            what=what, unit="B", a=mean_a, b=mean_b, rank_a=one.rank, rank_b=other.rank, why=why
+        )
     (error_a, blocks_a), (error_b, blocks_b) = _error(one.samples), _error(other.samples)
     half = resampling.student(min(blocks_a, blocks_b, _FIFTHS), _upper(limits)) * float(
         np.hypot(error_a, error_b)
@@ -142,11 +144,11 @@ def compare_memory(
     return _judged(change, limits.least_memory * mean_a)
 
 
-def fact(what: str, unit: str, a: float | None, b: float | None) -> Change:
+def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange:
     """Return a number that is only shown: nothing is known of how far chance moves it."""
     a, b = (None if each is None or not np.isfinite(each) else float(each) for each in (a, b))
     known = a is not None and b is not None
-    return Change(
+    return NumberChange(
         what=what,
         unit=unit,
         a=a,
@@ -161,7 +163,7 @@ def _too_few(a: StepSample, b: StepSample, limits: CompareLimits) -> str:
     return f"too few steps beyond the warm-up: {' and '.join(counts)}, {limits.steps} are needed"
 
 
-def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits) -> Change:
+def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits) -> NumberChange:
     """Return one of the numbers of both samples, judged where that can be."""
     one, two = a["numbers"][name], b["numbers"][name]
     unit = "%" if name == SKEW else "ms"
@@ -202,13 +204,13 @@ def _upper(limits: CompareLimits) -> float:
     return (1 + limits.confidence) / 2
 
 
-def _change(what: str, unit: str, a: float, b: float, low: float, high: float) -> Change:
+def _change(what: str, unit: str, a: float, b: float, low: float, high: float) -> NumberChange:
     pct = {"change_pct": b - a, "low_pct": low, "high_pct": high}
     shares: Mapping[str, Any] = {name: 100 * value / a if a else None for name, value in pct.items()}
-    return Change(what=what, unit=unit, a=a, b=b, change=b - a, low=low, high=high, **shares)
+    return NumberChange(what=what, unit=unit, a=a, b=b, change=b - a, low=low, high=high, **shares)
 
 
-def _judged(change: Change, least: float) -> Change:
+def _judged(change: NumberChange, least: float) -> NumberChange:
     """Return a change with its word: of all that is judged, more is worse."""
     by, low, high = change.change or 0.0, change.low or 0.0, change.high or 0.0
     word: Word = "no difference"
@@ -219,7 +221,9 @@ def _judged(change: Change, least: float) -> Change:
     return msgspec.structs.replace(change, word=word)
 
 
-def _verdict(a: StepSample, b: StepSample, changes: Mapping[str, Change], limits: CompareLimits) -> Verdict:
+def _verdict(
+    a: StepSample, b: StepSample, changes: Mapping[str, NumberChange], limits: CompareLimits
+) -> ComparisonVerdict:
     whole = changes[STEP]
     if whole.word == "no difference" and changes[MEDIAN].word != "no difference":
         whole = changes[MEDIAN]
@@ -227,18 +231,20 @@ def _verdict(a: StepSample, b: StepSample, changes: Mapping[str, Change], limits
     of_ranks = len(a["ranks"]) if alike else 0
     moved = _moved(a, b, alike, limits)
     if moved is None:
-        return Verdict(word=whole.word, by=whole, of_ranks=of_ranks)
+        return ComparisonVerdict(word=whole.word, by=whole, of_ranks=of_ranks)
     if moved.change.word in ("no difference", _OPPOSITE.get(whole.word or "")):
         stage = _waited(changes, whole, limits)
-        return Verdict(word=whole.word, by=whole, stage=stage, of_ranks=of_ranks, rest=moved.all_else)
+        return ComparisonVerdict(
+            word=whole.word, by=whole, stage=stage, of_ranks=of_ranks, rest=moved.all_else
+        )
     ranks = moved.ranks if alike else ()
     stage = moved.change.what
-    return Verdict(
+    return ComparisonVerdict(
         word=moved.change.word, by=moved.change, stage=stage, ranks=ranks, of_ranks=of_ranks, rest=moved.rest
     )
 
 
-def _waited(changes: Mapping[str, Change], whole: Change, limits: CompareLimits) -> str | None:
+def _waited(changes: Mapping[str, NumberChange], whole: NumberChange, limits: CompareLimits) -> str | None:
     """Return `sync_wait` where it carries a difference that is in no rank's own time: the exchange itself."""
     waited, sign = changes["sync_wait"], 1 if whole.word == "worse" else -1
     least = limits.carries * abs(whole.change or 0.0)
@@ -249,7 +255,7 @@ def _waited(changes: Mapping[str, Change], whole: Change, limits: CompareLimits)
 class _Moved(NamedTuple):
     """The stage that fits least to all others."""
 
-    change: Change
+    change: NumberChange
     """What it took more than the others would have it, on the rank where that is most; shares of a step."""
     ranks: tuple[RankChange, ...]
     rest: float
@@ -314,11 +320,11 @@ def _of_step(
     more: Float,
     half: Float,
     limits: CompareLimits,
-) -> Change:
+) -> NumberChange:
     """Return what a stage took more on the rank where that is most, as a change of the step, judged."""
     most, step = int(np.argmax(np.abs(more))), a["numbers"][STEP]
     by, low, high = (float(each) for each in (more[most], more[most] - half[most], more[most] + half[most]))
-    change = Change(
+    change = NumberChange(
         what=name,
         unit="ms",
         a=float(own[0][most, stage]),

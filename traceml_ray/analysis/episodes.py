@@ -24,8 +24,8 @@ from traceml_ray.analysis.track import (
     MAX_LEVELS,
     Clock,
     Episode,
+    FindingTrack,
     Recurring,
-    Track,
     alike,
     late_from,
     level_of,
@@ -94,9 +94,9 @@ class Episodes:
         """What was being followed when the run ended, see `close`."""
         self._limits = thresholds
         self._over: list[Episode] = []
-        self._named: list[Track] = []
+        self._named: list[FindingTrack] = []
         """The headline first."""
-        self._candidates: list[Track] = []
+        self._candidates: list[FindingTrack] = []
         self._watches: list[Watch] = []
         self._watched: Watch | None = None
         """The one in effect."""
@@ -180,7 +180,7 @@ class Episodes:
             return [*findings]
         return [finding for finding in findings if finding.meaning.names != "all"]
 
-    def _tracks(self) -> list[Track]:
+    def _tracks(self) -> list[FindingTrack]:
         return [*self._named, *self._candidates]
 
     def _follow(self, findings: Sequence[Verdict], evidence: Evidence, *, counts: bool) -> None:
@@ -216,7 +216,7 @@ class Episodes:
             self._usual.append(level)
         self._forget()
 
-    def _begin(self, found: Verdict, evidence: Evidence) -> Track | None:
+    def _begin(self, found: Verdict, evidence: Evidence) -> FindingTrack | None:
         """
         Return a track of what has not been found before, from its first late step on.
 
@@ -231,7 +231,7 @@ class Episodes:
         late = late_from(least, found, evidence, self._limits if counted_to >= first else None)
         if late is None:
             return None
-        track = Track(found, late, self.clock.begin_ns(late))
+        track = FindingTrack(found, late, self.clock.begin_ns(late))
         track.found, track.found_ns = last, self.clock.now_ns
         track.extend(evidence, self.clock, found)
         return track
@@ -246,7 +246,7 @@ class Episodes:
         while len(self._candidates) > _MAX_CANDIDATES:
             self._drop(min(self._candidates, key=lambda track: track.cost_ns))
 
-    def _drop(self, track: Track) -> None:
+    def _drop(self, track: FindingTrack) -> None:
         """Drop what was not named; of several that overlap only the costliest counts as brief."""
         self._candidates.remove(track)
         self._counted.append((track.verdict, track.last))
@@ -263,7 +263,7 @@ class Episodes:
                 if watch.is_of(track.verdict):
                     watch.drop(cost_ns)
 
-    def _recur(self, track: Track, cost_ns: int) -> None:
+    def _recur(self, track: FindingTrack, cost_ns: int) -> None:
         """Add what was not named to what came before of the same kind."""
         mine = track.verdict
         if mine.meaning.names != "ranks" or not mine.ranks:
@@ -301,7 +301,7 @@ class Episodes:
             if track in self._candidates and exact and self._worth(track) and self._replaces(track):
                 self._take_name(track)
 
-    def _take_name(self, track: Track) -> None:
+    def _take_name(self, track: FindingTrack) -> None:
         """Name `track`: as the one that names nearly the same, or beside those that name something else."""
         same = [named for named in self._named if alike(named.verdict, track.verdict)]
         explained = "all" if track.verdict.meaning.names == "ranks" else None
@@ -322,7 +322,7 @@ class Episodes:
         if track is self._named[0]:
             self.since = track.began
 
-    def _give_way(self, named: Track, track: Track) -> None:
+    def _give_way(self, named: FindingTrack, track: FindingTrack) -> None:
         """End what is named for `track`, which counts the steps that it explains better."""
         named.cut(track.began)
         if named.cost_ns:
@@ -330,7 +330,7 @@ class Episodes:
         else:
             self._named.remove(named)
 
-    def _replaces(self, track: Track) -> bool:
+    def _replaces(self, track: FindingTrack) -> bool:
         """
         Whether `track` may be named. In place of one that names nearly the same only if it was found for as
         long, and in two of three windows.
@@ -346,7 +346,7 @@ class Episodes:
         steps = self.clock.timed(step - since)
         return self._limits.lasted(track.verdict.label, now_ns - since_ns, steps)
 
-    def _worth(self, track: Track) -> bool:
+    def _worth(self, track: FindingTrack) -> bool:
         if not track.held(self.clock, self._limits):
             return False
         usual = self._usual_level(track.verdict)
@@ -375,7 +375,7 @@ class Episodes:
         elif first is not before:
             self.since = first.began if first.found_ns == self.clock.now_ns else int(self.clock.steps[-1])
 
-    def _end(self, track: Track) -> None:
+    def _end(self, track: FindingTrack) -> None:
         self._over.append(track.episode(goes_on=False))
         self._counted.append((track.verdict, track.last))
         self._candidates = [one for one in self._candidates if not overlap(one.verdict, track.verdict)]

@@ -32,7 +32,7 @@ one long step (a validation), which the first has just finished.
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """
     The position of one rank.
 
@@ -88,7 +88,7 @@ class Place:
         return self.step, self.stage
 
 
-def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
+def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     """
     Return the hang in `places` after `quiet_s` seconds in which no rank closed a row; None: no hang.
 
@@ -127,11 +127,11 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     )
 
 
-def _is_stopped(place: Place) -> bool:
+def _is_stopped(place: RankPosition) -> bool:
     return (place.state or "").startswith("stopped")
 
 
-def _blocking(places: Sequence[Place], answering: Sequence[Place]) -> list[Place]:
+def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition]) -> list[RankPosition]:
     """Return the ranks that block: that do not answer, else are least far, else wait for something else."""
     silent = [place for place in places if place.silent_s is not None]
     working = [place for place in answering if not place.waits]
@@ -140,7 +140,7 @@ def _blocking(places: Sequence[Place], answering: Sequence[Place]) -> list[Place
     if working:
         least = min(place.key for place in working)
         return [place for place in working if place.key == least]
-    groups: dict[tuple[object, ...], list[Place]] = {}
+    groups: dict[tuple[object, ...], list[RankPosition]] = {}
     for place in answering:
         doing = place.collective or place.stage, place.pending_seq, place.where
         groups.setdefault((place.step, *doing), []).append(place)
@@ -150,7 +150,9 @@ def _blocking(places: Sequence[Place], answering: Sequence[Place]) -> list[Place
     return [place for place in places if place.ended] if not more else []
 
 
-def _why(blocking: Sequence[Place], others: Sequence[Place], answering: Sequence[Place]) -> str:
+def _why(
+    blocking: Sequence[RankPosition], others: Sequence[RankPosition], answering: Sequence[RankPosition]
+) -> str:
     if not blocking:
         if len({(place.collective, place.where, place.step) for place in answering}) > 1:
             each = [f"{text.ranks([place.rank])} {_doing(place)}" for place in answering[:8]]
@@ -177,16 +179,16 @@ def _why(blocking: Sequence[Place], others: Sequence[Place], answering: Sequence
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
 
-def _position(place: Place) -> str:
+def _position(place: RankPosition) -> str:
     return f"`{STAGES[place.stage]}` of step {place.step:,}"
 
 
-def _doing(place: Place) -> str:
+def _doing(place: RankPosition) -> str:
     at = f", {place.where}" if place.where else ""
     return f"waits in {f'`{place.collective}`' if place.collective else 'the gradient exchange'}{at}"
 
 
-def _others(others: Sequence[Place]) -> str:
+def _others(others: Sequence[RankPosition]) -> str:
     """Return "the other 3 wait in `all_reduce`, main (train.py:60)": what most of them do."""
     alike: dict[str, int] = {}
     for place in others:
@@ -204,7 +206,7 @@ def _others(others: Sequence[Place]) -> str:
 _PLURAL = {"waits": "wait", "is": "are"}
 
 
-def _next(blocking: Sequence[Place], stalled: bool) -> str:
+def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
     if not blocking:
         return "Look at the network between the nodes, and whether every rank takes part in every collective."
     who = text.ranks([place.rank for place in blocking])
@@ -224,11 +226,11 @@ def _next(blocking: Sequence[Place], stalled: bool) -> str:
     return f"Look at the stack of {who}: the others wait for what it is doing there."
 
 
-def _stacks(blocking: Sequence[Place], others: Sequence[Place]) -> tuple[Stack, ...]:
+def _stacks(blocking: Sequence[RankPosition], others: Sequence[RankPosition]) -> tuple[Stack, ...]:
     """Return all threads of the first blocking rank, and the training thread of the others, each once."""
     first = blocking[:1] if blocking and blocking[0].stack else []
     found = [Stack(ranks=(place.rank,), text=place.stack) for place in first]
-    alike: dict[tuple[str | None, str | None], list[Place]] = {}
+    alike: dict[tuple[str | None, str | None], list[RankPosition]] = {}
     for place in [*blocking[1:], *others]:
         if place.stack:
             alike.setdefault((place.where, place.call), []).append(place)

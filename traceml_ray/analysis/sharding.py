@@ -38,7 +38,7 @@ class Imbalance(msgspec.Struct, frozen=True):
     next: str
 
 
-class ShardedModel(msgspec.Struct, frozen=True):
+class ModelShards(msgspec.Struct, frozen=True):
     """A model, or the part of it that a pipeline stage has, and the ranks that it is divided among."""
 
     ranks: list[int]
@@ -61,7 +61,7 @@ class ShardedModel(msgspec.Struct, frozen=True):
     imbalance: Imbalance | None
 
 
-def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ShardedModel]:
+def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ModelShards]:
     """Return the models that `ranks` hold shards of, the one with the lowest rank first."""
     alike: dict[tuple[object, ...], dict[int, Sharding]] = {}
     for rank, own in sorted(ranks.items()):
@@ -70,10 +70,10 @@ def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[
     return [_model(own, limits) for own in alike.values()]
 
 
-def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ShardedModel:
+def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ModelShards:
     first = next(iter(ranks.values()))
     uneven = _uneven(ranks)
-    return ShardedModel(
+    return ModelShards(
         ranks=[*ranks],
         groups=first.groups,
         full_bytes=first.full_bytes,

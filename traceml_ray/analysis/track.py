@@ -101,7 +101,7 @@ class Clock:
         return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
 
 
-class Track:
+class FindingTrack:
     """One finding, followed from window to window."""
 
     def __init__(self, verdict: Verdict, began: int, began_ns: int) -> None:
@@ -279,21 +279,21 @@ _SHARED = (
 class Recurring:
     """What was over before it was named, each time: all of it together, over the run."""
 
-    def __init__(self, track: Track) -> None:
+    def __init__(self, track: FindingTrack) -> None:
         self.verdict = track.verdict
         self.began, self.began_ns = track.began, track.began_ns
         self.last, self.last_ns = track.last, track.last_ns
         self.ranks = track.ranks
         self.cost_ns = self.count = 0
 
-    def add(self, track: Track, cost_ns: int) -> None:
+    def add(self, track: FindingTrack, cost_ns: int) -> None:
         """Add one more time."""
         self.last, self.last_ns = max(self.last, track.last), max(self.last_ns, track.last_ns)
         self.cost_ns, self.count = self.cost_ns + cost_ns, self.count + 1
 
     def episode(self) -> Episode:
         """Return it as an episode that was not named."""
-        track = Track(self.verdict, self.began, self.began_ns)
+        track = FindingTrack(self.verdict, self.began, self.began_ns)
         track.last, track.last_ns, track.ranks = self.last, self.last_ns, self.ranks
         track.cost_ns = self.cost_ns
         return msgspec.structs.replace(track.episode(goes_on=False), confidence="low", pattern="transient")

@@ -11,7 +11,7 @@ from traceml_ray.analysis.doubt import doubt
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Clock, Episode, Track, alike
+from traceml_ray.analysis.track import Clock, Episode, FindingTrack, alike
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float
 from traceml_ray.stages import STAGES
@@ -28,7 +28,7 @@ class Watch:
     It goes on while tracks of it come and go: a track is dropped as soon as too few windows show it.
     """
 
-    def __init__(self, track: Track) -> None:
+    def __init__(self, track: FindingTrack) -> None:
         self.verdict = track.verdict
         """As found last."""
         self.began, self.began_ns = track.began, track.began_ns
@@ -73,7 +73,7 @@ class Watch:
         places = [ranks.index(rank) for rank in self.verdict.ranks if rank in ranks]
         return doubt(evidence, places, STAGES.index(self.verdict.stage), past, limits)
 
-    def follow(self, tracks: Sequence[Track]) -> None:
+    def follow(self, tracks: Sequence[FindingTrack]) -> None:
         """Take what has become of the `tracks` that are of this cause."""
         mine = [track for track in tracks if self.is_of(track.verdict)]
         costs = [max(track.cost_ns, track.outlived_ns) for track in mine]
@@ -151,7 +151,7 @@ _NAMES = ("stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "exces
 
 
 def lacking(
-    watch: Watch, tracks: Sequence[Track], usual: Float | None, clock: Clock, limits: Thresholds
+    watch: Watch, tracks: Sequence[FindingTrack], usual: Float | None, clock: Clock, limits: Thresholds
 ) -> str:
     """
     Return the first condition for a name that is not met, in numbers.
@@ -190,7 +190,7 @@ def lacking(
     return "it is named with the next window that shows it"
 
 
-def pending(tracks: Sequence[Track], watch: Watch | None) -> str:
+def pending(tracks: Sequence[FindingTrack], watch: Watch | None) -> str:
     """Return a note on the candidates for a name, without those that are `watch`ed."""
     longest: dict[tuple[int | None, str | None], tuple[float, Verdict]] = {}
     drifts = [track for track in tracks if track.verdict.meaning.names == "all"]

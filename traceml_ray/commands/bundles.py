@@ -19,5 +19,5 @@ def run(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.manifest import render_bundles
 
     folder, answers = which.stored(arguments)
-    show(render_bundles(query.ask_one(answers.reply, query.Bundles()), folder), end="")
+    show(render_bundles(query.ask_one(answers.reply, query.GetBundles()), folder), end="")
     return 0

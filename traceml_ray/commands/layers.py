@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     asked = secrets.token_hex(8)
     try:
         if arguments.steps is None:
-            layers = answers.answer(query.Layers(arguments.run))
+            layers = answers.answer(query.GetLayers(arguments.run))
         else:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
             check_goes_on(folder, arguments.run)
-            request(folder, wire.Request(wire.VERSION, asked, layers=wanted), LIMIT_S)
+            request(folder, wire.ControlRequest(wire.VERSION, asked, layers=wanted), LIMIT_S)
             with printing.progress_bar("layers"):
                 layers = measured(
                     answers.answer,

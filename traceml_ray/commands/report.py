@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     output = folder / session.PAGE if arguments.html and arguments.output is None else arguments.output
     with legible(folder), printing.progress_bar(f"report of {folder.name}"):
         if arguments.html:
-            report: str | bytes = query.ask_one(answers.reply, query.ReportPage(arguments.run))
+            report: str | bytes = query.ask_one(answers.reply, query.GetReportPage(arguments.run))
         else:
-            summary: Any = query.ask_one(answers.reply, query.Summary(arguments.run, whole=True))
+            summary: Any = query.ask_one(answers.reply, query.GetSummary(arguments.run, whole=True))
             report = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
         if output is not None:
             data = report if isinstance(report, bytes) else report.encode(errors="backslashreplace")

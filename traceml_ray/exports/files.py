@@ -10,7 +10,7 @@ from typing import Any
 
 from traceml_ray import printing
 from traceml_ray.exports.step_trace import write_step_trace
-from traceml_ray.exports.tables import TABLES, Batch, Chosen, Table
+from traceml_ray.exports.tables import TABLES, Batch, Chosen, ExportedTable
 from traceml_ray.files import appearing
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.runs import run_names
@@ -94,8 +94,8 @@ def _run_id(session: SessionFile, name: str | None) -> str | None:
     return matching[-1] if matching else None
 
 
-def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:
-    def write(path: Path, table: Table, batches: Iterator[Batch]) -> None:
+def _csv() -> Callable[[Path, ExportedTable, Iterator[Batch]], None]:
+    def write(path: Path, table: ExportedTable, batches: Iterator[Batch]) -> None:
         with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
             rows = csv.writer(file)
             rows.writerow(table.columns)
@@ -105,7 +105,7 @@ def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:
     return write
 
 
-def _parquet() -> Callable[[Path, Table, Iterator[Batch]], None]:
+def _parquet() -> Callable[[Path, ExportedTable, Iterator[Batch]], None]:
     """Return what writes a table. Raises ExportError where pyarrow is not installed."""
     try:
         import pyarrow
@@ -118,7 +118,7 @@ def _parquet() -> Callable[[Path, Table, Iterator[Batch]], None]:
         "text": pyarrow.string(),
     }
 
-    def write(path: Path, table: Table, batches: Iterator[Batch]) -> None:
+    def write(path: Path, table: ExportedTable, batches: Iterator[Batch]) -> None:
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in table.columns.items()])
         with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
             for batch in batches:

@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
     """By which findings are judged, where the session has no summary yet."""
 
 
-class Table(NamedTuple):
+class ExportedTable(NamedTuple):
     """A table: the kind of each column, and what reads it."""
 
     columns: Mapping[str, ColumnKind]
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[tuple[Mapping[str, Any], list[str]]]) -> Batch:
     return joined
 
 
-def _stored(table: str, columns: Mapping[str, ColumnKind]) -> Table:
+def _stored(table: str, columns: Mapping[str, ColumnKind]) -> ExportedTable:
     """Return a table as the session file has it."""
 
     def batches(session: SessionFile, _: Chosen) -> Iterator[Batch]:
@@ -150,7 +150,7 @@ def _stored(table: str, columns: Mapping[str, ColumnKind]) -> Table:
                 for name, column in zip(columns, zip(*some, strict=True), strict=True)
             }
 
-    return Table(columns, batches)
+    return ExportedTable(columns, batches)
 
 
 def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
@@ -254,18 +254,21 @@ _OF_LAYER = _kinds(LayerSum)
 _LAYERS = _PROCESS | _OF_WINDOW | _OF_LAYER
 _NODE: dict[str, ColumnKind] = {"node_id": "text"}
 _CLOCK: dict[str, ColumnKind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
-_UNFOLDED: dict[str, Table] = {"layers": Table(_LAYERS, _layers), "batch_sizes": Table(_SIZES, _sizes)}
+_UNFOLDED: dict[str, ExportedTable] = {
+    "layers": ExportedTable(_LAYERS, _layers),
+    "batch_sizes": ExportedTable(_SIZES, _sizes),
+}
 """Records of which each is several rows."""
 
 
-def _of_kind(kind: Kind[Any]) -> Table:
+def _of_kind(kind: Kind[Any]) -> ExportedTable:
     """Return the table of a kind of records: a column for each field."""
     owner = _PROCESS if kind.of == "process" else _NODE
     return _UNFOLDED.get(kind.exported) or _stored(kind.table, owner | _kinds(kind.record))
 
 
-TABLES: dict[str, Table] = {
-    "steps": Table(_STEPS, _steps),
+TABLES: dict[str, ExportedTable] = {
+    "steps": ExportedTable(_STEPS, _steps),
     "ranks": _stored("rank_process", _rank_columns()),
     "nodes": _stored("node", _node_columns()),
     "process_samples": _stored("process_sample", _PROCESS | _kinds(wire.ProcessSample)),
@@ -273,7 +276,7 @@ TABLES: dict[str, Table] = {
     "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
     **{kind.exported: _of_kind(kind) for kind in KINDS.values()},
     "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
-    "findings": Table({"run": "text", **_kinds(Finding)}, _findings),
+    "findings": ExportedTable({"run": "text", **_kinds(Finding)}, _findings),
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
     "meta": _stored("meta", {"key": "text", "value": "text"}),
 }

@@ -38,7 +38,7 @@ _NO_JOB = {"", "none"}
 """Job ids that say nothing: torchrun's without a rendezvous id is "none"."""
 
 
-class Event(msgspec.Struct, gc=False):
+class StormlogEvent(msgspec.Struct, gc=False):
     """An event of schema 2, 3 or 4: what is read of it."""
 
     timestamp_ns: Count
@@ -87,11 +87,11 @@ class Legacy(msgspec.Struct, gc=False):
     context: str | None = None
     metadata: msgspec.Raw = _NO_METADATA
 
-    def event(self) -> Event:
+    def event(self) -> StormlogEvent:
         """Return it as an event of the newest schema."""
         total = self.total_memory if self.device_total is None else self.device_total
         on_cpu = self.backend == "cpu"
-        return Event(
+        return StormlogEvent(
             timestamp_ns=round(self.timestamp * 1e9),
             event_type=self.event_type,
             collector=f"legacy.{self.backend or 'unknown'}",
@@ -113,12 +113,12 @@ class Legacy(msgspec.Struct, gc=False):
         )
 
 
-def recordings(events: Iterable[Event]) -> list[Recording]:
+def recordings(events: Iterable[StormlogEvent]) -> list[Recording]:
     """
     Return the events of one file by process, rank and device. Raises `RefusedFileError` for a rank beyond the
     world size.
     """
-    found: dict[tuple[object, ...], list[Event]] = {}
+    found: dict[tuple[object, ...], list[StormlogEvent]] = {}
     for event in events:
         key = (event.session_id, event.host, event.pid, event.rank, max(event.device_id, -1))
         found.setdefault(key, []).append(event)
@@ -148,7 +148,7 @@ def measured(columns: dict[str, Floats]) -> dict[str, Floats]:
     return {name: values for name, values in columns.items() if np.isfinite(values).any()}
 
 
-def _recording(own: list[Event]) -> Recording:
+def _recording(own: list[StormlogEvent]) -> Recording:
     """Return the events of one process and device as a recording."""
     first = own[0]
     if first.rank >= first.world_size:
@@ -171,13 +171,13 @@ def _recording(own: list[Event]) -> Recording:
     )
 
 
-def _marks(events: list[Event]) -> list[tuple[Event, str]]:
+def _marks(events: list[StormlogEvent]) -> list[tuple[StormlogEvent, str]]:
     """Return the events that mark a collective, in order of time, and which one."""
     marked = [(event, name) for event in events if (name := operation(event)) is not None]
     return sorted(marked, key=lambda mark: mark[0].timestamp_ns)
 
 
-def _samples(own: list[Event]) -> list[Event]:
+def _samples(own: list[StormlogEvent]) -> list[StormlogEvent]:
     """
     Return what was measured, in order of time: not what is repeated, no marks of collectives, and of several
     events about one sample (its peak, its change) the last.
@@ -193,15 +193,15 @@ def _samples(own: list[Event]) -> list[Event]:
     ]
 
 
-def _only_marks(event: Event) -> bool:
+def _only_marks(event: StormlogEvent) -> bool:
     return event.event_type != "sample" and operation(event) is not None
 
 
-def _host(own: Sequence[Event]) -> dict[str, Floats]:
+def _host(own: Sequence[StormlogEvent]) -> dict[str, Floats]:
     return measured({"rss_bytes": column(event.allocator_allocated_bytes for event in own)})
 
 
-def _device(own: Sequence[Event]) -> dict[str, Floats]:
+def _device(own: Sequence[StormlogEvent]) -> dict[str, Floats]:
     values = {
         "allocated_bytes": (event.allocator_allocated_bytes for event in own),
         "reserved_bytes": (event.allocator_reserved_bytes for event in own),

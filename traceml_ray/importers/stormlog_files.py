@@ -18,7 +18,7 @@ from traceml_ray.analysis.memory.recordings import (
 from traceml_ray.codec import ready
 from traceml_ray.files import read_file
 from traceml_ray.importers import stormlog, stormlog_timeline
-from traceml_ray.importers.stormlog import Event, Legacy
+from traceml_ray.importers.stormlog import Legacy, StormlogEvent
 
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
 _NOTHING = "there are no samples of memory in it"
@@ -31,7 +31,9 @@ _COUNTERS = (
     "memory_allocated",
 )
 """Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
-_READ = {"schema_version", "timestamp", *Event.__struct_fields__, *Legacy.__struct_fields__} - {"metadata"}
+_READ = {"schema_version", "timestamp", *StormlogEvent.__struct_fields__, *Legacy.__struct_fields__} - {
+    "metadata"
+}
 _MAX_REASON = 200
 _NOT_THERE = msgspec.Raw()
 
@@ -97,7 +99,7 @@ def _contents(decode: Decode, notes: Sequence[str] = ()) -> FileContents:
     if records[0].schema_version is None and records[0].timestamp_ns is None:
         events = [old.event() for old in decode(Legacy)]
     else:
-        events = decode(Event)
+        events = decode(StormlogEvent)
     return FileContents("Stormlog events", stormlog.recordings(events), [*notes])
 
 

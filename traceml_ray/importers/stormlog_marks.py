@@ -25,7 +25,7 @@ _UNKNOWN_RANK = 0
 """Until ranks are known, see `merge`."""
 
 
-class Event(Protocol):
+class MarkedEvent(Protocol):
     """What of an event says whether it marks a collective."""
 
     timestamp_ns: int
@@ -34,7 +34,7 @@ class Event(Protocol):
     metadata: Any
 
 
-def operation(event: Event) -> str | None:
+def operation(event: MarkedEvent) -> str | None:
     """Return the collective that an event marks; None: it marks none. Of a sample only the context counts."""
     texts = [event.context or ""]
     if event.event_type != "sample":
@@ -46,7 +46,7 @@ def operation(event: Event) -> str | None:
     return UNNAMED if _ANY.search(words) else None
 
 
-def collectives(marks: Iterable[tuple[Event, str]]) -> list[Collective]:
+def collectives(marks: Iterable[tuple[MarkedEvent, str]]) -> list[Collective]:
     """Return marks (event, operation) in order of time as collectives; a phase is one from begin to end."""
     times: list[tuple[str, int, int]] = []
     entered: dict[str, int] = {}

@@ -180,7 +180,7 @@ class AggregatorCore:
     def end(self, data: bytes) -> bytes:
         """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
         try:
-            kind: type[wire.Finish | wire.Run] = wire.Run if wire.tag_of(data) == "run" else wire.Finish
+            kind: type[wire.Finish | wire.RunEnd] = wire.RunEnd if wire.tag_of(data) == "run" else wire.Finish
             message = wire.decode(data, kind)
             self._be_busy()
             return wire.encode(self.endings.answer(message))

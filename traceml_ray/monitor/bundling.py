@@ -35,7 +35,7 @@ from traceml_ray.reports.manifest import manifest_of, reason_of, stacks_of
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.settings import Settings
 from traceml_ray.stages import STAGES
-from traceml_ray.store.bundles import FOLDER, MANIFEST, Cause, bundles_of, making, new_name, prune
+from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, making, new_name, prune
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session import DATABASE
@@ -69,17 +69,17 @@ def asked_for_bundle(event: Mapping[str, Any]) -> bool:
 
 
 @dataclass(eq=False)
-class Incident:
+class OpenIncident:
     """What happened within one incident; times in seconds of `Incidents.clock`."""
 
     began: float
     due: float
-    causes: list[Cause] = field(default_factory=list)
+    causes: list[BundleCause] = field(default_factory=list)
     name: str | None = None
     """Of its bundle, once that is written."""
     changed: bool = True
     """Something has happened since it was written, or it is not."""
-    stacks_for: Cause | None = None
+    stacks_for: BundleCause | None = None
     """The cause for which ranks are asked for their stacks,"""
     stacks_until: float = 0.0
     """and until when they are."""
@@ -109,7 +109,7 @@ class Incidents:
 
     clock: Callable[[], float]
     count: Callable[[str], object]
-    open: Incident | None = None
+    open: OpenIncident | None = None
 
     def __post_init__(self) -> None:
         self._known: set[object] = set()
@@ -121,11 +121,11 @@ class Incidents:
         self._failed: dict[str, str] = {}
         """By request: why its bundle could not be made."""
 
-    def know(self, causes: Iterable[Cause]) -> None:
+    def know(self, causes: Iterable[BundleCause]) -> None:
         """Take what is in bundles already, as after a restart."""
         self._known.update(cause.key for cause in causes)
 
-    def note(self, cause: Cause) -> None:
+    def note(self, cause: BundleCause) -> None:
         """Take what has happened, once."""
         if cause.key in self._known:
             return
@@ -134,7 +134,7 @@ class Incidents:
             self.count(f"no bundle, too soon after the last: {cause.reason}")
             return
         if incident is None:
-            incident = self.open = Incident(now, now)
+            incident = self.open = OpenIncident(now, now)
         requested = incident.requested
         kept = sum((other.request is None) == (cause.request is None) for other in incident.causes)
         if kept < MAX_CAUSES:
@@ -149,7 +149,7 @@ class Incidents:
             self._requested(incident, cause, now)
         incident.changed = True
 
-    def _happened(self, incident: Incident, cause: Cause, now: float) -> None:
+    def _happened(self, incident: OpenIncident, cause: BundleCause, now: float) -> None:
         if incident.name is None:
             incident.due = now + (STACKS_S if cause.reason == "hang" else SETTLE_S)
         if incident.stacks_for is None and cause.reason not in (
@@ -158,13 +158,13 @@ class Incidents:
         ):  # there they come anyway
             incident.stacks_for, incident.stacks_until = cause, now + ASK_S
 
-    def _requested(self, incident: Incident, cause: Cause, now: float) -> None:
+    def _requested(self, incident: OpenIncident, cause: BundleCause, now: float) -> None:
         incident.due = now + SETTLE_S
         if len(incident.causes) == 1:  # no bundle is to be written but for this request
             incident.due = max(incident.due, self._request_from)
         incident.stacks_for, incident.stacks_until = cause, now + ASK_S
 
-    def _may_begin(self, cause: Cause, now: float) -> bool:
+    def _may_begin(self, cause: BundleCause, now: float) -> bool:
         if cause.reason != "oom" or cause.fatal:
             return True
         if now < self._caught_from:
@@ -190,7 +190,7 @@ class Incidents:
             self.open = None
         return incident is not None and incident.changed and now >= min(incident.due, incident.until)
 
-    def written(self, causes: Sequence[Cause], name: str | None, why: str = "") -> None:
+    def written(self, causes: Sequence[BundleCause], name: str | None, why: str = "") -> None:
         """
         Note that the bundle of the open incident was written, with these of its causes. None: it was not, and
         `why`; then it is not tried again for these.
@@ -268,7 +268,7 @@ class Bundling:
         for death in all_deaths:
             if death.message.startswith("KeyboardInterrupt"):  # a person has ended the run
                 continue
-            cause = Cause(
+            cause = BundleCause(
                 reason_of(death),
                 death.when.t_ns,
                 f"rank {death.rank} died: {death.reason}.",
@@ -286,7 +286,7 @@ class Bundling:
     def hung(self, run: str, verdict: Verdict) -> None:
         """Take the verdict on a hang, each time that it is given."""
         began_ns, named = verdict.began_ns or self.clock(), [*verdict.ranks, None]
-        cause = Cause(
+        cause = BundleCause(
             *("hang", began_ns, verdict.why, run),
             *(verdict.rank if verdict.rank is not None else named[0], verdict.last_step, verdict.stage),
         )
@@ -305,7 +305,7 @@ class Bundling:
         where, traceback = data.get("where"), data.get("traceback")
         who = "a process of unknown rank" if rank is None else f"rank {rank}"
         where_text = f" in {where}" if where else ""
-        cause = Cause(
+        cause = BundleCause(
             "oom",
             event.t_ns,
             f"memory ran out on {who}{where_text}: {event.message.rstrip('.: ')}.",
@@ -329,14 +329,16 @@ class Bundling:
             self.errors.count("no bundle: bundles=0")
             incidents.fail(request, "this session keeps none (bundles=0)")
         if incidents.failure(request) is None:
-            incidents.note(Cause("request", self.clock(), "it was requested.", request=request))
+            incidents.note(BundleCause("request", self.clock(), "it was requested.", request=request))
         return incidents.failure(request)
 
     def stopped(self, exit_code: int) -> None:
         """Take that the job ended with the launcher's exit code: a signal from outside is an incident."""
         number = _FROM_OUTSIDE.get(exit_code)
         if number is not None and self.writer.processes:
-            self.incidents.note(Cause("terminated", self.clock(), f"the job was ended by {number.name}."))
+            self.incidents.note(
+                BundleCause("terminated", self.clock(), f"the job was ended by {number.name}.")
+            )
 
     def write_due(self, at_end: bool = False) -> None:
         """Write the bundle that is due; `at_end`, whatever has happened. An error is counted."""
@@ -359,7 +361,7 @@ class Bundling:
             with self.writer.lock:
                 self.incidents.written(causes, name, why)
 
-    def _write(self, incident: Incident, causes: list[Cause]) -> str:
+    def _write(self, incident: OpenIncident, causes: list[BundleCause]) -> str:
         if not self.commit():
             raise BundleError("rows cannot be written to the session file")
         run = next((cause.run for cause in causes if cause.run is not None), None)
@@ -382,7 +384,7 @@ class Bundling:
         return name
 
     def _add_snapshots(
-        self, facts: RunFacts, incident: Incident, t_ns: int, here: Path
+        self, facts: RunFacts, incident: OpenIncident, t_ns: int, here: Path
     ) -> tuple[list[Path], dict[str, str]]:
         """
         Put what torch's allocators have written since shortly before `t_ns` into `here`; return the files

@@ -239,7 +239,7 @@ class _Capture:
         return all(rank.about.state in ("asked", "armed") for rank in self.ranks.values())
 
 
-class Captures:
+class CaptureCoordinator:
     """
     One per session. The caller holds the writer's lock: nothing here waits for a disk.
 

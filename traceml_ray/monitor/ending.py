@@ -100,9 +100,9 @@ class Endings:
             whole = self._rows() == self._came and not self.writer.is_behind
             return self._session.written is not None and whole
 
-    def answer(self, message: wire.Finish | wire.Run) -> wire.Finished:
+    def answer(self, message: wire.Finish | wire.RunEnd) -> wire.Finished:
         """Note that a node has left, or what a run reports; return how far the end is. May be repeated."""
-        return self._run(message) if isinstance(message, wire.Run) else self._leave(message)
+        return self._run(message) if isinstance(message, wire.RunEnd) else self._leave(message)
 
     def _leave(self, message: wire.Finish) -> wire.Finished:
         with self.writer.lock:
@@ -114,7 +114,7 @@ class Endings:
         self.writer.commit()
         return wire.Finished(wire.VERSION, "noted", waiting=missing)
 
-    def _run(self, message: wire.Run) -> wire.Finished:
+    def _run(self, message: wire.RunEnd) -> wire.Finished:
         with self.writer.lock:
             job = message.job_id
             self._set_run(job, message.info)

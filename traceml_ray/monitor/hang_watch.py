@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
-from traceml_ray.analysis.hang import Place, find
+from traceml_ray.analysis.hang import RankPosition, find
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -131,7 +131,7 @@ class HangWatch:
 
     def _places(
         self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang | None
-    ) -> list[Place] | None:
+    ) -> list[RankPosition] | None:
         """Return where each rank is; None while one that fell silent may still answer."""
         answers: dict[int, dict[str, Any]] = {}
         if hang is not None:
@@ -149,7 +149,7 @@ class HangWatch:
             event = answers.get(process.id, {})
             data = event.get("data", {})
             places.append(
-                Place(
+                RankPosition(
                     rank=rank,
                     node=labels[process.id],
                     step=process.open_step,

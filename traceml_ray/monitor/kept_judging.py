@@ -14,7 +14,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Clock, Episode, Recurring, Track
+from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.watching import Watch
 from traceml_ray.codec import ready
@@ -33,7 +33,18 @@ MAX_HISTORIES = 16
 FORM = 4
 """To be raised when one of the classes below changes."""
 PACKER = Packer(
-    FORM, 16 << 20, Episodes, Brief, Track, Recurring, Clock, Episode, AtEnd, Watch, Verdict, Thresholds
+    FORM,
+    16 << 20,
+    Episodes,
+    Brief,
+    FindingTrack,
+    Recurring,
+    Clock,
+    Episode,
+    AtEnd,
+    Watch,
+    Verdict,
+    Thresholds,
 )
 
 

@@ -3,8 +3,8 @@ Ends a session from its file in a process of its own, which can be left alone wh
 
 A call to a disk that hangs does not return, and a process with such a call may not even end. So whoever has
 to end in time (a launcher) touches the disk of a session whose aggregator does not answer in another process:
-`python -m traceml_ray.monitor.offline_process`. On its stdin come one JSON `Request`, a line, and an empty
-line when the session may be taken over. On its stdout it says READY, and at the end one JSON `Reply`.
+`python -m traceml_ray.monitor.offline_process`. On its stdin come one JSON `OfflineRequest`, a line, and an
+empty line when the session may be taken over. On its stdout it says READY, and at the end one JSON `Reply`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOOK_S = 0.02
 """Between two looks at whether the process gets on."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class OfflineRequest(msgspec.Struct, frozen=True):
     """The arguments of `finish_offline`."""
 
     folder: str
@@ -67,7 +67,7 @@ class OfflineEnd:
     Raises OSError when there can be no process.
     """
 
-    def __init__(self, request: Request, environ: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, request: OfflineRequest, environ: Mapping[str, str], cwd: Path) -> None:
         self._folder = request.folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -139,7 +139,7 @@ def _progress(pid: int) -> tuple[Any, ...] | None:
 
 def main() -> None:
     """Serve one request."""
-    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=ready(Request))
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=ready(OfflineRequest))
     file = Path(request.folder) / DATABASE
     with contextlib.suppress(OSError), file.open("rb") as database:  # all else would wait behind it, too
         database.read(1)

@@ -20,7 +20,7 @@ import numpy as np
 from traceml_ray import text, wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
-from traceml_ray.monitor.captures import Captures, Wanted
+from traceml_ray.monitor.captures import CaptureCoordinator, Wanted
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.profile_messages import REQUEST_EVENT
@@ -141,7 +141,9 @@ class Profiling:
         self._runs, self._peer, self._commit = runs, peer, commit
         self._folder, self._max_bytes = writer.path.parent, settings.profile_bytes
         self._files = ProfileFiles(self._folder, errors)
-        self._captures = Captures(self._files, self._folder.name, errors, clock, lambda: ticks() / 1e9)
+        self._captures = CaptureCoordinator(
+            self._files, self._folder.name, errors, clock, lambda: ticks() / 1e9
+        )
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self._explaining: subprocess.Popen[bytes] | None = None
         self.commands: list[wire.Command] = []

@@ -78,7 +78,7 @@ class Snapshots:
         return list(self._folder.glob(f"{_PREFIX}*.sqlite"))
 
 
-_FRESH = (query.Summary, query.Runs, query.Nodes, query.Ranks, query.Snapshot)
+_FRESH = (query.GetSummary, query.GetRuns, query.GetNodes, query.GetRanks, query.Snapshot)
 """Their answers contain everything that has arrived."""
 
 
@@ -121,14 +121,14 @@ class LiveAnswers(Answers):
         self._by_kind[query.StartProfile] = self._start_profile
         self._by_kind[query.StartLayers] = self._start_layers
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
-        self._by_kind[query.Memory] = self._memory
+        self._by_kind[query.GetMemory] = self._memory
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
 
     def _used_for(self, requests: list[Request[Any]]) -> None:
         self._used()
-        if any(isinstance(request, (query.Summary, query.Snapshot)) for request in requests):
+        if any(isinstance(request, (query.GetSummary, query.Snapshot)) for request in requests):
             self._flush()
         if any(isinstance(request, _FRESH) for request in requests):
             self._commit()
@@ -143,7 +143,7 @@ class LiveAnswers(Answers):
     def _verdict_now(self, run: str | None) -> Any:
         return self._judge.answer(run)
 
-    def _memory(self, asked: query.Memory) -> Any:
+    def _memory(self, asked: query.GetMemory) -> Any:
         answer = None if self._over(asked.run) else self._judge.memory_now(asked.run)
         return self._read(asked) if answer is None else answer
 

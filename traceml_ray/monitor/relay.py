@@ -226,7 +226,7 @@ class RelayCore:
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
             if wire.tag_of(data) == "request":
-                self._hand_on(wire.decode(data, wire.Request))
+                self._hand_on(wire.decode(data, wire.ControlRequest))
                 peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
                 return
         except wire.WireError as error:
@@ -239,7 +239,7 @@ class RelayCore:
         if not (v1.is_v1(data) or peer.send(reply)):  # a later reply acknowledges this one too
             self._errors.count("reply not sent")
 
-    def _hand_on(self, asked: wire.Request) -> None:
+    def _hand_on(self, asked: wire.ControlRequest) -> None:
         """Have the aggregator know what a person asks for."""
         now = time.time_ns()
         if asked.profile is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.judge import judge, order_of
-from traceml_ray.analysis.memory.recordings import Merged, merge
+from traceml_ray.analysis.memory.recordings import MergedRecordings, merge
 from traceml_ray.analysis.memory.sentences import where
 from traceml_ray.analysis.memory.shapes import (
     Attribution,
@@ -39,7 +39,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The mildest first."""
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class AnalyzedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that was read."""
 
     path: str
@@ -76,7 +76,7 @@ class Analysis(Memory, frozen=True, kw_only=True):
     run: str | None = None
     """The run that it is about; None where the files name none."""
     world_size: int | None = None
-    sources: list[Source] = []
+    sources: list[AnalyzedFile] = []
     refused: list[Refused] = []
     notes: list[str] = []
     """What a reader has to know: clocks that were not compared, ranks that were numbered here, other runs."""
@@ -151,9 +151,9 @@ def _passed_over(found: Gathered) -> list[str]:
     return [f"Passed over, as there are no samples of memory in them: {names}."] if names else []
 
 
-def _source(source: FileRead) -> Source:
+def _source(source: FileRead) -> AnalyzedFile:
     own = source.contents
-    return Source(
+    return AnalyzedFile(
         path=str(source.path),
         format=own.format,
         ranks=sorted({each.rank for each in own.recordings if each.rank is not None}),
@@ -162,7 +162,7 @@ def _source(source: FileRead) -> Source:
     )
 
 
-def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "medium") -> Memory:
+def judged(merged: MergedRecordings, chosen: RankFilter, sensitivity: Sensitivity = "medium") -> Memory:
     """
     Return what is to be said of the ranks chosen. Those without wall-clock times are judged one by one: none
     of them is named before others.
@@ -179,7 +179,7 @@ def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "mediu
     return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
 
 
-def _used_by(series: Sequence[Series], merged: Merged) -> list[Collective]:
+def _used_by(series: Sequence[Series], merged: MergedRecordings) -> list[Collective]:
     """Return the collectives of the ranks of some series: those of others may be on another clock."""
     ranks = {each.rank for each in series}
     return [use for use in merged.collectives if use.rank in ranks]
@@ -358,7 +358,7 @@ def _notes(notes: Sequence[str]) -> list[str]:
     return facts(*zip(["Notes", *[""] * len(notes)], notes[:_MOST], strict=False))
 
 
-def _sources(sources: Sequence[Source]) -> list[str]:
+def _sources(sources: Sequence[AnalyzedFile]) -> list[str]:
     columns: Columns = {
         "file": lambda one: _path(one.path),
         "format": lambda one: one.format,

@@ -70,16 +70,16 @@ class Answers:
         self._report = lru_cache(_MAX_REPORTS)(self._made_report)
         self._runs: set[str] = set()
         self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {
-            query.Status: self._status,
-            query.Verdict: self._verdict,
-            query.Summary: self._summary,
+            query.GetStatus: self._status,
+            query.GetVerdict: self._verdict,
+            query.GetSummary: self._summary,
             query.Findings: self._findings,
-            query.Deaths: self._deaths,
+            query.GetDeaths: self._deaths,
             **dict.fromkeys(OF_QUESTION, self._signal),
-            query.ReportPage: self._page,
-            query.Bundles: lambda _: bundle_infos(self.folder),
+            query.GetReportPage: self._page,
+            query.GetBundles: lambda _: bundle_infos(self.folder),
             query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
-            query.Profiles: lambda _: profiles.listed(self.folder),
+            query.GetProfiles: lambda _: profiles.listed(self.folder),
             query.ReadProfile: lambda of: profiles.read_part(
                 self.folder, of.profile, of.name, of.offset, of.n
             ),
@@ -175,10 +175,10 @@ class Answers:
         with self._file(getattr(asked, "run", None)) as file:
             return _OF_FILE[type(asked)](file, asked)
 
-    def _status(self, _: query.Status) -> dict[str, Any]:
+    def _status(self, _: query.GetStatus) -> dict[str, Any]:
         processes, meta, errors = self._known()
         run = newest(processes, meta)
-        verdict = self._verdict(query.Verdict(run)) if run is not None else None
+        verdict = self._verdict(query.GetVerdict(run)) if run is not None else None
         return {
             **{name: meta[name] for name in results.Status.__annotations__.keys() & meta.keys()},
             "run": run,
@@ -188,7 +188,7 @@ class Answers:
             "verdict": verdict["label"] if verdict else None,
         }
 
-    def _verdict(self, asked: query.Verdict) -> Any:
+    def _verdict(self, asked: query.GetVerdict) -> Any:
         if not self._over(asked.run):
             return self._verdict_now(asked.run)
         summary = self._reported(asked.run)
@@ -202,21 +202,21 @@ class Answers:
             return findings_in(self._reported(asked.run))
         return findings_of(
             self._verdict_now(asked.run),
-            memory=self.answer(query.Memory(asked.run)),
-            layers=self.answer(query.Layers(asked.run)),
-            sharding=self.answer(query.Sharding(asked.run)),
-            loads=self.answer(query.Experts(asked.run)),
+            memory=self.answer(query.GetMemory(asked.run)),
+            layers=self.answer(query.GetLayers(asked.run)),
+            sharding=self.answer(query.GetSharding(asked.run)),
+            loads=self.answer(query.GetExperts(asked.run)),
         )
 
-    def _summary(self, asked: query.Summary) -> Any:
+    def _summary(self, asked: query.GetSummary) -> Any:
         with self._file(asked.run) as file:
             return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
 
-    def _page(self, asked: query.ReportPage) -> bytes:
+    def _page(self, asked: query.GetReportPage) -> bytes:
         with self._file(asked.run) as file:
             return page_of(report_of(file, self._limits), self.folder)
 
-    def _deaths(self, asked: query.Deaths) -> Any:
+    def _deaths(self, asked: query.GetDeaths) -> Any:
         with self._file(asked.run) as file:
             return deaths_of(RunFacts(file, self._limits))
 
@@ -252,7 +252,7 @@ class Answers:
     def _steps(self, asked: Any) -> dict[str, Any]:
         whole = getattr(asked, "whole", None)
         whole = self._over(asked.run) if whole is None else whole
-        with self._history(asked.run, isinstance(asked, query.Times)) as of:
+        with self._history(asked.run, isinstance(asked, query.GetTimes)) as of:
             return OF_STEPS[type(asked)](of, asked, whole)
 
 
@@ -269,21 +269,23 @@ def _experts(file: SessionFile, rank: int | None) -> list[ExpertLoad]:
 
 
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
-    query.Runs: lambda file, _: runs_of(file),
-    query.Nodes: lambda file, _: nodes_of(file),
-    query.Ranks: lambda file, _: file.ranks(),
-    query.Processes: lambda file, _: file.processes(),
-    query.Ledger: lambda file, _: file.ledger(),
-    query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
-    query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
-    query.Output: lambda file, asked: output_of(file, asked.rank, asked.most),
-    query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
-    query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
-    query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
-    query.Memory: lambda file, _: memory_of(file),
-    query.Sharding: lambda file, asked: sharding_of(file, asked.most),
-    query.Experts: lambda file, asked: _experts(file, asked.rank),
-    query.Layers: lambda file, asked: layers_answer(file, asked.asked),
-    query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
-    query.Step: lambda file, asked: step_of(file, asked.step),
+    query.GetRuns: lambda file, _: runs_of(file),
+    query.GetNodes: lambda file, _: nodes_of(file),
+    query.GetRanks: lambda file, _: file.ranks(),
+    query.GetProcesses: lambda file, _: file.processes(),
+    query.GetLedger: lambda file, _: file.ledger(),
+    query.GetVerdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
+    query.GetEvents: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
+    query.GetOutput: lambda file, asked: output_of(file, asked.rank, asked.most),
+    query.GetNodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
+    query.GetProcessSamples: lambda file, asked: file.process_samples(
+        asked.processes, asked.last, _time(asked)
+    ),
+    query.GetMemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
+    query.GetMemory: lambda file, _: memory_of(file),
+    query.GetSharding: lambda file, asked: sharding_of(file, asked.most),
+    query.GetExperts: lambda file, asked: _experts(file, asked.rank),
+    query.GetLayers: lambda file, asked: layers_answer(file, asked.asked),
+    query.GetSpans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
+    query.GetStep: lambda file, asked: step_of(file, asked.step),
 }

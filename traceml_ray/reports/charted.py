@@ -13,7 +13,7 @@ from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.step_shapes import Change, DeathInfo, StepTimes
+from traceml_ray.store.step_shapes import ChangedParts, DeathInfo, StepTimes
 
 
 class Charted(NamedTuple):
@@ -21,11 +21,11 @@ class Charted(NamedTuple):
 
     summary: dict[str, Any]
     times: StepTimes | None
-    """Numbers of its steps, as of `query.Times`;"""
+    """Numbers of its steps, as of `query.GetTimes`;"""
     columns: dict[str, Any] | None
-    """what is drawn step by step, as of `query.Columns`, with the lines of `z` in order of nodes;"""
-    change: Change | None
-    """what a step took before the onset of the verdict and since, as of `query.Change`."""
+    """what is drawn step by step, as of `query.GetColumns`, with the lines of `z` in order of nodes;"""
+    change: ChangedParts | None
+    """what a step took before the onset of the verdict and since, as of `query.GetChange`."""
     signals: dict[str, Any]
     """The answers of signals, by name."""
     deaths: list[DeathInfo]
@@ -53,9 +53,11 @@ def charted(report: Report) -> Charted:
     columns = changed = None
     if report.history is not None and report.history.ranks:
         steps = _Steps(report.history, facts.ranks, facts.world_size)
-        times, columns = (OF_STEPS[type(q)](steps, q, True) for q in (query.Times(run), query.Columns(run)))
+        times, columns = (
+            OF_STEPS[type(q)](steps, q, True) for q in (query.GetTimes(run), query.GetColumns(run))
+        )
         asked = change(run, {**summary["verdict"], "episodes": summary["episodes"]})
-        changed = cast("Change", OF_STEPS[query.Change](steps, asked, True)) if asked else None
+        changed = cast("ChangedParts", OF_STEPS[query.GetChange](steps, asked, True)) if asked else None
     silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
     return Charted(
         summary,

@@ -15,10 +15,10 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.comparison import (
-    Change,
+    ComparisonVerdict,
     MemorySeries,
+    NumberChange,
     RankChange,
-    Verdict,
     Word,
     compare_memory,
     compare_steps,
@@ -94,7 +94,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The stage that took longer, or less, than all else did; None: none."""
     ranks: list[RankChange]
     """Those that moved in that stage, the most first."""
-    changes: list[Change]
+    changes: list[NumberChange]
     """Number by number."""
     cannot: list[str]
     """What cannot be compared, and why: a sentence each."""
@@ -164,7 +164,7 @@ def limits_of(least_pct: float | None) -> CompareLimits:
 
 def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     """Return what `send` answers about one session. Raises as `query.ask`."""
-    status, ranks, verdict = query.ask(send, [query.Status(), query.Ranks(run), query.Verdict(run)])
+    status, ranks, verdict = query.ask(send, [query.GetStatus(), query.GetRanks(run), query.GetVerdict(run)])
     times = read_whole(send, run, live=status.get("status", "running") == "running")
     memory = query.ask_one(send, memory_question(ranks))
     return known(
@@ -173,7 +173,7 @@ def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
         times,
         verdict,
         ranks,
-        query.ask_one(send, query.StepSample(run)),
+        query.ask_one(send, query.GetStepSample(run)),
         memory,
     )
 
@@ -185,16 +185,16 @@ def read_whole(send: Callable[[bytes], bytes], run: str | None, live: bool) -> S
     """
     before = None
     while True:
-        times = query.ask_one(send, query.Times(run, True))
+        times = query.ask_one(send, query.GetTimes(run, True))
         if times["whole"] or (live and times["version"] == before):
             return times
         before = times["version"]
 
 
-def memory_question(ranks: Mapping[int, RankProcess]) -> query.MemorySamples:
+def memory_question(ranks: Mapping[int, RankProcess]) -> query.GetMemorySamples:
     """Return the question about the memory of all ranks, over all of the run."""
     last = max(_LEAST_SAMPLES, min(_SAMPLES, _ALL_SAMPLES // max(1, len(ranks))))
-    return query.MemorySamples(tuple(process.id for process in ranks.values()), last, first_ns=1)
+    return query.GetMemorySamples(tuple(process.id for process in ranks.values()), last, first_ns=1)
 
 
 def known(
@@ -257,7 +257,7 @@ def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
         fact(what, unit, value_of(a.times, a.verdict), value_of(b.times, b.verdict))
         for what, unit, value_of in _FACTS
     ]
-    by = verdict.by or Change(what="step", unit="ms")
+    by = verdict.by or NumberChange(what="step", unit="ms")
     return Comparison(
         word=verdict.word,
         headline=_headline(verdict, steps[0], limits),
@@ -296,7 +296,7 @@ def signed(value: float | None) -> str:
     return text.number(value, digits, sign=True)
 
 
-def _headline(verdict: Verdict, step: Change, limits: CompareLimits) -> str:
+def _headline(verdict: ComparisonVerdict, step: NumberChange, limits: CompareLimits) -> str:
     """Return "worse by 15.2 % of a step (95 %: …): `data` took 3.6 ms more on rank 2 (node-0)"."""
     by = verdict.by
     if by is None:
@@ -312,17 +312,17 @@ def _headline(verdict: Verdict, step: Change, limits: CompareLimits) -> str:
     return f"{by.word}: {_step(by)}{unsure}"
 
 
-def _step(by: Change) -> str:
+def _step(by: NumberChange) -> str:
     """Return "a step took 24.1 ms → 27.8 ms, +15.2 % (95 %: +13.9 … +16.4 %)"."""
     what = "the median step" if by.what == "median step" else "a step"
     return f"{what} took {text.ms(by.a)} → {text.ms(by.b)}, {signed(by.change_pct)} % (95 %: {_pct(by)})"
 
 
-def _pct(by: Change) -> str:
+def _pct(by: NumberChange) -> str:
     return interval(by.low_pct, by.high_pct)
 
 
-def _on_ranks(verdict: Verdict) -> str:
+def _on_ranks(verdict: ComparisonVerdict) -> str:
     ranks = verdict.ranks
     if not ranks or verdict.of_ranks < 2:
         return ""
@@ -333,7 +333,7 @@ def _on_ranks(verdict: Verdict) -> str:
     )
 
 
-def _where(verdict: Verdict, step: Change) -> str:
+def _where(verdict: ComparisonVerdict, step: NumberChange) -> str:
     """Return what the rest of the step did, in a sentence; "" where nothing differs."""
     if verdict.word in (None, "no difference"):
         return ""
@@ -346,7 +346,7 @@ def _where(verdict: Verdict, step: Change) -> str:
     return f"No stage carries it{alike}."
 
 
-def _cannot(a: Known, b: Known, changes: Sequence[Change]) -> list[str]:
+def _cannot(a: Known, b: Known, changes: Sequence[NumberChange]) -> list[str]:
     """Return what cannot be compared, with the reason; what has the same reason together."""
     by_reason: dict[str, list[str]] = {}
     for change in changes:
@@ -422,19 +422,19 @@ def render_value(value: float | None, unit: str) -> str:
     return text.size(value) if unit == "B" else text.unit(value, unit)
 
 
-def label(change: Change) -> str:
+def label(change: NumberChange) -> str:
     """Return what a number of a comparison is: of a stage, its exposed time."""
     return f"exposed {change.what}" if change.what in STAGES else text.words(change.what)
 
 
-def change(change: Change) -> str:
+def change(change: NumberChange) -> str:
     """Return by how much it changed: "+15 %"; of what is in % already, the points."""
     if change.unit == "%":
         return "" if change.change is None else f"{signed(change.change)} points"
     return "" if change.change_pct is None else f"{signed(change.change_pct)} %"
 
 
-def range_of(change: Change) -> str:
+def range_of(change: NumberChange) -> str:
     """Return the interval of the same."""
     return (
         interval(change.low, change.high, "points")
@@ -452,7 +452,7 @@ def _side(side: Side) -> str:
     return " · ".join(filter(None, about))
 
 
-def _is_shown(change: Change) -> bool:
+def _is_shown(change: NumberChange) -> bool:
     return not (change.a is None and change.b is None)
 
 

@@ -166,7 +166,7 @@ _WORST = 40
 _MOST_GROUPS, _MOST_NAMED = 200, 8
 
 
-class Row(NamedTuple):
+class HeatRow(NamedTuple):
     """What is drawn as one row."""
 
     lines: Sequence[int]
@@ -189,7 +189,7 @@ class Row(NamedTuple):
 
 def ordered(columns: Mapping[str, Any], absent: Mapping[int, str]) -> dict[str, Any]:
     """
-    Return the columns of a run (`query.Columns`) with their lines in order of nodes and ranks, and one for
+    Return the columns of a run (`query.GetColumns`) with their lines in order of nodes and ranks, and one for
     each rank that is `absent` (by rank, where it belongs), unless a line is a node.
     """
     ranks, nodes = [*columns["ranks"]], [*columns["nodes"]]
@@ -215,7 +215,7 @@ def suspects(heat: Mapping[str, Any], verdict: Mapping[str, Any]) -> set[int]:
 
 def by_node(
     heat: Mapping[str, Any], named: set[int], opened: Collection[str] = (), shut: Collection[str] = ()
-) -> list[Row]:
+) -> list[HeatRow]:
     """
     Return the rows by node. A node has a row for each rank where these are few, where one of them is `named`,
     or a person has `opened` it, unless it was `shut`.
@@ -238,11 +238,11 @@ def by_node(
             rows += [_single(heat, index)._replace(first=index == span[0], height=high) for index in span]
         else:
             node = nodes[span[0]]
-            rows.append(Row(span, f"worst of {node}", node, first=True))
+            rows.append(HeatRow(span, f"worst of {node}", node, first=True))
     return _marked(rows, named)
 
 
-def by_cost(heat: Mapping[str, Any], named: set[int]) -> list[Row]:
+def by_cost(heat: Mapping[str, Any], named: set[int]) -> list[HeatRow]:
     """Return the rows by what they cost, the others of many as one."""
     order = np.argsort(-np.nan_to_num(excess(heat["z"]), nan=-1.0), kind="stable").tolist()
     if len(order) <= _MOST_ROWS:
@@ -250,25 +250,25 @@ def by_cost(heat: Mapping[str, Any], named: set[int]) -> list[Row]:
     worst = [_single(heat, index)._replace(first=True) for index in order[:_WORST]]
     rest = order[_WORST:]
     kind = "node" if heat["by"] == "node" else "rank"
-    others = Row(sorted(rest), f"worst of {text.count(len(rest), f'other {kind}')}", "others", first=True)
+    others = HeatRow(sorted(rest), f"worst of {text.count(len(rest), f'other {kind}')}", "others", first=True)
     return _marked([*worst, others], named)
 
 
-def worst(heat: Mapping[str, Any], rows: Sequence[Row]) -> UInt8:
+def worst(heat: Mapping[str, Any], rows: Sequence[HeatRow]) -> UInt8:
     """Return the levels of each row, those of its worst line: (rows, C)."""
     z = heat["z"] + np.uint8(1)  # what is missing is 255, and now 0: less than any other
     levels: UInt8 = np.array([z[np.asarray(row.lines)].max(axis=0) for row in rows]) - np.uint8(1)
     return levels
 
 
-def _single(heat: Mapping[str, Any], index: int) -> Row:
+def _single(heat: Mapping[str, Any], index: int) -> HeatRow:
     rank, node = heat["ranks"][index], heat["nodes"][index]
     return (
-        Row((index,), node, node)
+        HeatRow((index,), node, node)
         if heat["by"] == "node"
-        else Row((index,), f"rank {rank} ({node})", node, rank)
+        else HeatRow((index,), f"rank {rank} ({node})", node, rank)
     )
 
 
-def _marked(rows: Sequence[Row], named: set[int]) -> list[Row]:
+def _marked(rows: Sequence[HeatRow], named: set[int]) -> list[HeatRow]:
     return [row._replace(named=len(row.lines) == 1 and row.lines[0] in named) for row in rows]

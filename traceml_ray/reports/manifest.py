@@ -12,7 +12,7 @@ from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.output import output_of_ranks
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
-from traceml_ray.store.bundles import FOLDER, REASONS, Cause, Manifest, Reason, bundles_of
+from traceml_ray.store.bundles import FOLDER, REASONS, BundleCause, Manifest, Reason, bundles_of
 from traceml_ray.store.results import BundleInfo
 
 _STACKS_NS = 60_000_000_000
@@ -27,7 +27,7 @@ def reason_of(death: Death) -> Reason:
 
 
 def manifest_of(
-    facts: RunFacts, causes: Sequence[Cause], session: str, settings: Mapping[str, str]
+    facts: RunFacts, causes: Sequence[BundleCause], session: str, settings: Mapping[str, str]
 ) -> Manifest:
     """
     Return the manifest of an incident with those `causes`, one or more, as far as it is known now.
@@ -77,7 +77,7 @@ def _of_death(facts: RunFacts, all_deaths: list[Death]) -> dict[str, Any]:
     }
 
 
-def _of_cause(facts: RunFacts, causes: Sequence[Cause]) -> dict[str, Any]:
+def _of_cause(facts: RunFacts, causes: Sequence[BundleCause]) -> dict[str, Any]:
     """Return what names the cause that counts most."""
     cause = min(causes, key=lambda cause: REASONS.index(cause.reason))
     return {

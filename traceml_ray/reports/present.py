@@ -18,11 +18,13 @@ def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
 
 
-def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.Change | None:
+def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.GetChange | None:
     """Return the question what a step took before the verdict's onset and since; None without any."""
     episode = present(verdict)
     if verdict is None or episode is None:
         return None
     first = episode["from_step"]
     ended = [episode["to_step"] + 1 for episode in verdict["episodes"] if episode["to_step"] < first]
-    return query.Change(run, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"])
+    return query.GetChange(
+        run, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"]
+    )

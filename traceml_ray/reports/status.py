@@ -111,8 +111,15 @@ def _rank_json(rank: int, process: RankProcess, labels: Mapping[str, str], now: 
 
 
 def _ask(send: Send) -> tuple[Any, ...]:
-    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Processes()
-    return tuple(query.ask(send, [*asked, query.Ledger()]))
+    asked = (
+        query.GetStatus(),
+        query.GetVerdict(),
+        query.GetRuns(),
+        query.GetRanks(),
+        query.GetNodes(),
+        query.GetProcesses(),
+    )
+    return tuple(query.ask(send, [*asked, query.GetLedger()]))
 
 
 def _labels(nodes: list[NodeInfo]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.query import Request
 
 
-def _times(run_steps: RunSteps, asked: query.Times, whole: bool) -> dict[str, Any]:
+def _times(run_steps: RunSteps, asked: query.GetTimes, whole: bool) -> dict[str, Any]:
     began = min((process.first_seen_ns for process in run_steps.ranks.values()), default=0)
     ended = max((process.last_rows_ns or 0 for process in run_steps.ranks.values()), default=0)
     stored = sum(process.stored for process in run_steps.ranks.values())
@@ -22,7 +22,7 @@ def _times(run_steps: RunSteps, asked: query.Times, whole: bool) -> dict[str, An
     return {**numbers, "whole": run_steps.whole}
 
 
-def _spine(run_steps: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
+def _spine(run_steps: RunSteps, asked: query.GetTimeline, _: bool) -> dict[str, Any]:
     ended = (
         (rank, run_steps.ranks[rank].last_rows_ns)
         for rank in run_steps.history.ranks
@@ -32,7 +32,7 @@ def _spine(run_steps: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
     return step_numbers.spine(run_steps.history, rank, end_ns, asked.most)
 
 
-def _part(asked: query.Times | query.RankTimes) -> Between | None:
+def _part(asked: query.GetTimes | query.GetRankTimes) -> Between | None:
     return None if asked.last is None else Between(asked.first, asked.last)
 
 
@@ -44,27 +44,27 @@ def _between(asked: Any, newest: bool) -> Between | None:
 
 
 OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
-    query.Times: _times,
-    query.Columns: lambda run_steps, asked, whole: step_numbers.columns(
+    query.GetTimes: _times,
+    query.GetColumns: lambda run_steps, asked, whole: step_numbers.columns(
         run_steps.history,
         asked.stage,
         _between(asked, not whole and not asked.first and asked.last is None),
         run_steps.world,
         asked.since,
     ),
-    query.Spine: _spine,
-    query.Change: lambda run_steps, asked, _: step_numbers.change(
+    query.GetTimeline: _spine,
+    query.GetChange: lambda run_steps, asked, _: step_numbers.change(
         run_steps.history, Between(asked.begin, asked.first - 1), _between(asked, False) or ALL
     ),
-    query.Busy: lambda run_steps, asked, *_: step_numbers.busy(run_steps.history, asked.ranks, asked.most),
-    query.RankSteps: lambda run_steps, asked, *_: step_numbers.of_rank(
+    query.GetBusy: lambda run_steps, asked, *_: step_numbers.busy(run_steps.history, asked.ranks, asked.most),
+    query.GetRankSteps: lambda run_steps, asked, *_: step_numbers.of_rank(
         run_steps.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
     ),
-    query.StepSample: lambda run_steps, *_: sampled(run_steps.history, run_steps.world),
-    query.RankTimes: lambda run_steps, asked, whole: step_numbers.rank_times(
+    query.GetStepSample: lambda run_steps, *_: sampled(run_steps.history, run_steps.world),
+    query.GetRankTimes: lambda run_steps, asked, whole: step_numbers.rank_times(
         run_steps.history, whole, _part(asked)
     ),
-    query.Cell: lambda run_steps, asked, *_: step_numbers.cell(
+    query.GetCell: lambda run_steps, asked, *_: step_numbers.cell(
         run_steps.history, asked.rank, asked.first, asked.last, run_steps.world
     ),
 }

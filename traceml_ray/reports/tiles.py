@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def tiles(times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()) -> list[Tile]:
-    """Return the numbers of a run, from the answers to `query.Times` and `query.Columns`, and of signals."""
+    """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
     if not times["steps"]:
         return []
     worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""

@@ -29,7 +29,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 """Where no rank died, the first of these is the reason."""
 
 
-class Cause(msgspec.Struct, frozen=True):
+class BundleCause(msgspec.Struct, frozen=True):
     """What made a bundle, or came within the same incident."""
 
     reason: Reason
@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     """and the last calls of it."""
     output: list[dict[str, Any]] = []
     """What the ranks that are named printed last: `rank`, and `lines` as of `Session.output`."""
-    causes: list[Cause]
+    causes: list[BundleCause]
     """All that happened, in order of arrival."""
     deaths: list[dict[str, Any]]
     """As of `Session.deaths`: the ranks of the run that died, the first cause first."""

@@ -14,7 +14,7 @@ from traceml_ray.analysis.step_history import Mark, StepHistory
 from traceml_ray.analysis.step_stats import Histograms, Tally
 from traceml_ray.analysis.step_sums import Bins, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Clock, Episode, Recurring, Track
+from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.watching import Watch
 from traceml_ray.analysis.window import RankRows, Window
@@ -66,7 +66,7 @@ _PACKER = Packer(
         Brief,
         AtEnd,
         Watch,
-        Track,
+        FindingTrack,
         Recurring,
         Clock,
         Episode,

@@ -33,8 +33,13 @@ from traceml_ray.store.rank_processes import RankProcess
 A = TypeVar("A", covariant=True)
 
 
+def _tag(name: str) -> str:
+    """Return what a question or command is called on its way."""
+    return name.removeprefix("Get")
+
+
 class Request(
-    msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=True, forbid_unknown_fields=True
+    msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=_tag, forbid_unknown_fields=True
 ):
     """A question, answered with an `A`."""
 
@@ -63,52 +68,52 @@ class Page(msgspec.Struct, Generic[A]):
     cursor: int
 
 
-class Status(Request[results.Status], frozen=True):
+class GetStatus(Request[results.Status], frozen=True):
     """How the session itself is doing."""
 
 
-class Runs(Request[list[results.RunInfo]], frozen=True):
+class GetRuns(Request[list[results.RunInfo]], frozen=True):
     """The runs of the session, the oldest first."""
 
 
-class Nodes(OfRun[list[results.NodeInfo]], frozen=True):
+class GetNodes(OfRun[list[results.NodeInfo]], frozen=True):
     """The nodes of the cluster, with the ranks of the run."""
 
 
-class Ranks(OfRun[dict[int, RankProcess]], frozen=True):
+class GetRanks(OfRun[dict[int, RankProcess]], frozen=True):
     """The process that stands for each rank, see `store.rank_processes.shown`."""
 
 
-class Processes(Request[list[RankProcess]], frozen=True):
+class GetProcesses(Request[list[RankProcess]], frozen=True):
     """Every process of every run that was a rank, in order of first appearance."""
 
 
-class Ledger(OfRun[results.WholeLedger], frozen=True):
+class GetLedger(OfRun[results.WholeLedger], frozen=True):
     """Where each row is."""
 
 
-class Verdict(OfRun[results.LiveVerdict | None], frozen=True):
+class GetVerdict(OfRun[results.LiveVerdict | None], frozen=True):
     """The verdict of now; of a run that is over, that of its report."""
 
 
-class Verdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
+class GetVerdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
     """Every change of the live verdict after cursor `since`."""
 
     since: Count = 0
 
 
-class Deaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
+class GetDeaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
     """The ranks of the run that died, the first cause first, the others in order of time."""
 
 
-class Output(OfRun[results.LastOutput], frozen=True):
+class GetOutput(OfRun[results.LastOutput], frozen=True):
     """What a rank printed last, `most` lines of stdout and as many of stderr."""
 
     rank: Int64 = 0
     most: Count = 40
 
 
-class Events(OfRun[Page[step_shapes.EventRow]], frozen=True):
+class GetEvents(OfRun[Page[step_shapes.EventRow]], frozen=True):
     """
     The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are
     files (stacks, flight recorders).
@@ -119,17 +124,17 @@ class Events(OfRun[Page[step_shapes.EventRow]], frozen=True):
     most: Count | None = None
 
 
-class Summary(OfRun[summary_shape.Summary], frozen=True):
+class GetSummary(OfRun[summary_shape.Summary], frozen=True):
     """The summary; of a very long run that of its newest steps, unless `whole` asks for all of them."""
 
     whole: bool = False
 
 
-class ReportPage(OfRun[bytes], frozen=True):
+class GetReportPage(OfRun[bytes], frozen=True):
     """`report.html` of all of the run, made anew."""
 
 
-class NodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
+class GetNodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
     """The newest `last` samples of `nodes` (ids), with the id; or as many from `first_ns` to `last_ns`."""
 
     nodes: tuple[str, ...]
@@ -138,7 +143,7 @@ class NodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
     last_ns: Int64 | None = None
 
 
-class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
+class GetProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
     """The same of each of `processes` (ids)."""
 
     processes: tuple[Int64, ...]
@@ -147,7 +152,7 @@ class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True)
     last_ns: Int64 | None = None
 
 
-class MemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
+class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
     """Samples of memory of each of `processes` (ids), of all of its devices, in the same way."""
 
     processes: tuple[Int64, ...]
@@ -156,7 +161,7 @@ class MemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
     last_ns: Int64 | None = None
 
 
-class Memory(OfRun[shapes.Memory], frozen=True):
+class GetMemory(OfRun[shapes.Memory], frozen=True):
     """What is to be said about the memory of the run's ranks; without `ranks` where no sample has come."""
 
 
@@ -164,25 +169,25 @@ class Findings(OfRun[list[Finding]], frozen=True):
     """All that was found in the run, in order: what the verdict names, then what costs most."""
 
 
-class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
+class GetSharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
     """How FSDP2 divides the model of the run, with those `most` ranks that hold most; None: it does not."""
 
     most: Count = 64
 
 
-class Experts(OfRun[list[experts.ExpertLoad]], frozen=True):
+class GetExperts(OfRun[list[experts.ExpertLoad]], frozen=True):
     """How evenly routers use their experts, the least even first: of all ranks together, or of one."""
 
     rank: Int64 | None = None
 
 
-class Layers(OfRun[layer_times.Layers], frozen=True):
+class GetLayers(OfRun[layer_times.Layers], frozen=True):
     """What was measured of the layers, or only for the request `asked` (its id); `ranks` may be empty."""
 
     asked: str = ""
 
 
-class Times(OfRun[step_shapes.StepTimes], frozen=True):
+class GetTimes(OfRun[step_shapes.StepTimes], frozen=True):
     """
     The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over. With `last`
     of the steps from `first` to `last`.
@@ -193,7 +198,7 @@ class Times(OfRun[step_shapes.StepTimes], frozen=True):
     last: Count | None = None
 
 
-class Columns(OfRun[step_shapes.StepColumns], frozen=True):
+class GetColumns(OfRun[step_shapes.StepColumns], frozen=True):
     """
     What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in
     few columns; `since`: the token of an earlier answer, and from which step on.
@@ -206,13 +211,13 @@ class Columns(OfRun[step_shapes.StepColumns], frozen=True):
     last: Count | None = None
 
 
-class Spine(OfRun[step_shapes.Spine], frozen=True):
+class GetTimeline(OfRun[step_shapes.RunTimeline], frozen=True):
     """All of the run in at most `most` columns: how long a step took, and when it was over."""
 
     most: Count = 300
 
 
-class Change(OfRun[step_shapes.Change], frozen=True):
+class GetChange(OfRun[step_shapes.ChangedParts], frozen=True):
     """Where the time of a step went from step `begin` up to step `first`, and from there to step `last`."""
 
     begin: Count = 0
@@ -220,14 +225,14 @@ class Change(OfRun[step_shapes.Change], frozen=True):
     last: Count | None = None
 
 
-class Busy(OfRun[step_shapes.BusyTimes], frozen=True):
+class GetBusy(OfRun[step_shapes.BusyTimes], frozen=True):
     """The busy time of some ranks in the newest `most` steps."""
 
     ranks: tuple[Int64, ...] = ()
     most: Count = 0
 
 
-class RankSteps(OfRun[step_shapes.RankSteps], frozen=True):
+class GetRankSteps(OfRun[step_shapes.RankSteps], frozen=True):
     """The stages of a rank in the newest `most` steps, or from step `first` to `last` in as many columns."""
 
     rank: Int64 = 0
@@ -236,25 +241,25 @@ class RankSteps(OfRun[step_shapes.RankSteps], frozen=True):
     last: Count | None = None
 
 
-class RankTimes(OfRun[step_shapes.RankTimes], frozen=True):
-    """The times of each rank; of the steps that `Times` is of."""
+class GetRankTimes(OfRun[step_shapes.RankTimes], frozen=True):
+    """The times of each rank; of the steps that `GetTimes` is of."""
 
     whole: bool | None = None
     first: Count = 0
     last: Count | None = None
 
 
-class StepSample(OfRun[step_shapes.StepSample], frozen=True):
+class GetStepSample(OfRun[step_shapes.StepSample], frozen=True):
     """What a step takes, and how far that would differ by chance: what two runs are compared by."""
 
 
-class Step(OfRun[step_shapes.OneStep], frozen=True):
+class GetStep(OfRun[step_shapes.OneStep], frozen=True):
     """One step of all ranks."""
 
     step: Int64 = 0
 
 
-class Cell(OfRun[step_shapes.CellMeans], frozen=True):
+class GetCell(OfRun[step_shapes.CellMeans], frozen=True):
     """What one cell of the heatmap is: a rank, from step `first` to step `last`."""
 
     rank: Int64 = 0
@@ -262,7 +267,7 @@ class Cell(OfRun[step_shapes.CellMeans], frozen=True):
     last: Int64 = 0
 
 
-class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
+class GetSpans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     """The named spans of a rank from step `first` to step `last`, the longest first."""
 
     rank: Int64 = 0
@@ -270,7 +275,7 @@ class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     last: Int64 = 0
 
 
-class Bundles(Request[list[results.BundleInfo]], frozen=True):
+class GetBundles(Request[list[results.BundleInfo]], frozen=True):
     """What was kept of incidents, the oldest first."""
 
 
@@ -283,7 +288,7 @@ class ReadBundle(Request[bytes], frozen=True):
     n: Count
 
 
-class Profiles(Request[profiles.Profiles], frozen=True):
+class GetProfiles(Request[profiles.Profiles], frozen=True):
     """The profiles of the session, and the one that is being made."""
 
 

@@ -194,7 +194,7 @@ class StackInfo(TypedDict):
     text: str
 
 
-class Suspect(TypedDict):
+class SuspectInfo(TypedDict):
     """One rank late out of one stage; ms per step."""
 
     stage: str
@@ -359,7 +359,7 @@ class VerdictInfo(TypedDict):
     """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
 
 
-class Episode(TypedDict):
+class EpisodeInfo(TypedDict):
     """What was named from one step to another, and what it cost in all."""
 
     label: Label
@@ -386,7 +386,7 @@ class Episode(TypedDict):
     next: str
 
 
-class TimedEpisode(Episode, total=False):
+class TimedEpisode(EpisodeInfo, total=False):
     """
     An episode, and when it began; of a run that is over, and in a summary, also when it ended and the span
     that was late.
@@ -397,7 +397,7 @@ class TimedEpisode(Episode, total=False):
     ended_at: str | None
 
 
-class Brief(TypedDict):
+class BriefFindings(TypedDict):
     """What came and went without being named."""
 
     count: int
@@ -407,14 +407,14 @@ class Brief(TypedDict):
 class LiveVerdict(VerdictInfo):
     """The verdict of a session: of now, or of the whole run where it is over."""
 
-    suspects: list[Suspect]
+    suspects: list[SuspectInfo]
     exposed_ms: list[float] | None
     """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
     roles: list[RoleInfo]
     """Empty where all ranks do the same work, as far as is known."""
     episodes: list[TimedEpisode] | None
     """Of the run, the costliest first; None: not known, as where a running session is read from its file."""
-    brief: Brief | None
+    brief: BriefFindings | None
 
 
 class Status(TypedDict, total=False):

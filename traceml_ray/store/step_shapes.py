@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from traceml_ray.store.results import RoleInfo, Suspect, VerdictInfo
+from traceml_ray.store.results import RoleInfo, SuspectInfo, VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -243,7 +243,7 @@ class CellMeans(TypedDict):
     """Of the rank, and of the median rank."""
 
 
-class Spine(TypedDict):
+class RunTimeline(TypedDict):
     """All of a run in C columns, see `analysis.step_numbers.spine`."""
 
     first: Array
@@ -259,7 +259,7 @@ class PartMeans(TypedDict):
     stages: dict[str, float] | None
 
 
-class Change(TypedDict):
+class ChangedParts(TypedDict):
     """The same in two parts of a run."""
 
     before: PartMeans
@@ -281,7 +281,7 @@ class VerdictChange(VerdictInfo):
     """A verdict as it was judged live, and since when it was."""
 
     t_ns: int
-    suspects: list[Suspect]
+    suspects: list[SuspectInfo]
     exposed_ms: list[float] | None
     roles: list[RoleInfo]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from traceml_ray.store.results import (
-    Brief,
+    BriefFindings,
     ExpertInfo,
     FirstStepsInfo,
     LastOutput,
     RoleInfo,
     RunInfo,
-    Suspect,
+    SuspectInfo,
     TimedEpisode,
     VerdictInfo,
     WholeLedger,
@@ -187,7 +187,7 @@ class MemoryOfRank(TypedDict):
     allocated_peak_bytes: int | None
 
 
-class Memory(TypedDict):
+class MemoryBlock(TypedDict):
     """Memory of each rank, by its number as text; the rest as `analyze --json` has it."""
 
     per_rank: dict[str, MemoryOfRank]
@@ -342,7 +342,7 @@ class EventInfo(TypedDict):
     data: dict[str, Any]
 
 
-class Overhead(TypedDict):
+class RankOverhead(TypedDict):
     """What the monitor cost the rank that it cost most."""
 
     of: str
@@ -387,7 +387,7 @@ class Summary(TypedDict):
     """On its steps."""
     findings: list[dict[str, Any]]
     """All that was found, in order, as `Session.findings` has it; a hundred at most."""
-    suspects: list[Suspect]
+    suspects: list[SuspectInfo]
     roles: list[RoleInfo]
     """Where not all ranks do the same work."""
     experts: list[ExpertInfo]
@@ -396,12 +396,12 @@ class Summary(TypedDict):
     """Every change of verdict."""
     episodes: list[TimedEpisode]
     """The costliest first."""
-    brief: Brief
+    brief: BriefFindings
     baseline: BaselineInfo | None
     ranks: dict[str, SummaryRank]
     output: list[LastOutput]
     """What ranks that died or hang printed last, the first cause first."""
-    memory: Memory
+    memory: MemoryBlock
     sharding: ShardingInfo | None
     """Null where no model is divided by FSDP2."""
     profiles: list[ProfileFound]
@@ -412,4 +412,4 @@ class Summary(TypedDict):
     events: list[EventInfo]
     """The newest thousand."""
     ledger: WholeLedger
-    overhead: Overhead
+    overhead: RankOverhead

@@ -99,7 +99,7 @@ def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
 
 
 @dataclass(frozen=True)
-class Section:
+class PaneSection:
     """
     A part of the panel. `lines` returns what is in it, in at most so many lines of a width; it would like to
     have `want`, and has `least` or is left out. Of several, the first gets lines first.
@@ -114,7 +114,12 @@ class Section:
 
 
 def framed(
-    title: str, head: Sequence[Text], sections: Sequence[Section], foot: Cell, width: int, height: int | None
+    title: str,
+    head: Sequence[Text],
+    sections: Sequence[PaneSection],
+    foot: Cell,
+    width: int,
+    height: int | None,
 ) -> list[Text]:
     """Return a panel of `width` cells with `height` lines; None: as many as its sections want."""
     inner = max(0, width - 4)
@@ -132,7 +137,7 @@ def framed(
     return [*lines, _rule("└─", "", foot, "─┘", width)][-height:] if height else []
 
 
-def _sizes(sections: Sequence[Section], room: int) -> list[int]:
+def _sizes(sections: Sequence[PaneSection], room: int) -> list[int]:
     """Return the number of lines of each section, without its title; 0: the section is left out."""
     sizes = [0] * len(sections)
     for index, section in enumerate(sections):

@@ -25,8 +25,8 @@ from traceml_ray.views.ranks import NAMED, SERVES, SILENT, evidence_of, worst_fi
 from traceml_ray.views.state import OVER
 
 from . import sections
-from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, cut, flow, framed, table, wrap
-from .snapshot import PANES, Choice, Snapshot
+from .lines import HEAD, MARK, QUIET, TONES, Cell, PaneSection, cut, flow, framed, table, wrap
+from .snapshot import PANES, Choice, PanelState
 
 KEYS = {
     f"1 … {len(PANES)}, Tab": "panes",
@@ -42,16 +42,16 @@ _Columns = dict[str, Callable[[Any], Cell]]
 """Cell functions by column header; a header that begins with `>` marks a column of numbers."""
 
 
-def help_pane(_of: Snapshot, _choice: Choice, width: int) -> list[Section]:
+def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
     """Return the list of keys, and the meaning of the signs."""
     lines = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
     lines += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
     about = "Times are of each rank's own work, without its waiting for others. n/a: not known."
     lines += wrap(about, width)
-    return [Section("KEYS", lambda most: lines[:most], len(lines))]
+    return [PaneSection("KEYS", lambda most: lines[:most], len(lines))]
 
 
-def nodes_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return all nodes with their times and load."""
     rows = sorted(snapshot.nodes, key=worst_first) if choice.sort == "time" else snapshot.nodes
     evidence = evidence_of(snapshot.verdict)
@@ -75,7 +75,7 @@ def nodes_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     return [_listed(f"NODES{of_steps(snapshot)}", rows, columns, choice, width, drop)]
 
 
-def ranks_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return all ranks: where each is, its state, and what its steps are made of."""
     suspects = {
         (suspect["rank"], suspect["stage"]) for suspect in (snapshot.verdict or {}).get("suspects") or ()
@@ -120,11 +120,11 @@ def _state(row: Mapping[str, Any]) -> Cell:
     return Text(f"▲ {row['state']}", MARK) if late else text.words(row["state"])
 
 
-def rank_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return everything about one rank."""
     row = next((row for row in snapshot.rows if row["rank"] == choice.rank), None)
     if row is None:
-        return [Section(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
+        return [PaneSection(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
     facts = {
         "node": row["node"] or text.NA,
         "local rank": text.plain(row["local_rank"]),
@@ -136,21 +136,21 @@ def rank_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
     shown = flow([Text(f"{name} ").append(value, HEAD) for name, value in facts.items()], width)
     state = _state(row)
     shown.insert(0, Text("state ").append_text(state if isinstance(state, Text) else Text(state, HEAD)))
-    sections = [Section(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
+    sections = [PaneSection(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
     if row["stages"]:
         stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
         drawn = [bar(stages, width), *flow(legend(stages), width)]
-        sections.append(Section(f"ITS STEP{of_steps(snapshot)}", lambda most: drawn[:most], len(drawn)))
+        sections.append(PaneSection(f"ITS STEP{of_steps(snapshot)}", lambda most: drawn[:most], len(drawn)))
     events = table([event_cells(event) for event in snapshot.events if event["rank"] == choice.rank], width)
     printed = output(snapshot, width, choice.rank)
-    return [*sections, printed, Section("ITS EVENTS (UTC)", lambda most: events[:most], len(events))]
+    return [*sections, printed, PaneSection("ITS EVENTS (UTC)", lambda most: events[:most], len(events))]
 
 
-def memory_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def memory_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what was found about the memory of the ranks, and each in numbers."""
     memory, shards = snapshot.memory, _shards(snapshot, width)
     if memory is None or not memory.ranks:
-        return [Section("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
+        return [PaneSection("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
     sentences = [line for sentence in first_words(memory) for line in wrap(sentence, width)]
     for finding in memory.findings:
         lines = wrap(f"{SIGNS[finding.severity]} {finding.why}", width, TONES[finding.severity])
@@ -173,19 +173,19 @@ def memory_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]
         rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
     listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">in all"))
     return [
-        Section("MEMORY", lambda most: sentences[:most], len(sentences), min(3, len(sentences))),
+        PaneSection("MEMORY", lambda most: sentences[:most], len(sentences), min(3, len(sentences))),
         *shards,
         listed,
     ]
 
 
-def _shards(snapshot: Snapshot, width: int) -> list[Section]:
+def _shards(snapshot: PanelState, width: int) -> list[PaneSection]:
     """Return how FSDP2 divides the model, where it does."""
     lines = [line for _, fact in sharding_facts(snapshot.sharding).pairs for line in wrap(fact, width)]
-    return [Section("SHARDS", lambda most: lines[:most], len(lines), min(2, len(lines)))] if lines else []
+    return [PaneSection("SHARDS", lambda most: lines[:most], len(lines), min(2, len(lines)))] if lines else []
 
 
-def events_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what happened, newest first."""
     columns: _Columns = {
         "time": lambda event: event_cells(event)[0],
@@ -196,17 +196,17 @@ def events_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]
     return [_listed("EVENTS (UTC), newest first", snapshot.events, columns, choice, width, ("node",))]
 
 
-def output_pane(snapshot: Snapshot, _choice: Choice, width: int) -> list[Section]:
+def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
     """Return the last output of the selected rank, else of the named one."""
     return [output(snapshot, width)]
 
 
-def layers_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def layers_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return which layer takes longer on a rank, and all layers in numbers."""
     layers = snapshot.layers
     if layers is None or not layers.ranks:
         lines = wrap(_NO_LAYERS if layers is not None else "No answer yet.", width)
-        return [Section("LAYERS", lambda most: lines[:most], len(lines))]
+        return [PaneSection("LAYERS", lambda most: lines[:most], len(lines))]
     tone = MARK if layers.findings else ""
     named = [line for sentence in layers_sentences(layers) for line in wrap(sentence, width, tone)]
     about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]
@@ -218,13 +218,13 @@ def layers_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]
     order = "; the slowest first" if choice.sort == "time" else ""
     title = f"EACH LAYER (ms a step, without those inside{order})"
     listed = _listed(title, places, columns, choice, width, drop)
-    return [Section("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))), listed]
+    return [PaneSection("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))), listed]
 
 
-def health_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return how the monitor itself is doing: its rows, relays, cost and errors."""
     if snapshot.health is None:
-        return [Section("HEALTH OF THE MONITOR", lambda _: [Text("No answer yet.")], 1)]
+        return [PaneSection("HEALTH OF THE MONITOR", lambda _: [Text("No answer yet.")], 1)]
     cost = flow(
         [Text(f"{name} ").append(value, HEAD) for name, value in health.facts(snapshot.health).items()], width
     )
@@ -239,8 +239,8 @@ def health_pane(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]
     errors = sorted(snapshot.health["errors"].items(), key=lambda item: -item[1])
     counts: _Columns = {">times": lambda error: f"{error[1]:,}", "where": lambda error: error[0]}
     return [
-        Section("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
-        Section("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
+        PaneSection("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
+        PaneSection("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
         _listed("ERRORS, SWALLOWED AND COUNTED", errors, counts, choice, width, ()),
         _listed("RELAYS", ordered, relays, choice, width, (">last message",)),
     ]
@@ -298,7 +298,7 @@ def _layer_columns(layers: Layers) -> tuple[_Columns, list[str]]:
 
 def _listed(
     title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
-) -> Section:
+) -> PaneSection:
     """Return a long table from the selected line on, without the columns in `drop` if it is too wide."""
 
     def lines(most: int) -> list[Text]:
@@ -316,10 +316,10 @@ def _listed(
             names.remove(left.pop(0))
 
     last = f"from {choice.scroll + 1:,} of {len(rows):,}" if choice.scroll else f"{len(rows):,}"
-    return Section(title, lines, len(rows) + 1, 2, last)
+    return PaneSection(title, lines, len(rows) + 1, 2, last)
 
 
-DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
+DRAWN: dict[str, Callable[[PanelState, Choice, int], list[PaneSection]]] = {
     "nodes": nodes_pane,
     "ranks": ranks_pane,
     "memory": memory_pane,
@@ -338,7 +338,7 @@ _VERDICT, _BRIEF = 12, 4
 
 
 def panel(
-    snapshot: Snapshot, choice: Choice, width: int, height: int | None, foot: str | None = None
+    snapshot: PanelState, choice: Choice, width: int, height: int | None, foot: str | None = None
 ) -> list[Text]:
     """
     Return the whole screen as lines of `width` cells.
@@ -363,7 +363,7 @@ def panel(
     return framed(sections.title_of(snapshot), sections.head(snapshot, inner), parts, below, width, height)
 
 
-def _overview(snapshot: Snapshot, choice: Choice, width: int) -> list[Section]:
+def _overview(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     failed = [sections.output(snapshot, width)] if snapshot.tone == "critical" else []
     return [
         sections.findings(snapshot, width),
@@ -388,7 +388,7 @@ def _keys(choice: Choice, width: int) -> Text:
     return tabs.append(more, QUIET)
 
 
-def line(snapshot: Snapshot, clock: str) -> str:
+def line(snapshot: PanelState, clock: str) -> str:
     """Return the snapshot as one line of a log."""
     times = snapshot.times or {}
     parts = [

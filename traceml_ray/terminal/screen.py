@@ -173,7 +173,7 @@ def is_window() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-class Window:
+class TerminalWindow:
     """
     Used as a context. While it is entered, what this process writes to stdout and stderr (a warning of a
     library) goes nowhere: it would stand in the midst of the panel.
@@ -190,7 +190,7 @@ class Window:
         self._signals: set[int] = set()
         self._saved: list[tuple[int, int]] = []
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> TerminalWindow:
         self._out = os.dup(sys.stdout.fileno())
         self._in = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
         for end in self._wake:

@@ -22,8 +22,8 @@ from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.state import RUN_OVER
 from traceml_ray.views.values import number
 
-from .lines import HEAD, MARK, QUIET, TONES, Section, cut, fit, flow, table, wrap
-from .snapshot import Choice, Snapshot
+from .lines import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
+from .snapshot import Choice, PanelState
 
 MOST_CELLS = 32
 """Largest number of ranks in the grid; of a larger job it shows the slowest."""
@@ -47,7 +47,7 @@ _STAGES = {
 """How a stage is drawn: by form and by colour."""
 
 
-def title_of(snapshot: Snapshot) -> str:
+def title_of(snapshot: PanelState) -> str:
     """Return "TraceML — Multi-Node DDP  (2 nodes × 4 GPUs = 8 ranks)"."""
     ranks, nodes = snapshot.facts["world_size"], snapshot.facts["nnodes"]
     kind = "Multi-Node " * bool(nodes and nodes > 1) + text.one_line(snapshot.facts["strategy"] or "").upper()
@@ -55,7 +55,7 @@ def title_of(snapshot: Snapshot) -> str:
     return f"TraceML{f' — {kind}' if kind else ''}{_size(snapshot, ranks, nodes)}"
 
 
-def _size(snapshot: Snapshot, ranks: int | None, nodes: int | None) -> str:
+def _size(snapshot: PanelState, ranks: int | None, nodes: int | None) -> str:
     if not ranks:
         return ""
     if not nodes or ranks == 1:
@@ -73,7 +73,7 @@ def _size(snapshot: Snapshot, ranks: int | None, nodes: int | None) -> str:
     return f"  ({text.count(nodes, 'node')} × {unit} = {text.count(ranks, 'rank')})"
 
 
-def head(snapshot: Snapshot, width: int) -> list[Text]:
+def head(snapshot: PanelState, width: int) -> list[Text]:
     """Return the session, its step, its skew and the straggler, on one line."""
     label = snapshot.verdict["label"] if snapshot.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
@@ -100,12 +100,12 @@ def head(snapshot: Snapshot, width: int) -> list[Text]:
     return [line]
 
 
-def rates(snapshot: Snapshot) -> dict[str, str]:
+def rates(snapshot: PanelState) -> dict[str, str]:
     """Return the numbers of signals that have a place in one line, as far as they are known."""
     return dict(number.short for number in signal_numbers(snapshot.signals) if number.short)
 
 
-def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
+def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
     """Return the verdict with its reason, advice, cost and beginning, and how fresh and complete it is."""
     late = "bold yellow" if snapshot.state == "stale" else ""
     note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}")
@@ -126,16 +126,18 @@ def verdict(snapshot: Snapshot, width: int, most: int) -> Section:
     least = _FIRST + 2 * (snapshot.tone == "critical")  # what ends a run is more than a line long
     shown = [(label, wrap(value, width - _LABEL, style)) for label, value, style in parts if value]
     want = sum(len(lines) for _, lines in shown)
-    return Section("VERDICT", lambda size: _labelled(shown, size), min(want, most), min(want, least), note)
+    return PaneSection(
+        "VERDICT", lambda size: _labelled(shown, size), min(want, most), min(want, least), note
+    )
 
 
-def _first(snapshot: Snapshot, first: Conclusion) -> list[tuple[str, str, str]]:
+def _first(snapshot: PanelState, first: Conclusion) -> list[tuple[str, str, str]]:
     """Return the conclusion that is more severe than the verdict on the steps."""
     shown = f"{snapshot.sign} {first.headline}"
     return [("Verdict", shown, TONES[snapshot.tone]), ("Why", first.why, ""), ("Next", first.next, "")]
 
 
-def findings(snapshot: Snapshot, width: int) -> Section:
+def findings(snapshot: PanelState, width: int) -> PaneSection:
     """Return what else was found, each with its cost and why, a line each, in the order of all faces."""
     others = beside(snapshot.findings, snapshot.first.key if snapshot.first else None)
     others = [one for one in others if one.signal != "nodes"]  # these are beside their node
@@ -146,7 +148,7 @@ def findings(snapshot: Snapshot, width: int) -> Section:
         left = text.count(len(rows) - most + 1, "more finding")
         return rows if few else [*rows[: most - 1], Text(f"… {left}", QUIET)]
 
-    return Section("ALSO FOUND", lines, min(len(rows), _WORST), min(len(rows), 2))
+    return PaneSection("ALSO FOUND", lines, min(len(rows), _WORST), min(len(rows), 2))
 
 
 def _finding(one: Finding, width: int) -> Text:
@@ -176,7 +178,7 @@ def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Te
     return drawn
 
 
-def node_summary(snapshot: Snapshot, width: int) -> Section:
+def node_summary(snapshot: PanelState, width: int) -> PaneSection:
     """Return the busy time of each node, its slowest rank, and by how much it is above the fastest node."""
     timed = [node for node in snapshot.nodes if node["median_ms"] is not None or not node["alive"]]
     ordered = sorted(timed, key=lambda node: natural(node["label"]))
@@ -198,10 +200,12 @@ def node_summary(snapshot: Snapshot, width: int) -> Section:
         return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
 
     note = Text(f"← above the fastest, {fastest}" if len(ordered) > 1 and fastest else "", QUIET)
-    return Section(f"NODE SUMMARY{of_steps(snapshot)}", lines, _listed(ordered), min(4, len(ordered)), note)
+    return PaneSection(
+        f"NODE SUMMARY{of_steps(snapshot)}", lines, _listed(ordered), min(4, len(ordered)), note
+    )
 
 
-def of_steps(snapshot: Snapshot) -> str:
+def of_steps(snapshot: PanelState) -> str:
     """Return ", steps 35–89", the steps that the numbers cover, if that is not obvious."""
     if snapshot.steps is not None:
         return f", steps {snapshot.steps[0]:,}–{snapshot.steps[1]:,}"
@@ -219,7 +223,7 @@ def _beside(over: Text | str, against: str) -> Text:
     return Text("").append_text(over).append(against) if isinstance(over, Text) and over else Text("")
 
 
-def _node(node: Mapping[str, Any], snapshot: Snapshot) -> list[Text | str]:
+def _node(node: Mapping[str, Any], snapshot: PanelState) -> list[Text | str]:
     if not node["alive"]:
         return [node["label"], Text("◆ lost", TONES["critical"]), "", "", ""]
     late = bool({*snapshot.named} & {*node["ranks"]})
@@ -238,7 +242,7 @@ def _more(count: int, noun: str, key: int) -> Text:
     return Text(f"… {text.count(count, f'more {noun}')} (key {key})", QUIET)
 
 
-def rank_grid(snapshot: Snapshot, width: int, choice: Choice) -> Section:
+def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
     """Return the busy time of each rank, the named ones marked; of a large job the slowest ones."""
     times: Mapping[str, Any] = snapshot.times or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(times["ranks"], map(float, times["busy_ms"]), strict=True))
@@ -258,7 +262,7 @@ def rank_grid(snapshot: Snapshot, width: int, choice: Choice) -> Section:
 
     few = len(cells) < len(busy)
     note = f"slowest of {len(busy):,} (key 3)" if few else ""
-    return Section(
+    return PaneSection(
         f"RANK GRID{of_steps(snapshot)} (step time without waiting, ms)",
         lines,
         want,
@@ -267,7 +271,7 @@ def rank_grid(snapshot: Snapshot, width: int, choice: Choice) -> Section:
     )
 
 
-def _per_line(most: int, snapshot: Snapshot) -> int:
+def _per_line(most: int, snapshot: PanelState) -> int:
     """Return how many ranks are on a line: those of whole nodes, or of an even part of one."""
     most_ranks = max((len(node["ranks"]) for node in snapshot.nodes), default=0)
     if not most_ranks or (snapshot.times and len(snapshot.times["ranks"]) > MOST_CELLS):
@@ -277,7 +281,7 @@ def _per_line(most: int, snapshot: Snapshot) -> int:
     return next((n for n in range(most, most // 2, -1) if most_ranks % n == 0), most)
 
 
-def _cell(rank: int, busy_ms: float, snapshot: Snapshot) -> Text:
+def _cell(rank: int, busy_ms: float, snapshot: PanelState) -> Text:
     worst = snapshot.times["worst_rank"] if snapshot.times and snapshot.times["steps"] else None
     dead, named = rank in snapshot.dead, rank in snapshot.named
     digits = len(str(snapshot.times["ranks"][-1])) if snapshot.times else 1
@@ -288,15 +292,15 @@ def _cell(rank: int, busy_ms: float, snapshot: Snapshot) -> Text:
     return cell
 
 
-def exposed(snapshot: Snapshot, width: int) -> Section:
+def exposed(snapshot: PanelState, width: int) -> PaneSection:
     """Return where the time of a step goes: a bar, and its parts in numbers."""
     stages = snapshot.times.get("stages") if snapshot.times and snapshot.times["steps"] else None
     if not stages:
-        return Section("EXPOSED TIME", lambda _: [], 0)
+        return PaneSection("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())
     lines = [bar(stages, width), *flow(legend(stages), width)]
     title = f"EXPOSED TIME OF A STEP{of_steps(snapshot)} (mean {text.ms(total)})"
-    return Section(title, lambda most: lines[:most], len(lines), 2)
+    return PaneSection(title, lambda most: lines[:most], len(lines), 2)
 
 
 def legend(stages: Mapping[str, float]) -> list[Text]:
@@ -323,12 +327,12 @@ def bar(stages: Mapping[str, float], width: int) -> Text:
     return drawn
 
 
-def memory(snapshot: Snapshot, width: int) -> Section:
+def memory(snapshot: PanelState, width: int) -> PaneSection:
     """Return who uses most of what memory there is; that nothing is to be said of it, where nothing is."""
     answer = snapshot.memory
     if answer is None or not answer.ranks:
         shown = _fullest_nodes(snapshot)
-        return Section("MEMORY", lambda most: shown[:most], len(shown))
+        return PaneSection("MEMORY", lambda most: shown[:most], len(shown))
     used = [row for row in answer.ranks if row.used_bytes is not None and row.total_bytes]
     fullest = max(used, key=lambda row: (row.used_bytes or 0) / (row.total_bytes or 1), default=None)
     listed = any(one.signal == "memory" and one.severity != "info" for one in snapshot.findings)
@@ -339,10 +343,10 @@ def memory(snapshot: Snapshot, width: int) -> Section:
         of_all = f"{text.size(fullest.used_bytes)} of {text.size(fullest.total_bytes)}, {share}"
         device = "host" if fullest.device is None else f"GPU {fullest.device}"
         lines.append(Text(f"fullest: rank {fullest.rank} ({fullest.node}, {device}) {of_all}"))
-    return Section("MEMORY", lambda most: [*lines[: most - 1], lines[-1]], len(lines), 1)
+    return PaneSection("MEMORY", lambda most: [*lines[: most - 1], lines[-1]], len(lines), 1)
 
 
-def _fullest_nodes(snapshot: Snapshot) -> list[Text]:
+def _fullest_nodes(snapshot: PanelState) -> list[Text]:
     """Return the nodes with the least free memory: of a large job, ranks are on a pane of their own."""
     parts = []
     for name, words in (("mem_pct", "RAM"), ("gpu_mem_pct", "VRAM")):
@@ -354,7 +358,7 @@ def _fullest_nodes(snapshot: Snapshot) -> list[Text]:
     return [Text(f"fullest: {', '.join(parts)}{beside}")] if parts else []
 
 
-def health(snapshot: Snapshot, width: int) -> Section:
+def health(snapshot: PanelState, width: int) -> PaneSection:
     """Return how busy, full, hot and anomalous each node is."""
     evidence = evidence_of(snapshot.verdict)
     ordered = sorted(snapshot.nodes, key=lambda node: natural(node["label"]))
@@ -366,7 +370,7 @@ def health(snapshot: Snapshot, width: int) -> Section:
         drawn = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
         return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
 
-    return Section("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)))
+    return PaneSection("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)))
 
 
 def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str]:
@@ -384,10 +388,10 @@ def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str
     ]
 
 
-def events(snapshot: Snapshot, width: int) -> Section:
+def events(snapshot: PanelState, width: int) -> PaneSection:
     """Return the events, newest first."""
     lines = table([event_cells(event) for event in snapshot.events[:MOST_CELLS]], width)
-    return Section("EVENTS (UTC)", lambda most: lines[:most], len(lines), 1)
+    return PaneSection("EVENTS (UTC)", lambda most: lines[:most], len(lines), 1)
 
 
 def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
@@ -400,11 +404,11 @@ def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
     ]
 
 
-def output(snapshot: Snapshot, width: int, rank: int | None = None) -> Section:
+def output(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSection:
     """Return the last output of a rank, the newest line last; stderr lines are marked."""
     last_output = snapshot.output
     if last_output is None or rank not in (None, last_output["rank"]):
-        return Section("LAST OUTPUT", lambda _: [], 0)
+        return PaneSection("LAST OUTPUT", lambda _: [], 0)
     shown: list[Text] = []
     for line in last_output["lines"]:
         if line["skipped"]:
@@ -415,4 +419,4 @@ def output(snapshot: Snapshot, width: int, rank: int | None = None) -> Section:
         shown = [Text(f"No line is known{f' ({why})' if (why := last_output['missing']) else ''}.", QUIET)]
     note = Text("! stderr", QUIET)
     title = f"LAST OUTPUT OF RANK {last_output['rank']}"
-    return Section(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)
+    return PaneSection(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)

@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class PanelState:
     """
     Everything the terminal shows of a session at one moment. Times in ms, shares in %; None (NaN in arrays):
     not known.
@@ -103,7 +103,7 @@ class Snapshot:
     """Last output of the selected rank, else of the named one; None if the pane does not show it."""
 
 
-def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
+def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> PanelState:
     """Return the newest answers about a run; request missing ones. Called with the lock of `poll`."""
     state = state_of(poll, run)
     fields: dict[str, Any] = {
@@ -114,22 +114,22 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Sn
         "facts": session_facts(poll, run),
     }
     if run is None:
-        return Snapshot(**fields)
+        return PanelState(**fields)
     findings = found_in(poll, run, state)
     first = first_of(run, findings)
     tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
     steps = _judged_steps(run, state)
-    times = run.times if steps is None else poll.ask(query.Times(run.id, True, *steps))
+    times = run.times if steps is None else poll.ask(query.GetTimes(run.id, True, *steps))
     if steps is not None and not (times and times["steps"]):  # not known one by one
         times, steps = run.times, None
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
-    memory = poll.ask(query.Memory(run.id)) if wants_memory and fields["facts"]["memory"] else None
-    sharding = poll.ask(query.Sharding(run.id)) if choice.pane == "memory" else None
-    layers = poll.ask(query.Layers(run.id)) if choice.pane == "layers" and choice.rank is None else None
+    memory = poll.ask(query.GetMemory(run.id)) if wants_memory and fields["facts"]["memory"] else None
+    sharding = poll.ask(query.GetSharding(run.id)) if choice.pane == "memory" else None
+    layers = poll.ask(query.GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
-    output = poll.ask(query.Output(run.id, _subject(run, choice))) if wants_output else None
-    return Snapshot(
+    output = poll.ask(query.GetOutput(run.id, _subject(run, choice))) if wants_output else None
+    return PanelState(
         **fields,
         step=run.last_step,
         tone=tone,

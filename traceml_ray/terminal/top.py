@@ -25,14 +25,14 @@ from rich.text import Text
 from traceml_ray.printing import leave, leave_in_time, say, show
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, await_session
-from traceml_ray.terminal.screen import Window, is_window
+from traceml_ray.terminal.screen import TerminalWindow, is_window
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 from traceml_ray.views.state import OVER
 
 from .lines import fit
 from .panel import line, panel
-from .snapshot import PANES, SORTS, Choice, Snapshot, take_snapshot
+from .snapshot import PANES, SORTS, Choice, PanelState, take_snapshot
 
 _LETTERS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end", "Z": "back_tab"}
 _NUMBERS = {"1": "home", "4": "end", "5": "page_up", "6": "page_down", "7": "home", "8": "end"}
@@ -204,7 +204,7 @@ class Feed:
         self.choice = Choice()
         self.held = False
         """Whether the display is paused."""
-        self.newest: Snapshot | None = None
+        self.newest: PanelState | None = None
         self.error: Exception | None = None
         """Error that ended the feed; raised by the thread that draws."""
         self._run = run
@@ -212,7 +212,7 @@ class Feed:
         self._ending = threading.Event()
         self._asked = threading.Event()
 
-    def renew(self) -> Snapshot:
+    def renew(self) -> PanelState:
         """Ask for new answers; return the snapshot."""
         self.poll.poll()
         self.newest = self._snapshot()
@@ -266,7 +266,7 @@ class Feed:
             self._asked.wait(interval_s if self._paused else max(0.0, due - time.monotonic()))
             self._asked.clear()
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> PanelState:
         run = self.poll.selected(self._run)
         return self.poll.make(lambda: take_snapshot(self.poll, run, self.choice))[1]
 
@@ -294,7 +294,7 @@ def _once(feed: Feed) -> int:
 def _windowed(feed: Feed, interval_s: float) -> int:
     """Show the panel until a key or a signal ends it."""
     slow = is_slow()
-    with Window() as window:
+    with TerminalWindow() as window:
         feed.follow(interval_s, window.wake)
         control, keys, shown, free_at = Control(), Keys(), None, 0.0
         while not (control.quit or window.ended) and feed.error is None:
@@ -314,7 +314,7 @@ def _windowed(feed: Feed, interval_s: float) -> int:
     return 0
 
 
-def _frame(feed: Feed, control: Control, window: Window) -> list[Text]:
+def _frame(feed: Feed, control: Control, window: TerminalWindow) -> list[Text]:
     width, height = window.size()
     if feed.newest is None:
         return [fit(line, width) for line in ["Asking the session …", *[""] * (height - 1)]]

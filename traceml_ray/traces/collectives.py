@@ -34,7 +34,7 @@ def exchanges(name: str) -> bool:
     return _BY_HOST.match(name) is not None
 
 
-class Part(NamedTuple):
+class CollectivePart(NamedTuple):
     """The part of one rank in a collective; times in ns on the clock of all traces."""
 
     place: int
@@ -46,14 +46,14 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """The parts of one collective."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[CollectivePart, ...]
 
     @property
-    def last(self) -> Part:
+    def last(self) -> CollectivePart:
         """The part of the rank that came last."""
         return max(self.parts, key=lambda part: part.begin_ns)
 
@@ -80,7 +80,7 @@ class Key(NamedTuple):
 class Matched:
     """The collectives of some ranks, matched across their traces."""
 
-    collectives: list[Collective]
+    collectives: list[TracedCollective]
     unmatched: int
     """Number of parts that could not be matched with other ranks."""
 
@@ -94,7 +94,7 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Key, dict[int, list[Part]]] = defaultdict(lambda: defaultdict(list))
+        self._found: dict[Key, dict[int, list[CollectivePart]]] = defaultdict(lambda: defaultdict(list))
         self._groups: dict[str, tuple[int, ...]] = {}
         self._ranks: dict[int, int] = {}
 
@@ -108,7 +108,7 @@ class Parts:
             step = step_at(source.steps, begin_ns)
             if source.steps and step is None:
                 continue  # begun before what the other ranks have recorded, or after
-            part = Part(
+            part = CollectivePart(
                 source_index,
                 trace.lanes[int(trace.lane[event])],
                 begin_ns + shift_ns,
@@ -123,7 +123,7 @@ class Parts:
             rows = list(by_place.values())
             expected = self._members(key)
             if len(rows) > 1 and len({*map(len, rows)}) == 1 and expected in (None, by_place.keys()):
-                result.collectives += [Collective(key.name, parts) for parts in zip(*rows, strict=True)]
+                result.collectives += [TracedCollective(key.name, parts) for parts in zip(*rows, strict=True)]
             else:
                 result.unmatched += sum(map(len, rows))
         return result
@@ -169,7 +169,7 @@ def _plain(name: str) -> str:
     return name.strip("_").replace("_", "").lower()
 
 
-def apart(collectives: Sequence[Collective], bounds_ns: Mapping[int, int | None]) -> int:
+def apart(collectives: Sequence[TracedCollective], bounds_ns: Mapping[int, int | None]) -> int:
     """
     Return of how many collectives a part ends before another begins, although nobody can be done before all
     have begun: by more than the error of the clocks, `bounds_ns` by the place of a trace.

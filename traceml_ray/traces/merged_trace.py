@@ -27,7 +27,7 @@ from traceml_ray import __version__, text
 from traceml_ray.files import appearing
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
-from traceml_ray.traces.collectives import Collective, Part, Parts, apart
+from traceml_ray.traces.collectives import CollectivePart, Parts, TracedCollective, apart
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.step_rows import intervals
 from traceml_ray.traces.trace import Trace, as_text, read_trace, write_events
@@ -44,17 +44,17 @@ class Call(NamedTuple):
     """A call over torch.distributed.rpc, and the range that served it."""
 
     name: str
-    asked: Part
-    done: Part
+    asked: CollectivePart
+    done: CollectivePart
 
 
 class Calls:
     """Collects the calls of some workers. The k-th call of a function is what runs it for the k-th time."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[str, str], list[Part]] = defaultdict(list)
+        self._asked: dict[tuple[str, str], list[CollectivePart]] = defaultdict(list)
         """Calls, by called worker and function."""
-        self._done: dict[tuple[int, str], list[Part]] = defaultdict(list)
+        self._done: dict[tuple[int, str], list[CollectivePart]] = defaultdict(list)
         """Ranges that serve calls, by index of their trace and name."""
         self._workers: dict[str, int] = {}
         self._ranks: dict[int, int] = {}
@@ -75,7 +75,9 @@ class Calls:
                 continue  # the same, named twice: by the script, too
             ends_ns[key] = end_ns
             name, lane = trace.names[key[0]], trace.lanes[key[1]]
-            part = Part(source_index, lane, int(trace.begin_ns[event]) + shift_ns, end_ns + shift_ns)
+            part = CollectivePart(
+                source_index, lane, int(trace.begin_ns[event]) + shift_ns, end_ns + shift_ns
+            )
             if call := _CALL.fullmatch(name):
                 self._workers[call["caller"]] = source_index
                 self._asked[call["callee"], call["name"]].append(part)
@@ -135,7 +137,7 @@ class MergedRank(msgspec.Struct, frozen=True):
     operations: int
 
 
-class Merged(msgspec.Struct, kw_only=True):
+class MergedSummary(msgspec.Struct, kw_only=True):
     """Summary of a merged trace; stored in the trace itself under `traceml_ray`."""
 
     version: str = __version__
@@ -183,7 +185,7 @@ def merge(
     out: Path,
     profile: Profile | None = None,
     progress: Callable[[float], object] = lambda _: None,
-) -> Merged:
+) -> MergedSummary:
     """
     Write one trace of all `sources`; `out` appears when it is whole. Return what is in it.
 
@@ -215,7 +217,9 @@ class _Merge:
         self._progress = progress
         self._pids, self._ids, self._other_ids = count(1), count(_OUR_IDS), dict[tuple[int, str], int]()
         parts, calls = Parts(), Calls()
-        self.merged = Merged(profile=profile.id if profile else None, why=profile.why if profile else None)
+        self.merged = MergedSummary(
+            profile=profile.id if profile else None, why=profile.why if profile else None
+        )
         for rank in self._ranks:
             self._scan(rank, parts, calls)
             progress((rank.place + 1) / (2 * len(self._ranks)))
@@ -347,7 +351,7 @@ class _Merge:
             name = interval.stage or f"row {interval.step:,}"
             yield slice_of("rows, by stage", name, interval.begin_ns, interval.end_ns, interval.step)
 
-    def _arrows(self, collective: Collective) -> Iterator[dict[str, Any]]:
+    def _arrows(self, collective: TracedCollective) -> Iterator[dict[str, Any]]:
         """Yield a flow from the part of the rank that came last to each of the others, which have waited."""
         last = collective.last
         for part in collective.parts:
@@ -357,7 +361,7 @@ class _Merge:
             yield from self._arrow("collective", collective.name, (last, last.begin_ns), (part, end_ns))
 
     def _arrow(
-        self, category: str, name: str, begin: tuple[Part, int], end: tuple[Part, int]
+        self, category: str, name: str, begin: tuple[CollectivePart, int], end: tuple[CollectivePart, int]
     ) -> Iterator[dict[str, Any]]:
         """Yield the two ends of a flow, each inside a slice at some time."""
         flow = {"cat": category, "name": name, "id": next(self._ids)}

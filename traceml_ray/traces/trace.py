@@ -64,7 +64,7 @@ class Trace:
     """Id by which a device's work names the operation that launched it."""
     begin_ns: Ints
     end_ns: Ints
-    memory: Memory
+    memory: TraceMemory
     communications: Mapping[int, Communication]
     """Details of an operation between ranks, by index of the event; only where the trace has them."""
 
@@ -114,7 +114,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Memory:
+class TraceMemory:
     """Allocations and frees, where they were recorded: [m] events, sorted by thread and time."""
 
     lane: Ints
@@ -266,7 +266,7 @@ class _Reader:
             communications={
                 int(new_index[event]): communication for event, communication in self._communications.items()
             },
-            memory=Memory(
+            memory=TraceMemory(
                 lane=memory["lane"][order],
                 t_ns=memory["t_ns"][order] + header.base_ns,
                 nbytes=memory["nbytes"][order],

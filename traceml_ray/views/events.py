@@ -127,7 +127,7 @@ def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
     """Return that a checkpoint was written about then; nothing where each step writes one."""
     first = max(0, step - _AROUND_STEPS)
     over = (run.last_step or 0) > step + _SETTLED_STEPS
-    asked = query.Spans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)
+    asked = query.GetSpans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)
     spans = cache.ask(asked, lambda _: over) or ()
     written = any(span["name"] == "checkpoint" and span["times_per_step"] < 0.5 for span in spans)
     return ["a checkpoint was written"] * written

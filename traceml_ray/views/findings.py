@@ -36,17 +36,17 @@ def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
     large = run.world >= SLOW_RANKS
     memory = sharding = None
     if not large and any(process.memory_from for process in run.ranks.values()):
-        memory = cache.ask(query.Memory(run.id), every_s=MEMORY_S)
+        memory = cache.ask(query.GetMemory(run.id), every_s=MEMORY_S)
     if not large and any(
         set(_SHARDED) & {*(process.strategy or "").split("+")} for process in run.ranks.values()
     ):
-        sharding = cache.ask(query.Sharding(run.id), every_s=LAYERS_S)
+        sharding = cache.ask(query.GetSharding(run.id), every_s=LAYERS_S)
     return findings_of(
         run.verdict,
         memory=memory,
         layers=layers_of(cache, run, state),
         sharding=sharding,
-        loads=(None if large else cache.ask(query.Experts(run.id), every_s=LAYERS_S)) or (),
+        loads=(None if large else cache.ask(query.GetExperts(run.id), every_s=LAYERS_S)) or (),
     )
 
 
@@ -59,5 +59,5 @@ def layers_of(cache: SessionPoll, run: RunState | None, state: str) -> Layers | 
     """Return the layers of a run, as they were a while ago, where they have been measured."""
     if run is None or (state in RUNNING and run.world > LAYERS_RANKS):
         return None
-    layers = cache.ask(query.Layers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
+    layers = cache.ask(query.GetLayers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
     return layers if layers is not None and layers.ranks else None

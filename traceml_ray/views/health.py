@@ -28,7 +28,7 @@ def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, A
         event["node_id"] for event in (run.events if run else ()) if event["kind"] == "relay_start"
     )
     return {
-        "ledger": cache.ask(query.Ledger(run.id if run else None)),
+        "ledger": cache.ask(query.GetLedger(run.id if run else None)),
         "bytes_per_s": sent / seconds if seconds else None,
         "overhead": overhead_of(processes),
         "errors": _errors(cache, run, viewer),

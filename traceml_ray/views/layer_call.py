@@ -19,7 +19,7 @@ def ask_layers(
 ) -> Layers:
     """Return the layers as `Session.layers` does; `ask` returns the answer to a question."""
     if steps is None:
-        layers: Layers = ask(query.Layers(run))
+        layers: Layers = ask(query.GetLayers(run))
         return layers
     asked = secrets.token_hex(8)
     ask(query.StartLayers(asked, wire.LayersRequest.checked(steps, run)))
@@ -40,8 +40,8 @@ def measured(
     deadline = time.monotonic() + timeout
     while True:
         last = not goes_on() or time.monotonic() > deadline
-        layers: Layers = ask(query.Layers(run, asked))
-        ranks = ask(query.Ranks(run)).values()
+        layers: Layers = ask(query.GetLayers(run, asked))
+        ranks = ask(query.GetRanks(run)).values()
         living = sum(not process.ended for process in ranks)
         last = last or bool(ranks and not living)
         if last or (layers.ranks and len(layers.ranks) >= living):

@@ -42,7 +42,7 @@ def rank_rows(
     Return a row for each rank: where it is, what its steps (the first and the last of them may be given) are
     made of; named ones first, then the dead.
     """
-    asked = query.RankTimes(run.id) if steps is None else query.RankTimes(run.id, True, *steps)
+    asked = query.GetRankTimes(run.id) if steps is None else query.GetRankTimes(run.id, True, *steps)
     times: Any = cache.ask(asked) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
     busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
     stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)

@@ -62,36 +62,40 @@ class RunState:
 
     def questions(self, now: float) -> list[Request[Any]]:
         """Return the questions to ask; `update` takes their answers."""
-        asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
+        asked: list[Request[Any]] = [query.GetVerdict(self.id), query.GetTimes(self.id)]
         asked += [view.question(self.id) for view in POLLED]
-        asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
-        asked.append(query.Verdicts(self.id, self._seen[1]))
+        asked.append(query.GetEvents(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
+        asked.append(query.GetVerdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
             self._asked_ranks = now
             node_ids = tuple(node["node_id"] for node in self.nodes)
-            asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(node_ids, last=1)]
+            asked += [
+                query.GetRanks(self.id),
+                query.GetNodes(self.id),
+                query.GetNodeSamples(node_ids, last=1),
+            ]
         return asked
 
     def update(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
         """Apply the answers to `questions`; return whether anything is new."""
         answer_to = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
-        events, verdicts = answer_to[query.Events], answer_to[query.Verdicts]
+        events, verdicts = answer_to[query.GetEvents], answer_to[query.GetVerdicts]
         self._seen = events.cursor, verdicts.cursor
         self.events.extend(events.items)
         self.verdicts.extend(verdicts.items)
-        verdict = answer_to[query.Verdict] or (self.verdicts[-1] if self.verdicts else None)
+        verdict = answer_to[query.GetVerdict] or (self.verdicts[-1] if self.verdicts else None)
         new = bool(events.items or verdicts.items or verdict != self.verdict)
         self.verdict = verdict
-        if query.Ranks in answer_to:
-            ranks, nodes = answer_to[query.Ranks], answer_to[query.Nodes]
+        if query.GetRanks in answer_to:
+            ranks, nodes = answer_to[query.GetRanks], answer_to[query.GetNodes]
             new |= (ranks, nodes) != (self.ranks, self.nodes)
             self.ranks, self.nodes = ranks, nodes
             self.world = world_size(ranks, None)
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node["node_id"]: node["label"] for node in nodes}
-            self.samples = {node: as_dict(sample) for node, sample in answer_to[query.NodeSamples]}
+            self.samples = {node: as_dict(sample) for node, sample in answer_to[query.GetNodeSamples]}
         self.signals = {view.name: answer_to[view.question] for view in POLLED}
-        return self.update_times(answer_to[query.Times]) or new
+        return self.update_times(answer_to[query.GetTimes]) or new
 
     def update_times(self, times: StepTimes) -> bool:
         """Replace the numbers of the run's steps; return whether there are new ones."""

@@ -37,7 +37,7 @@ _SLICE_S = 0.5
 """How long one tick may read rows of a long run, in s."""
 _QUICK_S, _SHARE = 0.25, 5
 """A source that takes longer than `_QUICK_S` to answer rests `_SHARE` times as long as the answer took."""
-_OF_STEPS = query.Cell, query.Spans, query.Step
+_OF_STEPS = query.GetCell, query.GetSpans, query.GetStep
 """Questions about certain steps; the next tick asks about other steps."""
 _ROUNDS = 3
 """Rounds of questions for one view: a question may depend on an earlier answer."""
@@ -193,7 +193,7 @@ class SessionPoll:
 
     def deaths(self, run: RunState) -> Sequence[DeathInfo]:
         """Return the ranks of a run that died, the first cause first; see `ask`."""
-        return self.ask(query.Deaths(run.id)) or () if run.died else ()
+        return self.ask(query.GetDeaths(run.id)) or () if run.died else ()
 
     def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
         """
@@ -221,7 +221,7 @@ class SessionPoll:
         """Return the questions as they are sent: of columns, only for those that are missing here."""
         return [
             msgspec.structs.replace(request, since=self._answers[request].value["next"])
-            if isinstance(request, query.Columns) and request in self._answers
+            if isinstance(request, query.GetColumns) and request in self._answers
             else request
             for request in wanted
         ]
@@ -232,7 +232,7 @@ class SessionPoll:
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
             before = self._answers.get(request, _NO_ANSWER).value
-            merged = joined(before, answer) if isinstance(request, query.Columns) else answer
+            merged = joined(before, answer) if isinstance(request, query.GetColumns) else answer
             new |= before is None or (
                 merged is not before and query.encode([merged]) != query.encode([before])
             )
@@ -253,7 +253,7 @@ class SessionPoll:
             followed = [*self._polled.values()]
         slow = int(self.status.get("ranks") or 0) >= SLOW_RANKS
         runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
-        asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
+        asked: list[Request[Any]] = [query.GetStatus(), *([query.GetRuns()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
             used = dict.fromkeys(
@@ -304,7 +304,7 @@ class SessionPoll:
         """Read further rows of a run for a limited time, if more are stored than one answer holds."""
         changed, more = False, True
         while more and not run.is_read_to_end and self.timer() - began < _SLICE_S:
-            (times,) = self._question([query.Times(run.id)])
+            (times,) = self._question([query.GetTimes(run.id)])
             with self.lock:
                 more = run.update_times(times)
             changed |= more

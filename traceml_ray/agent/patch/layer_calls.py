@@ -27,7 +27,7 @@ _FEW = 4
 """Values of an output that are looked at for a tensor."""
 
 
-class Sample(NamedTuple):
+class MeasuredCalls(NamedTuple):
     """What was measured in one step. Of n layers; `times` has n in forward, n in backward, and the rest."""
 
     table: LayerTable
@@ -130,14 +130,14 @@ class LayerCalls:
         self._last = self._clock()
         self.on = self._table is not None and not (self.full or self.captured or failed)
 
-    def end(self) -> Sample | None:
+    def end(self) -> MeasuredCalls | None:
         """Stop measuring; return what was found, None where something went wrong."""
         if self.on:
             self._to(2 * self._n, self._clock())
         if not self.on or self._table is None:
             return None
         self.on = False
-        return Sample(
+        return MeasuredCalls(
             self._table,
             self._times if self.api is None else [],
             self._calls,

@@ -91,7 +91,7 @@ UNCOMPARED_BOUND_NS = 1_000_000_000
 
 
 @dataclass
-class Merged:
+class MergedRecordings:
     """The recordings of one run as series."""
 
     timed: list[Series]
@@ -105,7 +105,7 @@ class Merged:
     notes: list[str] = field(default_factory=list)
 
 
-def merge(recordings: Sequence[Recording]) -> Merged:
+def merge(recordings: Sequence[Recording]) -> MergedRecordings:
     """
     Return the newest run among `recordings` as series. Those that name no run belong to it; a process without
     a rank is given one that is free.
@@ -119,7 +119,7 @@ def merge(recordings: Sequence[Recording]) -> Merged:
     if late and len(found) > 1:
         who = text.ranks({each.rank for each in late if each.rank is not None})
         notes.append(f"The files of {who} have no wall-clock times: whether others grew before is not known.")
-    return Merged(
+    return MergedRecordings(
         timed=[_series(each, bound_ns) for each in found if each.wall],
         untimed=[_series(each, 0) for each in late],
         present={each.rank for each in found if each.rank is not None},

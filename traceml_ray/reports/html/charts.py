@@ -19,7 +19,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, ratio
 from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import Row
+from traceml_ray.reports.drawing import HeatRow
 from traceml_ray.reports.html.elements import NOTHING, Markup, grid, join, tag
 from traceml_ray.reports.tiles import Tile
 from traceml_ray.stages import STAGES
@@ -280,7 +280,7 @@ def png(levels: np.ndarray[Any, Any], palette: np.ndarray[Any, Any]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def _names(rows: Sequence[Row], px: int) -> Markup:
+def _names(rows: Sequence[HeatRow], px: int) -> Markup:
     """Return the names of the rows, as many as there is room for: those named by the verdict come first."""
     lines = sum(row.height for row in rows)
     edges = [0, *accumulate(row.height for row in rows)]
@@ -305,7 +305,7 @@ def _names(rows: Sequence[Row], px: int) -> Markup:
     return tag("svg", shown, width=_GUTTER_PX, height=px, cls="names", aria_hidden="true", **box)
 
 
-def _name(row: Row) -> str:
+def _name(row: HeatRow) -> str:
     rank = "" if row.rank is None else f"{row.rank}"
     node = row.node if row.first or not rank else ""
     room = _NAME - len(rank) - 2 * row.named
@@ -322,7 +322,7 @@ def _scale() -> Markup:
     return tag("ul", marks, missing, cls="legend")
 
 
-def _table(columns: Mapping[str, Any], rows: Sequence[Row], levels: np.ndarray[Any, Any]) -> Markup:
+def _table(columns: Mapping[str, Any], rows: Sequence[HeatRow], levels: np.ndarray[Any, Any]) -> Markup:
     """Return the newest columns in numbers, the worst rows first."""
     over = excess(levels).tolist()
     order = sorted(

@@ -21,7 +21,7 @@ from traceml_ray.agent.device import EVENT_SLOTS
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
-from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
+from traceml_ray.agent.patch.layer_calls import LayerCalls, MeasuredCalls
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.codec import ready
 from traceml_ray.layer_messages import LayersCommand
@@ -295,7 +295,7 @@ class LayerSampler(Collector):
             return []
         return [self._close(window)] if window.steps else []
 
-    def _times_of(self, sample: Sample) -> list[int] | None:
+    def _times_of(self, sample: MeasuredCalls) -> list[int] | None:
         """Return the times of a sample; None: not known yet, empty: not known."""
         if sample.times or self._events is None:
             return sample.times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traceml_ray.agent.device import EVENT_SLOTS, DeviceApi
-from traceml_ray.agent.patch.layer_calls import LayerCalls, Sample
+from traceml_ray.agent.patch.layer_calls import LayerCalls, MeasuredCalls
 
 _AT_ONCE = 2048
 """Events that are made at a time: each takes some µs."""
@@ -29,9 +29,10 @@ class LayerEvents:
             self._api.make(self._made)
         self._calls.free_event = oldest + EVENT_SLOTS if self._made == EVENT_SLOTS else self._made
 
-    def times(self, sample: Sample) -> list[int] | None:
+    def times(self, sample: MeasuredCalls) -> list[int] | None:
         """
-        Return the ns of each owner in a sample, as `Sample.times`; empty where its events are out of order,
+        Return the ns of each owner in a sample, as `MeasuredCalls.times`; empty where its events are out of
+        order,
         since they are of several streams. None: the device is not done with it.
         """
         first, times = sample.first_event, [0] * (len(sample.calls) + 1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.agent.patch.layer_calls import Sample
+from traceml_ray.agent.patch.layer_calls import MeasuredCalls
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
 from traceml_ray.signals.layers.table import LayerTable
 
@@ -27,7 +27,7 @@ class MeasuredStep(NamedTuple):
     steps: int
     """How many steps it turned out to be."""
     took_ns: int
-    sample: Sample
+    sample: MeasuredCalls
     gradients: list[int | None] | None
     every: int
 

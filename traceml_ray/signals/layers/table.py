@@ -17,7 +17,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 _MAX_NAME, _MAX_KIND = 120, 60
 
 
-class Layer(NamedTuple):
+class LayerEntry(NamedTuple):
     """One layer of the table."""
 
     name: str
@@ -37,7 +37,7 @@ class LayerTable:
     """
 
     def __init__(self, roots: list[Any], most: int = MAX_MODULES) -> None:
-        self.layers: list[Layer] = []
+        self.layers: list[LayerEntry] = []
         self.by_id: dict[int, int] = {}
         """Number of a layer by the id of its module."""
         self.closed: set[int] = set()
@@ -103,7 +103,7 @@ class LayerTable:
 
 class _Found(NamedTuple):
     module: Any
-    layer: Layer
+    layer: LayerEntry
     depth: int
 
 
@@ -125,7 +125,7 @@ def _found(roots: list[Any]) -> Iterator[_Found]:
             region: Region = next((known_region for module in chain if (known_region := _region(module))), "")
             if depth == 0 or not sharded or any(map(_is_sharded, chain)):
                 kind = type(chain[-1]).__name__.removeprefix("FSDP" * (region == "sharded"))[:_MAX_KIND]
-                yield _Found(module, Layer(name[-_MAX_NAME:], kind, region), depth)
+                yield _Found(module, LayerEntry(name[-_MAX_NAME:], kind, region), depth)
             if region not in ("compiled", "graph"):
                 inside = [
                     (child, module) for child, module in chain[-1]._modules.items() if module is not None
