@@ -15,7 +15,7 @@ from traceml_ray.analysis.layer_times import LayerFinding, Layers
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.analysis.memory.shapes import Attribution, Memory
 from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
-from traceml_ray.signals.finding import Finding, key_of, known, listed
+from traceml_ray.signals.finding import MOST, Finding, key_of, known, listed
 
 _SHOWN = ("finding", "failure", "watching")
 """Kinds of labels that are findings: the others say that nothing was found, or why that is not known."""
@@ -139,19 +139,18 @@ def of_memory(memory: Memory, steps: Sequence[Finding] = ()) -> list[Finding]:
     Return the findings about memory, and as findings of their own what may explain them: communication, and
     that the memory of one rank grew before that of the others, or that of several at once.
 
-    What had grown on a rank that died of lack of memory may explain its death.
+    What had grown on a rank that died of lack of memory may explain its death. Of many findings only the
+    first are made, as many as are listed: they are in order.
     """
+    most_severe = memory.findings[:MOST]
     dead = {rank: one.key for one in steps if one.label == "oom" for rank in one.ranks}
-    findings = [_of_memory(one, dead.get(one.rank)) for one in memory.findings]
-    keys = {
-        (one.rank, one.device, one.kind): made.key
-        for one, made in zip(memory.findings, findings, strict=True)
-    }
-    grows = [
-        (one, made.key) for one, made in zip(memory.findings, findings, strict=True) if one.kind in _GROWTH
-    ]
+    findings = [_of_memory(one, dead.get(one.rank)) for one in most_severe]
+    made = [(one, finding.key) for one, finding in zip(most_severe, findings, strict=True)]
+    keys = {(one.rank, one.device, one.kind): key for one, key in made}
+    grows = [(one, key) for one, key in made if one.kind in _GROWTH]
     relations = [
-        _of_attribution(one, keys.get((one.rank, one.device, one.finding))) for one in memory.collectives
+        _of_attribution(one, keys.get((one.rank, one.device, one.finding)))
+        for one in memory.collectives[:MOST]
     ]
     if (first := memory.first_cause) is not None:
         others = [key for one, key in grows if one.rank != first.rank]
