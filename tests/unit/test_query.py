@@ -128,7 +128,7 @@ def test_each_question_is_answered_live_as_from_the_file(
         played.begin(job_id="second")
         played.play(data.draw(st.integers(0, 30)))
     played.play(1)
-    of_now = ("Verdict.", "Verdict:", "Status.verdict", "Findings")
+    of_now = ("GetVerdict.", "GetVerdict:", "GetStatus.verdict", "Findings")
     compare(played, questions("job"), lambda text: text.startswith(of_now))
     played.end()
     held.release()
