@@ -123,8 +123,8 @@ def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_pat
         played.play(5)
         pages.poll()
         named.append(any(one.signal == "layers" for one in look(pages, "header")["findings"]))
-    of_layers = [message for message in asked if "Layers" in message]
-    assert 1 <= len(of_layers) <= 2 and all("Status" in message for message in of_layers)
+    of_layers = [message for message in asked if "GetLayers" in message]
+    assert 1 <= len(of_layers) <= 2 and all("GetStatus" in message for message in of_layers)
     assert named == sorted(named) and 10 <= named.index(True) <= 30
 
 
