@@ -32,11 +32,11 @@ from overhead import (  # type: ignore[import-not-found]
     settle_down,
 )
 
-from traceml_ray import wire
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.profile_messages import ProfileCommand
 from traceml_ray.settings import Settings
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import ProfileCommand
 
 AROUND = 12
 """Steps before a capture, and as many after it."""

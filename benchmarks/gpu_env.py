@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traceml_ray import wire
 from traceml_ray.agent import device_use
 from traceml_ray.agent.device import DeviceApi
 from traceml_ray.agent.rank_agent import RankAgent
@@ -25,6 +24,7 @@ from traceml_ray.stages import (
     FLAG_DEVICE_CLOCK,
     N_STAGES,
 )
+from traceml_ray.wire import messages as wire
 
 MS = 1_000_000
 STEPS = 60

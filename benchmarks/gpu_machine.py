@@ -16,7 +16,7 @@ from gpu_env import Real, figure, unseen
 
 from traceml_ray.monitor.node_sampler import NodeSampler
 from traceml_ray.monitor.nvml import MIG
-from traceml_ray.wire import NOT_MEASURED
+from traceml_ray.wire.messages import NOT_MEASURED
 
 ROOT = Path(__file__).parents[1]
 LOAD_S = 12

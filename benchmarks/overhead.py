@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 from figures import Figure, machine, table
 
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.host_memory import HostMemory
@@ -51,6 +50,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.signals.output.tap import OutputTap
+from traceml_ray.wire import messages as wire
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STRETCH = 5

@@ -27,7 +27,6 @@ import ray
 from figures import machine
 from ray_cluster import actor_processes, fake_cluster
 
-from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.live_session import Session
 from traceml_ray.ray.aggregator import ensure_aggregator
@@ -44,6 +43,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     SYNC_WAIT,
 )
+from traceml_ray.wire import messages as wire
 
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5

@@ -43,10 +43,10 @@ from overhead import machine, until  # type: ignore[import-not-found]
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from sessions import doubled_rows, refresh_request
 
-from traceml_ray import wire
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 SCRIPT = Path(__file__).parent / "training" / "soaking.py"
 LONG_S = 300

@@ -33,7 +33,6 @@ from faults import LIMITS, SPECIALS, Plan, launch, markdown, said, say  # type: 
 from faults import planned as plan_of
 from overhead import machine  # type: ignore[import-not-found]
 
-from traceml_ray import wire
 from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.profile_request import profile
@@ -45,6 +44,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.traces.trace import read_trace
 from traceml_ray.traces.traced_rows import traced_rows
+from traceml_ray.wire import messages as wire
 
 STEPS, STEP_MS, NOISE = 26, 50.0, 0.05
 FIRST, FAULT, QUIET = 150, 180, 60

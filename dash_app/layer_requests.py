@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from flask import Flask, Response, request
 
 from traceml_ray.store import query
-from traceml_ray.wire import LayersRequest
+from traceml_ray.wire.messages import LayersRequest
 
 from .downloads import accepted
 from .pages.layers import PATH

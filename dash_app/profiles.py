@@ -9,11 +9,11 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.profile_messages import OPTIONS
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles
 from traceml_ray.views.run_state import RunState
-from traceml_ray.wire import ProfileRequest
+from traceml_ray.wire.commands import OPTIONS
+from traceml_ray.wire.messages import ProfileRequest
 
 from .components import Content, aria
 from .route import Route

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from traceml_ray.codec import ready
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
 from traceml_ray.printing import say
 from traceml_ray.store.session import MonitorState
+from traceml_ray.wire.codec import ready
 
 from .cluster import PrivateRay, wait_for_idle_core
 from .guard import guarded

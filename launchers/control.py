@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import printing, wire
+from traceml_ray import printing
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.store.session import (
@@ -24,6 +24,7 @@ from traceml_ray.store.session import (
     start_text,
 )
 from traceml_ray.text import listed
+from traceml_ray.wire import messages as wire
 
 _STOPPED = -15
 DUMP_S = 15.0

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 import msgspec
 
-from traceml_ray.codec import ready
 from traceml_ray.ray.config import ActorConfig, Attachment
 from traceml_ray.ray.connection import attach
+from traceml_ray.wire.codec import ready
 
 from .cluster import die_with
 from .lean_ray import until_joined

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.errors import error_text
@@ -42,6 +42,7 @@ from traceml_ray.store.session import (
     prepare,
     write_live,
 )
+from traceml_ray.wire import messages as wire
 
 from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores

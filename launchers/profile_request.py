@@ -6,10 +6,11 @@ import secrets
 import time
 from pathlib import Path
 
-from traceml_ray import printing, wire
+from traceml_ray import printing
 from traceml_ray.launchers.control import ControlError, check_goes_on, request
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 from traceml_ray.store.session import holder
+from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
 """How long to wait for a capture, in s; the capture goes on afterwards."""

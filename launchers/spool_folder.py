@@ -6,8 +6,8 @@ from pathlib import Path
 
 from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.printing import say
-from traceml_ray.spool import SUFFIX
 from traceml_ray.store.session import SessionFolder
+from traceml_ray.wire.spool import SUFFIX
 
 
 def make_spool(runtime: Path, session: SessionFolder | None) -> Path:

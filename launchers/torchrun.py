@@ -20,12 +20,12 @@ from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
 from traceml_ray.masking import masked_text
 from traceml_ray.printing import say
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
+from traceml_ray.wire import messages as wire
 
 from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
 from .cluster import free_port

@@ -23,11 +23,9 @@ import msgspec
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.codec import ready
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.masking import masked
@@ -35,6 +33,8 @@ from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WO
 from traceml_ray.ray.config import ActorConfig, configure, current_config
 from traceml_ray.ray.discovery import find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 MADE_S = 5.0
 """How long an answer may take while the run goes on, in s; the first one includes creating the actor."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from traceml_ray import wire
 from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.wire import messages as wire
 
 
 class Rank:

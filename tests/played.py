@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 
-from traceml_ray import wire
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.monitor.aggregator import AggregatorCore
@@ -28,6 +27,7 @@ from traceml_ray.stages import (
     SYNC_WAIT,
 )
 from traceml_ray.views.source import SourceError
+from traceml_ray.wire import messages as wire
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
 """ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""

@@ -19,7 +19,6 @@ import msgspec
 import psutil
 from ray_cluster import is_actor, until
 
-from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.cluster import PrivateRay
 from traceml_ray.launchers.cluster import members as session_members
@@ -30,6 +29,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 ROWS = 5
 

@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.codec import encode_part
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
@@ -30,6 +28,8 @@ from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import encode_part
 
 SECOND = 1_000_000_000
 MS = 1_000_000

@@ -14,7 +14,6 @@ from typing import Any
 
 from sessions import NoSamples, Straight
 
-from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor.aggregator import AggregatorCore
@@ -22,6 +21,7 @@ from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.session import Live, SessionFolder, prepare, write_live
+from traceml_ray.wire import messages as wire
 
 WORLD = 3
 

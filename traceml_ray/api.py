@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.watched import watched
 from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
-from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
 from traceml_ray.signals.throughput.agent import WorkReport
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import REQUEST_EVENT
 
 if TYPE_CHECKING:
     from typing import Self

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 
-from traceml_ray.wire import Event, WireError
+from traceml_ray.wire.messages import Event, WireError
 
 MAX_PLACES = 64
 """More than these are counted together: kinds of exceptions come from elsewhere."""

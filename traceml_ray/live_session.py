@@ -19,10 +19,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 import psutil
 
-from traceml_ray import __version__, printing, text, wire
+from traceml_ray import __version__, printing, text
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.analysis.memory.shapes import Memory
-from traceml_ray.codec import ready
 from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import unwatch_trainers
@@ -67,6 +66,8 @@ from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, ho
 from traceml_ray.store.step_shapes import Throughput
 from traceml_ray.store.summary_shape import Summary
 from traceml_ray.views.layer_call import ask_layers
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 _END_POLL_S = 0.05
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.codec import ready
+from traceml_ray.wire.codec import ready
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,12 +10,12 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layer, Layers
-from traceml_ray.layer_messages import MAX_LAYER_STEPS
 from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import icicle
 from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
+from traceml_ray.wire.commands import MAX_LAYER_STEPS
 
 from .. import figures, listing, profiles
 from ..components import Columns, aria, chart, marked, panel, part, rank_link, table, trail

@@ -12,7 +12,6 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.codec import ready
 from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import ordered
 from traceml_ray.reports.present import change
@@ -23,6 +22,7 @@ from traceml_ray.views.events import events_of
 from traceml_ray.views.ranks import nodes
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_stage
+from traceml_ray.wire.codec import ready
 
 from .. import axis, figures, heatmap, tiles
 from ..components import (

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.profile_messages import OPTIONS
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.traces.breakdown import MOST, Breakdown
@@ -16,6 +15,7 @@ from traceml_ray.traces.difference import MEDIAN, Compared, Difference
 from traceml_ray.traces.key_averages import Operation
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
+from traceml_ray.wire.commands import OPTIONS
 
 from .. import listing, profiles, zone
 from ..components import (

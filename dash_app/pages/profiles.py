@@ -12,7 +12,7 @@ from traceml_ray.launchers.profile_request import so_far
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.views.run_state import RunState
-from traceml_ray.wire import MAX_PROFILE_STEPS
+from traceml_ray.wire.messages import MAX_PROFILE_STEPS
 
 from .. import profiles, zone
 from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table

@@ -16,10 +16,10 @@ import msgspec
 from chaos.harness import TRAIN, Fault, Run
 from ray_cluster import until
 
-from traceml_ray import wire
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.profiles import under_way
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 Steps = Generator[None, None, None]
 RELAY, AGGREGATOR, RAYLET, GCS = "NodeRelay", "Aggregator", "raylet", "gcs_server"

@@ -33,13 +33,13 @@ from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
 from traceml_ray.reports.listing import entries
-from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store import query, session
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.schema import NONSENSE, SessionFileError
 from traceml_ray.store.session import Live
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import SourceError, StoredSource, _attachment
+from traceml_ray.wire.spool import read_spool, write_spool
 
 SECONDS = 60.0
 MIB = 512

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store import query
+from traceml_ray.wire import messages as wire
 
 MIB = 24.0
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 1 << 31, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 20, -1000, 0.5])

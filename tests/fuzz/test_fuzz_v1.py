@@ -11,8 +11,8 @@ from fuzzing import BOMBS, anything, bounded, fuzz, mutated, scalars
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceml_ray import wire
 from traceml_ray.importers import v1
+from traceml_ray.wire import messages as wire
 
 REASONS = {"too_large", "too_many", "wrong_version", "malformed"}
 MIB = 24.0

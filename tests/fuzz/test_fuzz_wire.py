@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from messages import MESSAGES, rank_batch, relay_batch
 from sessions import Clock, Rank, Relay
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
 from traceml_ray.signals.experts.records import MAX_ROUTERS, RouterTokens
@@ -26,6 +25,7 @@ from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 KINDS = [type(message) for message in MESSAGES]
 REASONS = {"too_large", "garbage", "wrong_version", "wrong_kind", "malformed", "bad_columns", "unknown_kind"}

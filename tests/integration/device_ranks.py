@@ -25,12 +25,12 @@ from fake_device import CALLS, FakeDevice
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
-from traceml_ray import wire
 from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
+from traceml_ray.wire import messages as wire
 
 MS = 1_000_000
 STEPS = 24

@@ -22,12 +22,12 @@ from private_ray import (
 )
 from ray_cluster import until
 
-from traceml_ray import wire
 from traceml_ray.launchers.cluster import PrivateRay, free_port
 from traceml_ray.launchers.helper import HelperReply
 from traceml_ray.reports.summary import nodes_of
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 
 @pytest.fixture(scope="module")

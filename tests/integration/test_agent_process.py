@@ -19,13 +19,13 @@ from descent import DESCENT
 from ray_cluster import until
 from sessions import NoSamples, Straight, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
-from traceml_ray.spool import read_spool
 from traceml_ray.stages import ROW_BYTES
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import read_spool
 
 TRAIN = f"""
 import torch

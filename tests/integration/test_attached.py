@@ -20,15 +20,15 @@ import msgspec
 import pytest
 from descent import DESCENT
 
-from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.config import FILE, ActorConfig, Attachment
 from traceml_ray.settings import Settings
-from traceml_ray.spool import read_spool
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import read_spool
 
 _SCRIPT = """
 def handled():

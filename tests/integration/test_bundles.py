@@ -16,7 +16,7 @@ import pytest
 from sessions import NoSamples, Straight
 
 import traceml_ray
-from traceml_ray import cli, wire
+from traceml_ray import cli
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
@@ -24,6 +24,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.bundles import Bundle, bundles_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 WORLD, FAILS = 2, 1
 GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")

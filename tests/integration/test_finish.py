@@ -20,7 +20,6 @@ from private_ray import ROWS, Rank
 from ray_cluster import FakeCluster, fake_cluster, until
 from sessions import check_ledger
 
-from traceml_ray import wire
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
@@ -28,6 +27,7 @@ from traceml_ray.ray.discovery import NAMESPACE
 from traceml_ray.ray.membership import ensure_relay
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, holder, prepare
+from traceml_ray.wire import messages as wire
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ import torch
 from sessions import NoSamples, Rank, Straight
 from torch import nn
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
@@ -28,6 +27,7 @@ from traceml_ray.stages import BACKWARD
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 SCRIPT = """
 import os

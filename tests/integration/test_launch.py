@@ -24,7 +24,6 @@ import pytest
 from ray_cluster import is_actor, until
 from sessions import check_ledger, watch
 
-from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
 from traceml_ray.launchers.cluster import PrivateRay, free_port, members
@@ -32,6 +31,7 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import LIVE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply; of the last one it leaves a
 # copy. Does not import torch.
@@ -67,7 +67,7 @@ if "--then" in sys.argv:
         time.sleep(0.05)
     if rank == "0":
         talk(bytes.fromhex(data))
-        from traceml_ray.spool import write_spool
+        from traceml_ray.wire.spool import write_spool
         write_spool(Path(os.environ["TRACEML_SPOOL"]) / "rank0.spool", [bytes.fromhex(data)])
         open(go + ".sent", "w").close()
     while not os.path.exists(go + ".end"):

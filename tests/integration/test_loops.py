@@ -38,7 +38,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     STAGES,
 )
-from traceml_ray.wire import SpanSum
+from traceml_ray.wire.messages import SpanSum
 
 OLD = torch.__version__.startswith("2.4.")
 

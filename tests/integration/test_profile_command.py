@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.launchers import control, profile_request
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
 from traceml_ray.store.session import DATABASE, Live, MonitorState, prepare, write_live
+from traceml_ray.wire import messages as wire
 
 NOTED = wire.encode(wire.Finished(wire.VERSION, "noted"))
 

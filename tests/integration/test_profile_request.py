@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from watched_job import WORLD, Job
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.cli import main
 from traceml_ray.launchers.control import ControlError
@@ -22,6 +21,7 @@ from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import captures
 from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
 from traceml_ray.store.session import prepare
+from traceml_ray.wire import messages as wire
 
 SCRIPT = """
 import os

@@ -15,11 +15,11 @@ import pytest
 from integration import loops
 from sessions import NoSamples, Rank, Relay, Straight, aggregation
 
-from traceml_ray import wire
 from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks, hook
 from traceml_ray.agent import bootstrap
 from traceml_ray.monitor import relay
 from traceml_ray.settings import Settings
+from traceml_ray.wire import messages as wire
 
 VERDICT: dict[str, wire.Value] = {
     "label": "straggler",

@@ -36,18 +36,18 @@ from sessions import (
 )
 from snapshot import Snapshot
 
-from traceml_ray import wire
 from traceml_ray.monitor import relay_intake, relay_pace
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_runs import MAX_UNKNOWN, LiveRanks
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
-from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import FLAG_FIRST, FORWARD, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import read_spool, write_spool
 
 FINISH = wire.Finish(wire.VERSION, 0)
 

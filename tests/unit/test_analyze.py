@@ -15,7 +15,7 @@ from snapshot import Snapshot
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu, write
 
 import traceml_ray
-from traceml_ray import cli, wire
+from traceml_ray import cli
 from traceml_ray.analysis.memory.shapes import (
     Attribution,
     CollectiveOnset,
@@ -33,6 +33,7 @@ from traceml_ray.reports.analyze import (
     render_analysis,
 )
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.wire import messages as wire
 
 
 def played() -> Analysis:

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
-from traceml_ray import wire
 from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
 from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED
 from traceml_ray.analysis.samples import Samples
@@ -30,6 +29,7 @@ from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 GIB = 1 << 30
 NODE, GPU = ([quantity.name for quantity in table] for table in (NODE_LIMITED, GPU_LIMITED))

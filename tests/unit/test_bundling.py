@@ -13,7 +13,6 @@ import pytest
 from played import Played, look
 from sessions import SECOND, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
@@ -23,6 +22,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.store import query
 from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 WORLD = 4
 OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"

@@ -20,11 +20,11 @@ from captured_rank import Rank
 from torch.autograd import profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from traceml_ray import wire
 from traceml_ray.agent import capture
 from traceml_ray.agent.capture import TraceFile, TraceTooLargeError
 from traceml_ray.agent.torch_profiler import TorchProfiler, without_line
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.wire import messages as wire
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from traceml_ray import wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
@@ -22,6 +21,7 @@ from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import messages as wire
 
 TRACE = bytes(range(256)) * 4
 

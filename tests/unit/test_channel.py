@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray import wire
 from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.ray.actor_calls import LOOK_UP_S, ActorCalls
 from traceml_ray.settings import Settings
+from traceml_ray.wire import messages as wire
 
 
 class Clock:

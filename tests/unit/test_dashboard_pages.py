@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import components, figures, heatmap
 from traceml_ray.dash_app.app import Refresher
@@ -25,6 +25,7 @@ from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports import drawing
+from traceml_ray.wire import messages as wire
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]
 

@@ -11,7 +11,7 @@ from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask
 from traceml_ray.reports.summary import summarize
 from traceml_ray.stages import FLAG_COUPLED, FLAG_FIRST
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import DEVICE_CLOCK
+from traceml_ray.wire.messages import DEVICE_CLOCK
 
 OFF = "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns it on"
 

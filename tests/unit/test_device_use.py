@@ -11,10 +11,10 @@ from fake_device import FakeDevice
 from torch import nn
 from unit.test_rank_agent import Pipe, make, push
 
-from traceml_ray import wire
 from traceml_ray.agent.cuts import Cut
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.stages import FORWARD
+from traceml_ray.wire import messages as wire
 
 
 class OnDevices(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray.errors import MAX_PLACES, Errors
-from traceml_ray.wire import WireError
+from traceml_ray.wire.messages import WireError
 
 ROOT = Path(__file__).parents[2]
 BROAD = {"Exception", "BaseException"}

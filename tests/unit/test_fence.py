@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, check_ledger, confirmed
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.settings import Settings
-from traceml_ray.spool import write_spool
 from traceml_ray.store.fence import Fenced
 from traceml_ray.store.schema import connect
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import write_spool
 
 # Another process that writes the session, and stops in the middle: of a transaction, or of writing its pages.
 WRITER = """

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.store.query import QueryError
+from traceml_ray.wire import messages as wire
 
 
 def _download(aggregator: AggregatorCore, name: str, n: int = 1000) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from sessions import Clock
 
-from traceml_ray import wire
 from traceml_ray.monitor import finish
 from traceml_ray.monitor.finish import (
     ANSWER_S,
@@ -32,6 +31,7 @@ from traceml_ray.monitor.finish import (
     WORD_S,
     End,
 )
+from traceml_ray.wire import messages as wire
 
 PATHS = {
     "launcher with its own Ray: the relay hangs": (SILENT_S, KILL_S),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
-from traceml_ray import cli, wire
+from traceml_ray import cli
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.reports.listing import entries
@@ -22,6 +22,7 @@ from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.text import one_line
 from traceml_ray.views.source import StoredSource, _attachment
+from traceml_ray.wire import messages as wire
 
 
 def stored(folder: Path) -> Path:

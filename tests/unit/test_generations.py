@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, generations, world_size
+from traceml_ray.wire import messages as wire
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
 

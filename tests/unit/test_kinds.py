@@ -12,7 +12,6 @@ from messages import RECORDS
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation
 
-from traceml_ray import wire
 from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import Errors
@@ -24,9 +23,10 @@ from traceml_ray.signals.kinds import KINDS, OF_RECORD, encoded
 from traceml_ray.signals.nodes.records import NODE, GpuProcess, GpuSample, NodeSample
 from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.signals.throughput.records import WORK, StepWork
-from traceml_ray.spool import write_spool
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import write_spool
 
 GPU = GpuSample(0, "H200", 98.0, 1, 2, throttle=["gpu_idle"], processes=[GpuProcess(7, 5)])
 EVERY = [*RECORDS, NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [GPU]), NodeSample(2, *[None] * 9)]

@@ -16,7 +16,6 @@ from fake_device import FakeDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from traceml_ray import wire
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch.layer_calls import LayerCalls, MeasuredCalls
@@ -24,10 +23,11 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.layer_messages import LayersCommand
 from traceml_ray.signals.layers.agent import LayerSampler
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerWindow
 from traceml_ray.signals.layers.table import LayerTable
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import LayersCommand
 
 
 class Clock:

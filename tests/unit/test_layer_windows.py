@@ -16,13 +16,12 @@ from played import Played, look
 from plotly.io.json import to_json_plotly
 from sessions import aggregation
 
-from traceml_ray import cli, wire
+from traceml_ray import cli
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.layer_messages import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 from traceml_ray.monitor import layer_requests
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS
@@ -34,6 +33,8 @@ from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
 
 TOKEN = {"Authorization": "Bearer secret"}
 

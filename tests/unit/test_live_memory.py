@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from played import Played
 from sessions import LIMITS, aggregation, ask, identity
 
-from traceml_ray import wire
 from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.judge import judge
@@ -29,6 +28,7 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import messages as wire
 
 
 def _host(second: int, rss: float, **more: Any) -> MemorySample:

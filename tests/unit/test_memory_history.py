@@ -12,7 +12,7 @@ import pytest
 
 from traceml_ray.agent.memory_history import MAX_ENTRIES, MAX_FILES, PAUSE_S, MemoryHistory
 from traceml_ray.errors import Errors
-from traceml_ray.wire import Event
+from traceml_ray.wire.messages import Event
 
 
 class FakeTorch:

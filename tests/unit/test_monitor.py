@@ -15,7 +15,6 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from traceml_ray import wire
 from traceml_ray.launchers import command, live, torchrun
 from traceml_ray.launchers import monitor as monitors
 from traceml_ray.launchers.bring_up import BringUp
@@ -31,6 +30,7 @@ from traceml_ray.monitor.offline_process import OfflineEnd, OfflineRequest, Repl
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
+from traceml_ray.wire import messages as wire
 
 
 def test_session_begins_with_its_launcher_even_if_ray_never_came_up(tmp_path: Path) -> None:

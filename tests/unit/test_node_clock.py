@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.memory_recordings import recordings_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 US = 1000
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, run_message, stored
 from snapshot import Snapshot
 
-from traceml_ray import live_session, wire
+from traceml_ray import live_session
 from traceml_ray.errors import Errors
 from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
@@ -22,6 +22,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import Node, label_nodes
 from traceml_ray.store.results import NodeInfo
+from traceml_ray.wire import messages as wire
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from sessions import SECOND
 from snapshot import Snapshot as Kept
 from terminal_screen import TerminalScreen
 
-from traceml_ray import wire
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.answers import QUESTIONS
@@ -29,6 +28,7 @@ from traceml_ray.terminal.snapshot import PANES, Choice, PanelState, take_snapsh
 from traceml_ray.terminal.top import Control, Keys, press
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import messages as wire
 
 SIZES = ((80, 24), (120, 40), (200, 60))
 

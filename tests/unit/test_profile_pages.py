@@ -17,7 +17,6 @@ from plotly.io.json import to_json_plotly
 from profiled import events, stored
 from recorded import written
 
-from traceml_ray import wire
 from traceml_ray.dash_app import breakdowns, shell, trace_job
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.breakdowns import FILE, Breakdowns, traces_of
@@ -33,6 +32,7 @@ from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import messages as wire
 
 SENTENCE = "rank 5 spends 4 ms a step of `forward` more in `aten::copy_` (8 calls more) than rank 1."
 TOKEN = {"Authorization": "Bearer secret"}

@@ -13,12 +13,12 @@ import pytest
 from recorded import WALL_NS, operation, written
 from trace_format import check, processes
 
-from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.commands import profile
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 from traceml_ray.store.session import DATABASE, prepare
+from traceml_ray.wire import messages as wire
 
 MS = 1_000_000
 STEP = ProfileStep(7, WALL_NS, WALL_NS + 100 * MS, WALL_NS + 90 * MS, [0, 0, 0, 40 * MS, 50 * MS, 0])

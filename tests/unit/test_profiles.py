@@ -11,11 +11,11 @@ import pytest
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.monitor.captures import MAX_WAITING
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 from traceml_ray.store.query import QueryError
+from traceml_ray.wire import messages as wire
 
 
 def _profile(name: str, *ranks: RankProfile) -> Profile:

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from played import Played
 from sessions import LIMITS, SECOND, ask, run_message, stored
 
-from traceml_ray import __version__, wire
+from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
 from traceml_ray.signals.throughput.answer import Question as Throughput
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
+from traceml_ray.wire import messages as wire
 
 COMMANDS = {
     *(query.Dump, query.StartProfile, query.StartLayers, query.RemoveProfile),

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sessions import identity, records_of
 from torch import nn
 
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap, ending, rank_agent
 from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.rank_agent import RankAgent
@@ -26,8 +25,9 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.experts.records import EXPERTS, MAX_EXPERTS, MAX_ROUTERS, RouterTokens
 from traceml_ray.signals.experts.routers import COUNTS_AT_ONCE
 from traceml_ray.signals.memory.records import MEMORY, MemorySample
-from traceml_ray.spool import read_spool
 from traceml_ray.stages import DATA, LEAD_BYTES, N_STAGES, ROW_BYTES, SEGMENT_BITS
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import read_spool
 
 
 class Pipe:

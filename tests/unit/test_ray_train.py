@@ -27,7 +27,6 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from sessions import Clock as WallClock
 from sessions import Rank, Relay, aggregation, ask
 
-from traceml_ray import wire
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import FORWARD_BEGIN
 from traceml_ray.agent.recorder import Recorder
@@ -39,6 +38,7 @@ from traceml_ray.ray import config
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, PREPARE
+from traceml_ray.wire import messages as wire
 
 CONFIG = ActorConfig("s", Settings(session="s"))
 

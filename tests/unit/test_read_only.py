@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from sessions import Rank, Relay, aggregation
 
-from traceml_ray import cli, wire
+from traceml_ray import cli
 from traceml_ray.store import read_only
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 NOBODY = 65534
 

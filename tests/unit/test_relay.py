@@ -28,7 +28,6 @@ from sessions import SECOND, Clock, NoSamples, Straight, aggregation, check_ledg
 from sessions import Rank as SentRank
 from sessions import Relay as SentRelay
 
-from traceml_ray import wire
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity
@@ -44,9 +43,10 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NODE as NODE_SAMPLES
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
-from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import DATA, N_STAGES, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import read_spool, write_spool
 
 NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from played import Played
 
-from traceml_ray import wire
 from traceml_ray.cli import main
 from traceml_ray.errors import Errors
 from traceml_ray.reports import drawing, files
@@ -28,6 +27,7 @@ from traceml_ray.reports.summary import report_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>'\"&`</style>\x1b[31m\ud800"
 SENT = HOSTILE.replace("\ud800", "")

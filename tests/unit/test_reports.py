@@ -11,7 +11,6 @@ import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, stored
 from snapshot import Snapshot
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.deaths import Death, Moment
 from traceml_ray.reports.headlines import named
@@ -22,6 +21,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import BACKWARD, DATA
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 BALANCED = [1, 2, 0, 3, 4, 1]
 WAITING = [1, 2, 0, 3, 4, 5]

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from unit.test_reports import Run
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
 from traceml_ray.stages import DATA
 from traceml_ray.store import query, results, summary_shape
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 
 def faults(value: Any, kind: Any, where: str = "") -> Iterator[str]:

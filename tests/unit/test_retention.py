@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
-from traceml_ray import wire
 from traceml_ray.agent.size_log import packed
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.window import RankRows
@@ -30,6 +29,7 @@ from traceml_ray.stages import DATA, SEGMENT_BITS
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
+from traceml_ray.wire import messages as wire
 
 LIMITS = Settings().thresholds
 LIMIT = 400_000

@@ -19,7 +19,6 @@ from torch import nn
 from unit.sample_windows import judge
 from unit.test_recorder import Loop
 
-from traceml_ray import wire
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.history import Replay
@@ -40,6 +39,7 @@ from traceml_ray.stages import (
 )
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import messages as wire
 
 LONG = Pipeline(work=(2.0, 5.0), micro=4)
 """The second stage is what takes long."""

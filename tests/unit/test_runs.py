@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, confirmed, run_message
 from snapshot import Snapshot
 
-from traceml_ray import wire
 from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import OTHERS_S
@@ -26,6 +25,7 @@ from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 BALANCED = [1, 2, 0, 3, 4, 1]
 WAITING = [1, 2, 0, 3, 4, 5]

@@ -17,10 +17,11 @@ from played import Played
 from sessions import actor_of, run_message
 
 import traceml_ray
-from traceml_ray import driver, live_session, wire
+from traceml_ray import driver, live_session
 from traceml_ray.live_session import EndedError, Session, StartError
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.store.session import prepare
+from traceml_ray.wire import messages as wire
 
 
 class Remote:

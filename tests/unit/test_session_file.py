@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask, check_ledger
 
-from traceml_ray import wire
 from traceml_ray.reports.status import render_status
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
@@ -21,6 +20,7 @@ from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 
 def _stored(folder: Path, *messages: bytes) -> SessionFile:

@@ -20,7 +20,7 @@ from plotly.io.json import to_json_plotly
 from sessions import LIMITS, Clock, Rank, Relay, aggregation, run_message
 from snapshot import Snapshot
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
 from traceml_ray.dash_app import figures, metrics, shell, zone
 from traceml_ray.dash_app.app import Refresher
@@ -41,6 +41,7 @@ from traceml_ray.text import natural
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.views.values import by_stage
+from traceml_ray.wire import messages as wire
 
 DRAWN = ("heat", "columns", "nodes", "tiles")
 

@@ -20,7 +20,6 @@ from plotly.io.json import to_json_plotly
 from sessions import Rank, records_of
 from torch.distributed import fsdp
 
-from traceml_ray import wire
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch import data_parallel
 from traceml_ray.agent.patch.patcher import Patcher
@@ -41,6 +40,7 @@ from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import messages as wire
 
 MB = 1_000_000
 

@@ -22,7 +22,7 @@ from traceml_ray.views.source import (
     StoredSource,
     open_source,
 )
-from traceml_ray.wire import Event
+from traceml_ray.wire.messages import Event
 
 NOWHERE = "127.0.0.1:1"
 

@@ -25,7 +25,7 @@ from traceml_ray.reports.whole import StoredSpans
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import SpanSum
+from traceml_ray.wire.messages import SpanSum
 
 LIMITS = Thresholds()
 ORDINARY = [10, 2, 0, 3, 4, 1]

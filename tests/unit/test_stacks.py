@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.wire import messages as wire
 
 OPEN = wire.OpenStage(3, SYNC_WAIT, 7)
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from played import QUIET, Played
 from sessions import LIMITS, run_message, stored
 
-from traceml_ray import wire
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
@@ -24,6 +23,7 @@ from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.store import query
 from traceml_ray.store.session import prepare
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 STEP_S = sum(QUIET) / 1e3
 H200: dict[str, Any] = {"device": "NVIDIA H200", "dtype": "bfloat16"}

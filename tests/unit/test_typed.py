@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 _TWO_THREADS = """
 import threading
 import msgspec
-from traceml_ray.codec import ready
+from traceml_ray.wire.codec import ready
 
 described, decoding = threading.Event(), threading.Event()
 
@@ -62,4 +62,4 @@ def test_all_that_is_decoded_to_a_type_waits_for_its_description() -> None:
         for kind in _types(ast.parse(path.read_text()))
         if not ast.unparse(kind).startswith("ready(")
     }
-    assert undescribed == set(), "write type=ready(…), see traceml_ray/codec.py"
+    assert undescribed == set(), "write type=ready(…), see traceml_ray/wire/codec.py"

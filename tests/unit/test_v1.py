@@ -17,7 +17,6 @@ import pytest
 from sessions import Clock, NoSamples, Straight, aggregation, check_ledger
 from snapshot import Snapshot
 
-from traceml_ray import wire
 from traceml_ray.importers import v1
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
@@ -32,6 +31,7 @@ from traceml_ray.stages import (
     N_STAGES,
     SEGMENT_BITS,
 )
+from traceml_ray.wire import messages as wire
 
 INTERNAL = "_traceml_internal:"
 NS = 1_000_000

@@ -14,7 +14,6 @@ from played import QUIET, Played
 from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
 from unit.sample_windows import held_bytes
 
-from traceml_ray import wire
 from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.row_table import WIDTH, RowTable, Who, from_wire, host_part, is_wide, widen
 from traceml_ray.analysis.step_history import StepHistory
@@ -26,7 +25,6 @@ from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import reduce
 from traceml_ray.settings import Settings
-from traceml_ray.spool import write_spool
 from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
@@ -41,6 +39,8 @@ from traceml_ray.stages import (
 from traceml_ray.store import query
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import write_spool
 
 DEVICE = FLAG_DEVICE_CLOCK
 

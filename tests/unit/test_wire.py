@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from messages import EVENT, IDENTITY, MESSAGES, rank_batch, relay_batch
 
-from traceml_ray import wire
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES, SYNC_WAIT
+from traceml_ray.wire import messages as wire
 
 KINDS = [type(message) for message in MESSAGES]
 every_message = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

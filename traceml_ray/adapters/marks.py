@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.signals.throughput.agent import WorkReport
+from traceml_ray.wire import messages as wire
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 """The names that these have without a callback: a span inside one of its name counts once."""

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from traceml_ray import wire
-from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part
 
 ITEM_BYTES = 28 * 1024
 """Largest size of the lists (events, spans, …) in one batch, in bytes; the rest waits for the next batch."""

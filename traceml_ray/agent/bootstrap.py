@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray import wire
 from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
+from traceml_ray.wire import messages as wire
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
 RANK_PID = "TRACEML_RANK_PID"

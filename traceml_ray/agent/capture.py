@@ -24,7 +24,6 @@ from typing import IO, Literal
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.agent import all_threads
 from traceml_ray.agent.all_threads import AllThreadsProfiler, CannotRecordError
 from traceml_ray.agent.mark_log import LOCK_S
@@ -32,10 +31,11 @@ from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
-from traceml_ray.codec import ready
 from traceml_ray.errors import Errors, error_text
-from traceml_ray.profile_messages import LATE, CaptureState
 from traceml_ray.text import size as size_text
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
+from traceml_ray.wire.commands import LATE, CaptureState
 
 MAX_TRACE_BYTES = 1 << 29
 """As torch writes it; a step of a large model has some tens of MB."""

@@ -17,7 +17,7 @@ from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import error_text
-from traceml_ray.wire import CLOSED, DEVICE_CLOCK, OpenStage
+from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK, OpenStage
 
 CONFIRMED = False
 """A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""

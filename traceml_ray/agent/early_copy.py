@@ -11,7 +11,7 @@ from pathlib import Path
 
 from traceml_ray.agent.outbox import RankOutbox
 from traceml_ray.files import remove
-from traceml_ray.spool import SUFFIX, add_to_spool
+from traceml_ray.wire.spool import SUFFIX, add_to_spool
 
 NAME = f".+{SUFFIX}"
 """Sorts before the other spool files of the process, which go on where this one ends."""

@@ -7,10 +7,10 @@ import sys
 import time
 import traceback
 
-from traceml_ray import wire
 from traceml_ray.errors import error_text, sendable
 from traceml_ray.masking import masked_text
 from traceml_ray.stages import DATA
+from traceml_ray.wire import messages as wire
 
 _CALLS = 30
 """Largest number of calls of a traceback that are sent: the last ones."""

@@ -32,7 +32,7 @@ from traceml_ray.agent.span_sums import MAX_NAME_CHARS
 from traceml_ray.agent.spans import Spans
 from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import INFERRED
-from traceml_ray.wire import Placement
+from traceml_ray.wire.messages import Placement
 
 
 class Instrumentation:

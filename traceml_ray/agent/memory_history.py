@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.errors import Errors, error_text, sendable
-from traceml_ray.wire import Event, Value
+from traceml_ray.wire.messages import Event, Value
 
 MAX_ENTRIES = 20_000
 """Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""

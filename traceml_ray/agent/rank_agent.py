@@ -20,7 +20,6 @@ from typing import TypeVar
 import msgspec
 
 from traceml_ray import identity as identities
-from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.capture import PIECE_BYTES, CaptureAgent
@@ -38,7 +37,6 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.agent.unsent import Unsent
-from traceml_ray.codec import Part
 from traceml_ray.errors import sendable
 from traceml_ray.identity import rank_filter
 from traceml_ray.settings import Settings
@@ -46,6 +44,8 @@ from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
@@ -407,7 +407,7 @@ class RankAgent:
         taken it may be ended, or answer too late, before the aggregator has stored it.
         """
         if self.settings.spool is not None and (frames := self._outbox.frames()):
-            from traceml_ray.spool import write_spool
+            from traceml_ray.wire.spool import write_spool
 
             write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", frames)
         self._early.remove()

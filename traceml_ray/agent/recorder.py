@@ -21,7 +21,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.steps import Steps
 from traceml_ray.agent.work_sums import Counted
-from traceml_ray.wire import OpenStage
+from traceml_ray.wire.messages import OpenStage
 
 SILENT_OWNER_NS = 5_000_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from traceml_ray.wire import ProcessSample
+from traceml_ray.wire.messages import ProcessSample
 
 
 class ProcessSampler:

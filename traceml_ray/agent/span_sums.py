@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceml_ray.wire import SpanSum
+from traceml_ray.wire.messages import SpanSum
 
 MAX_NAMES = 256
 _MAX_IN_GROUPS = 128

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from traceml_ray import wire
+from traceml_ray.wire import messages as wire
 
 MAX_BYTES = 12_000
 """Largest size of one event's text, in bytes: two of them and half a batch of rows fit into one batch."""

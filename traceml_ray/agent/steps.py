@@ -29,7 +29,7 @@ from traceml_ray.stages import (
     POST_SYNC,
     SYNC_WAIT,
 )
-from traceml_ray.wire import OpenStage
+from traceml_ray.wire.messages import OpenStage
 
 
 class Steps:

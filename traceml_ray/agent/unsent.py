@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from traceml_ray import codec, wire
 from traceml_ray.agent.batch_draft import ITEM_BYTES, BatchDraft
-from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
 from traceml_ray.signals.kinds import KINDS, OF_RECORD
+from traceml_ray.wire import codec
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part
 
 
 class Unsent:

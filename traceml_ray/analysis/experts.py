@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.codec import ready
 from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.wire.codec import ready
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):

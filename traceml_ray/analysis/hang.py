@@ -16,8 +16,8 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
-from traceml_ray.codec import ready
 from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
+from traceml_ray.wire.codec import ready
 
 COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"

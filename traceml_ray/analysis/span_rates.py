@@ -13,7 +13,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Window, starts_of
 from traceml_ray.stages import SEGMENT_BITS, STAGES
-from traceml_ray.wire import SpanSum
+from traceml_ray.wire.messages import SpanSum
 
 MAX_PEERS = 64
 """Ranks that a span is compared with, evenly chosen: enough for a median."""

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import printing, wire
+from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
 from traceml_ray.store import query
+from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
 """How long the ranks are waited for; they go on all the same."""

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from traceml_ray import printing, text, wire
+from traceml_ray import printing, text
 from traceml_ray.commands import which
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
@@ -14,6 +14,7 @@ from traceml_ray.printing import say, show
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
+from traceml_ray.wire import messages as wire
 
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
 """Options that ask for a recording."""

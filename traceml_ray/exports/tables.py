@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.step_sizes import NAMES, unpacked
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankFilter, RankIdentity
@@ -35,6 +34,7 @@ from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 AT_ONCE = 1 << 16
 """Rows of a batch, about."""

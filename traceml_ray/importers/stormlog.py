@@ -21,9 +21,9 @@ from traceml_ray.analysis.memory.recordings import (
     RefusedFileError,
     column,
 )
-from traceml_ray.codec import Count
 from traceml_ray.identity import MAX_RANKS
 from traceml_ray.importers.stormlog_marks import collectives, operation
+from traceml_ray.wire.codec import Count
 
 VERSIONS = (2, 3, 4)
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]

@@ -15,10 +15,10 @@ from traceml_ray.analysis.memory.recordings import (
     NoSamplesError,
     RefusedFileError,
 )
-from traceml_ray.codec import ready
 from traceml_ray.files import read_file
 from traceml_ray.importers import stormlog, stormlog_timeline
 from traceml_ray.importers.stormlog import Legacy, StormlogEvent
+from traceml_ray.wire.codec import ready
 
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
 _NOTHING = "there are no samples of memory in it"

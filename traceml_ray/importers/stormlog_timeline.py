@@ -21,9 +21,9 @@ from traceml_ray.analysis.memory.recordings import (
     RefusedFileError,
     column,
 )
-from traceml_ray.codec import ready
 from traceml_ray.files import read_file
 from traceml_ray.importers.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
+from traceml_ray.wire.codec import ready
 
 _MOST_BESIDE = 1 << 20
 _T = TypeVar("_T", bound=msgspec.Struct)

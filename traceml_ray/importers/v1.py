@@ -18,8 +18,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
-from traceml_ray.codec import ready
 from traceml_ray.identity import Rank, RankIdentity
 from traceml_ray.stages import (
     BACKWARD,
@@ -37,7 +35,9 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
 )
 from traceml_ray.text import one_line
-from traceml_ray.wire import WireError
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
+from traceml_ray.wire.messages import WireError
 
 SOURCE = "v1"
 HOSTNAME = "localhost"

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling
@@ -34,6 +33,7 @@ from traceml_ray.store.recent import Recent
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 
 class AggregatorCore:

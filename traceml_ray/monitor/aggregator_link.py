@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.wire import messages as wire
 
 RESEND_S = 3.0
 """Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""

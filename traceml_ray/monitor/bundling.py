@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.agent.memory_history import KIND as SNAPSHOT
 from traceml_ray.agent.memory_history import NAME as SNAPSHOT_NAME
 from traceml_ray.agent.memory_history import SNAPSHOTS
@@ -41,6 +40,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 SETTLE_S = 2.0
 """After a cause, for what the other ranks still send, and for their stacks."""

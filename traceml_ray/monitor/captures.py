@@ -23,16 +23,17 @@ from typing import Literal
 
 import msgspec
 
-from traceml_ray import __version__, text, wire
+from traceml_ray import __version__, text
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
-from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import OVER, Profile, ProfileStep, RankProfile
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import LATE, OPTIONS
 
 STEP_S = 1.0
 """How long is recorded in place of a step where no rank has any."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.finish import QUIET_S, End
@@ -25,6 +24,7 @@ from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 _STOPPED = {
     code

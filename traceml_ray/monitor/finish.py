@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from traceml_ray import wire
 from traceml_ray.errors import error_text
+from traceml_ray.wire import messages as wire
 
 BAR_S = 3.0
 """How much longer an end may take than without a monitor; `make chaos` holds every fault to it."""

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.hang import RankPosition, find
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
@@ -17,6 +16,7 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import RankProcess, generations
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 MAX_ANSWERS = 10_000
 """Answers kept; beyond, the oldest go."""

@@ -17,13 +17,13 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.watching import Watch
-from traceml_ray.codec import ready
 from traceml_ray.errors import Errors
 from traceml_ray.reports.baseline import given
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.runs import MAX_RUNS
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire.codec import ready
 
 KEY = "judging"
 """Key of the episodes in the session's `meta`."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
-from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import LAYERS_EVENT
 
 SEND_S = 30.0
 """How long a command is part of all replies, in s: by then every relay has asked."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from traceml_ray import wire
 from traceml_ray.analysis.memory.alone import Alone, alone
 from traceml_ray.analysis.memory.judge import compare
 from traceml_ray.analysis.memory.kept import KeptSamples
@@ -20,6 +19,7 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.store.memory_recordings import is_collective, when
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.samples import MemoryColumns
+from traceml_ray.wire import messages as wire
 
 SHARE = 0.035
 """Largest share of a core that judging memory may take."""

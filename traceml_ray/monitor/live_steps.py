@@ -14,7 +14,6 @@ from itertools import islice
 
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.row_table import Who, from_wire
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
@@ -24,6 +23,7 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 
 class StepsLock:

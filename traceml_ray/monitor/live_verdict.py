@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.history import RunJudge
@@ -46,6 +45,7 @@ from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 MAX_WINDOWS = 32
 """Windows judged at a time: all new ones, where steps are short; fewer where there are many ranks."""

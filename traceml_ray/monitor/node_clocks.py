@@ -6,11 +6,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate
-from traceml_ray.codec import Part
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part
 
 STORE_S = 60.0
 """Between two measurements that are stored of a node, where nothing has changed."""

@@ -27,7 +27,7 @@ from traceml_ray.monitor.nvml import (
     processes,
 )
 from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
-from traceml_ray.wire import NOT_MEASURED, Event
+from traceml_ray.wire.messages import NOT_MEASURED, Event
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}

@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import wire
 from traceml_ray.files import remove
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import LOCKED_S
@@ -14,6 +13,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.fence import take_over
 from traceml_ray.store.schema import damaged
 from traceml_ray.store.session import SessionFolder
+from traceml_ray.wire import messages as wire
 
 
 def finish_offline(

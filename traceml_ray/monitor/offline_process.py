@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from traceml_ray import wire
-from traceml_ray.codec import ready
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, KILL_S, REPORT_S
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import DATABASE
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 _READY = b"ready"
 _LOOK_S = 0.02

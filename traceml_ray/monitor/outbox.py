@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from traceml_ray.signals.kinds import KINDS
-from traceml_ray.wire import MAX_ITEMS, RankBatch, WireError, decode
+from traceml_ray.wire.messages import MAX_ITEMS, RankBatch, WireError, decode
 
 PACK_BYTES = 60 * 1024
 """Rank batches packed into one message, so that the whole of it stays below 64 KiB where it can."""

@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from traceml_ray.spool import SUFFIX
+from traceml_ray.wire.spool import SUFFIX
 
 PLACE = Path("/tmp")  # not TMPDIR: paths of sockets may not be long
 _PREFIX = "traceml-"

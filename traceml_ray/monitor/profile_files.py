@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.files import free_name, stamp
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
+from traceml_ray.wire import messages as wire
 
 
 class Background:

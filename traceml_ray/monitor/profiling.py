@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.captures import CaptureCoordinator, Wanted
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
-from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store import profiles
@@ -31,6 +30,8 @@ from traceml_ray.store.profiles import Profile, ProfileStep
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import REQUEST_EVENT
 
 STEPS = 3
 """Of each such profile,"""

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.files import read_part
@@ -29,6 +28,7 @@ from traceml_ray.store.runs import has_ended, is_over
 from traceml_ray.store.session import REPORTS
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 _PREFIX = "snapshot-"
 _MOST = 3

@@ -11,15 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from traceml_ray import wire
-from traceml_ray.codec import Count, Name, Part, ready
 from traceml_ray.errors import Errors
 from traceml_ray.importers import v1
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
-from traceml_ray.spool import SUFFIX
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Count, Name, Part, ready
+from traceml_ray.wire.spool import SUFFIX
 
 MAX_PROCESSES = 4096
 """Processes of this node that report at the same time; the messages of one more are refused."""

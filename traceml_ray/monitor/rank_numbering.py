@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from traceml_ray import text, wire
+from traceml_ray import text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess, generations
 from traceml_ray.store.runs import by_run
+from traceml_ray.wire import messages as wire
 
 
 class Groups:

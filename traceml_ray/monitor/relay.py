@@ -20,11 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.importers import v1
-from traceml_ray.layer_messages import LAYERS_EVENT
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
@@ -34,10 +32,11 @@ from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.monitor.relay_spool import RelaySpool
-from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.commands import LAYERS_EVENT, REQUEST_EVENT
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""

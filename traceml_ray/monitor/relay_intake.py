@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.bundling import Bundling
@@ -32,6 +31,7 @@ from traceml_ray.signals.throughput.records import SIZES
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import messages as wire
 
 MAX_PROCESSES = 1 << 17
 """Processes of one session; what more of them send is counted, not taken."""

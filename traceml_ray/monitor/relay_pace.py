@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from traceml_ray import wire
 from traceml_ray.monitor.finish import QUIET_S
+from traceml_ray.wire import messages as wire
 
 MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
 """Relays of more nodes send less often: each call costs the aggregator some 0.3 ms of CPU time."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.monitor.spooled import spooled
-from traceml_ray.spool import SUFFIX, write_spool
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import SUFFIX, write_spool
 
 
 @dataclass(eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from traceml_ray import wire
 from traceml_ray.errors import Errors
-from traceml_ray.spool import SUFFIX, read_spool
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import SUFFIX, read_spool
 
 Batches = list[tuple[wire.RankBatch, bytes]]
 """Each as decoded, and as it was sent."""

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
-from traceml_ray import __version__, wire
-from traceml_ray.codec import ready
+from traceml_ray import __version__
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S, failed
 from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import (
@@ -30,6 +29,8 @@ from traceml_ray.ray.discovery import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership, make
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 if TYPE_CHECKING:
     from traceml_ray.store.session import SessionFolder

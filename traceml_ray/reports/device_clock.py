@@ -9,7 +9,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.wire import CLOSED, DEVICE_CLOCK
+from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK
 
 _SETTING = "TRACEML_DEVICE_CLOCK"
 _TURN_ON = (

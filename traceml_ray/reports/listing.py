@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.codec import ready
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import DATABASE, holder, read_json, starting_sessions
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire.codec import ready
 
 UNFINISHED = "never finished"
 _MOST = 500

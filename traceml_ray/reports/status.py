@@ -19,7 +19,7 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import NodeInfo
 from traceml_ray.store.session import Live, start_text
-from traceml_ray.wire import NOT_MEASURED
+from traceml_ray.wire.messages import NOT_MEASURED
 
 Send = Callable[[bytes], bytes]
 

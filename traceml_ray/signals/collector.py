@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from traceml_ray import wire
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
-from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part
 
 
 @dataclass

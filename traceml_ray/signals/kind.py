@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 import msgspec.inspect
 
-from traceml_ray.codec import UNREADABLE, Part, WireError, ready
+from traceml_ray.wire.codec import UNREADABLE, Part, WireError, ready
 
 R = TypeVar("R", bound=Part)
 Bundled = Literal["all", "newest", "seconds", "steps", "nothing"]

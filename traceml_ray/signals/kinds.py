@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.codec import Part, encode_part
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.layers.records import LAYERS
@@ -16,6 +15,7 @@ from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.output.records import OUTPUT
 from traceml_ray.signals.sharding.records import SHARDING
 from traceml_ray.signals.throughput.records import SIZES, WORK
+from traceml_ray.wire.codec import Part, encode_part
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, NODE)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.codec import ready
+from traceml_ray.wire.codec import ready
 
 _DTYPES = ("<i8", "<f8", "<f4", "<u4", "|u1", "|b1")
 _LISTS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

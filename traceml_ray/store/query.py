@@ -19,16 +19,17 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args
 import msgspec
 import numpy as np
 
-from traceml_ray import __version__, wire
+from traceml_ray import __version__
 from traceml_ray.analysis import experts, layer_times
 from traceml_ray.analysis.memory import shapes
-from traceml_ray.codec import UNREADABLE, Count, Int64, ready
 from traceml_ray.errors import sendable
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import UNREADABLE, Count, Int64, ready
 
 A = TypeVar("A", covariant=True)
 

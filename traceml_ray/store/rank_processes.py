@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.analysis.roles import role_of
-from traceml_ray.codec import ready
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 _IDENTITY = RankIdentity.__struct_fields__
 NUMBERED = "ray"

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from traceml_ray import wire
 from traceml_ray.analysis.samples import Excerpt, Samples
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.signals.throughput.records import StepSizes
+from traceml_ray.wire import messages as wire
 
 _SPANS = 1 << 17
 _SIZES = 1 << 15

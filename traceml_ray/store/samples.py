@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from traceml_ray import wire
 from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
 from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
-from traceml_ray.codec import ready
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
 
 _SAMPLE = NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import psutil
 
-from traceml_ray import wire
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
+from traceml_ray.wire import messages as wire
 
 SCHEMA = 2
 """Of the tables below. Once a release has written it, a change of any table needs a new one."""

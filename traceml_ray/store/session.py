@@ -24,9 +24,9 @@ from typing import Literal, TypeVar
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.codec import ready
 from traceml_ray.files import read_file, write_file
 from traceml_ray.settings import check_session_name
+from traceml_ray.wire.codec import ready
 
 DATABASE = "session.sqlite"
 LIVE = "live.json"

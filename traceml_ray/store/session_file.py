@@ -23,7 +23,6 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.row_table import from_wire
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.codec import ready
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.output import OutputReader
@@ -34,6 +33,7 @@ from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.step_reader import StepReader
 from traceml_ray.store.work_reader import WorkReader
+from traceml_ray.wire.codec import ready
 
 
 class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkReader):

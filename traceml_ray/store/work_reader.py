@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.window import Int64
-from traceml_ray.codec import ready
 from traceml_ray.signals.throughput.records import MAX_SIZES, StepSizes
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
+from traceml_ray.wire.codec import ready
 
 _SIZES = ", ".join(StepSizes.__struct_fields__)
 

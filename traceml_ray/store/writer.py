@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
@@ -34,6 +33,7 @@ from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import messages as wire
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""

@@ -8,7 +8,6 @@ from typing import Literal
 import msgspec
 
 from traceml_ray import __version__
-from traceml_ray.codec import ready
 from traceml_ray.stages import STAGES
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, compare
@@ -17,6 +16,7 @@ from traceml_ray.traces.nesting import nest
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.spent import RecordingError, Spent, spent_in
 from traceml_ray.traces.trace import read_trace
+from traceml_ray.wire.codec import ready
 
 MAX_BYTES = 64 << 20
 """Largest size of an encoded Breakdown, in bytes."""

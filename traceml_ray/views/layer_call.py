@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray import printing, text, wire
+from traceml_ray import printing, text
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.store import query
+from traceml_ray.wire import messages as wire
 
 _POLL_S = 0.2
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from traceml_ray import wire
 from traceml_ray.agent.exchange import GradientExchange
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.wire import messages as wire
 
 TENSOR_MODULE = "torch.distributed.tensor.parallel"
 PIPELINE_MODULE = "torch.distributed.pipelining.stage"

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from traceml_ray.codec import Count, Part
 from traceml_ray.signals.kind import Kind
+from traceml_ray.wire.codec import Count, Part
 
 MAX_ROUTERS, MAX_EXPERTS = 64, 512
 """Routers of one rank process whose tokens are counted, and experts of one of them."""

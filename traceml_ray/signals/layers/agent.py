@@ -16,20 +16,20 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.agent.device import EVENT_SLOTS
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch.layer_calls import LayerCalls, MeasuredCalls
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.codec import ready
-from traceml_ray.layer_messages import LayersCommand
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.layers.events import LayerEvents
 from traceml_ray.signals.layers.records import LayerWindow
 from traceml_ray.signals.layers.sums import LayerSums, MeasuredStep
 from traceml_ray.signals.layers.table import MAX_MODULES, LayerTable
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
+from traceml_ray.wire.commands import LayersCommand
 
 MAX_SHARE = 0.012
 """Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""

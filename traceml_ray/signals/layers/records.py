@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from traceml_ray.codec import FEW, Count, Int64, Part, ready
 from traceml_ray.signals.kind import Form, Kind
+from traceml_ray.wire.codec import FEW, Count, Int64, Part, ready
 
 MAX_LAYERS = 200
 """Largest number of layers in a window: those that take longest; the others are one row."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceml_ray import wire
 from traceml_ray.agent.patch.layer_calls import MeasuredCalls
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
 from traceml_ray.signals.layers.table import LayerTable
+from traceml_ray.wire import messages as wire
 
 _UNSEEN_NS = 1000
 """About what torch takes to call one of our hooks,"""

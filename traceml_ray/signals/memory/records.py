@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from traceml_ray.codec import Count, Int64, Part
 from traceml_ray.signals.kind import Kind
+from traceml_ray.wire.codec import Count, Int64, Part
 
 
 class MemorySample(Part, frozen=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from traceml_ray.codec import FEW, Count, Int64, Part
 from traceml_ray.signals.kind import Kind
+from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 
 class GpuProcess(Part, frozen=True):

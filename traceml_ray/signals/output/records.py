@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from traceml_ray.codec import FEW, Count, Int64, Part
 from traceml_ray.signals.kind import LINES, Kind
+from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 
 class Output(Part, frozen=True):

@@ -21,7 +21,7 @@ from traceml_ray.agent.patch.shard_traffic import groups_of
 from traceml_ray.errors import sendable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.sharding.records import Sharding, UnevenShard
-from traceml_ray.wire import SpanSum
+from traceml_ray.wire.messages import SpanSum
 
 _READ_S = 60.0
 """A model that seems to be the same is read again after so long,"""

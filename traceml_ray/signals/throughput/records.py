@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from traceml_ray.codec import Count, Part
 from traceml_ray.signals.kind import Kind
+from traceml_ray.wire.codec import Count, Part
 
 MAX_SIZES = 512
 """Steps of one `StepSizes`."""

@@ -11,30 +11,30 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from traceml_ray.codec import FEW, Count, Int64, Part
-from traceml_ray.codec import MAX_ITEMS as MAX_ITEMS
-from traceml_ray.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
-from traceml_ray.codec import UNREADABLE as UNREADABLE
-from traceml_ray.codec import VERSION as VERSION
-from traceml_ray.codec import Message as Message
-from traceml_ray.codec import Name as Name
-from traceml_ray.codec import Value as Value
-from traceml_ray.codec import WireError as WireError
-from traceml_ray.codec import checked_size as checked_size
-from traceml_ray.codec import decode as decode
-from traceml_ray.codec import encode as encode
-from traceml_ray.codec import size_of as size_of
-from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
-from traceml_ray.layer_messages import MAX_LAYER_STEPS as MAX_LAYER_STEPS
-from traceml_ray.layer_messages import LayersCommand as LayersCommand
-from traceml_ray.layer_messages import LayersRequest as LayersRequest
-from traceml_ray.profile_messages import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
-from traceml_ray.profile_messages import Capture as Capture
-from traceml_ray.profile_messages import ProfileCommand as ProfileCommand
-from traceml_ray.profile_messages import ProfileRequest as ProfileRequest
-from traceml_ray.profile_messages import TracePiece as TracePiece
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
+from traceml_ray.wire.codec import FEW, Count, Int64, Part
+from traceml_ray.wire.codec import MAX_ITEMS as MAX_ITEMS
+from traceml_ray.wire.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from traceml_ray.wire.codec import UNREADABLE as UNREADABLE
+from traceml_ray.wire.codec import VERSION as VERSION
+from traceml_ray.wire.codec import Message as Message
+from traceml_ray.wire.codec import Name as Name
+from traceml_ray.wire.codec import Value as Value
+from traceml_ray.wire.codec import WireError as WireError
+from traceml_ray.wire.codec import checked_size as checked_size
+from traceml_ray.wire.codec import decode as decode
+from traceml_ray.wire.codec import encode as encode
+from traceml_ray.wire.codec import size_of as size_of
+from traceml_ray.wire.codec import tag_of as tag_of
+from traceml_ray.wire.commands import MAX_LAYER_STEPS as MAX_LAYER_STEPS
+from traceml_ray.wire.commands import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
+from traceml_ray.wire.commands import Capture as Capture
+from traceml_ray.wire.commands import LayersCommand as LayersCommand
+from traceml_ray.wire.commands import LayersRequest as LayersRequest
+from traceml_ray.wire.commands import ProfileCommand as ProfileCommand
+from traceml_ray.wire.commands import ProfileRequest as ProfileRequest
+from traceml_ray.wire.commands import TracePiece as TracePiece
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
