@@ -401,8 +401,8 @@ class Session:
         """
         stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
         with self._answered():
-            own = ask_side(self._calls.ask, run)
-        return compared(stored, own, limits_of(least_pct))
+            live_side = ask_side(self._calls.ask, run)
+        return compared(stored, live_side, limits_of(least_pct))
 
     def bundles(self) -> list[BundleInfo]:
         """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
@@ -484,10 +484,14 @@ class Session:
         while waiting and time.monotonic() < deadline:
             without_relay -= self._with_relay(without_relay, deadline)
             listed = {node["node_id"] for node in self.nodes() if node["alive"]}
-            waiting = {at: name for at, name in waiting.items() if at in without_relay or at not in listed}
+            waiting = {
+                process: name
+                for process, name in waiting.items()
+                if process in without_relay or process not in listed
+            }
             time.sleep(0.05 if waiting else 0)
         if waiting:
-            silent = sorted(name for at, name in waiting.items() if at in without_relay)
+            silent = sorted(name for process, name in waiting.items() if process in without_relay)
             names = ", ".join((silent or sorted(waiting.values()))[:5])
             what = "no relay of session" if silent else "aggregator does not list the nodes of session"
             raise StartError(f"{what} {self.id!r} within {timeout:g} s: {names}")
@@ -501,12 +505,12 @@ class Session:
         asked = {relay.ready.remote(): node_id for node_id, relay in relays.items() if relay is not None}
         left = max(0.0, deadline - time.monotonic())
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left) if asked else ([], [])
-        found = set()
+        with_relay = set()
         for ref in answered:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(ref)
-                found.add(asked[ref])
-        return found
+                with_relay.add(asked[ref])
+        return with_relay
 
     def download(self, path: str | os.PathLike[str]) -> Path:
         """
@@ -611,9 +615,9 @@ class Session:
         """Return the newest one listed that `is_it`; StartError, which has `what`, where none comes."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            for found in reversed(listed()):
-                if is_it(found):
-                    return found
+            for entry in reversed(listed()):
+                if is_it(entry):
+                    return entry
             time.sleep(_POLL_S)
         raise StartError(f"session {self.id!r} has made no {what} within {timeout:g} s; see .status()")
 

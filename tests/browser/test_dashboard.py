@@ -598,7 +598,7 @@ def test_dashboard_of_the_launcher_names_the_slow_rank_and_outlives_the_aggregat
             browser.get(f"http://127.0.0.1:{port}/")
             shows(browser, "verdict-headline", "traggler: rank 1", 60.0)
             shows(browser, "state-badge", "live")
-            point(browser, 1, of=2).click().perform()
+            point(browser, 1, rows=2).click().perform()
             shows(browser, "rank-title", "Rank 1")
             judge = aggregator(job.pid)
             judge.suspend()  # killed at once it could be back before anyone has waited for an answer

@@ -51,31 +51,31 @@ Read = Callable[[Path], FileContents]
 
 def gather(paths: Iterable[Path]) -> Gathered:
     """Read every file that is meant by `paths`, once; one that cannot be read stops none of the others."""
-    found, seen = Gathered(), set[Path]()
+    gathered, seen = Gathered(), set[Path]()
     for given in paths:
         try:
-            for path in _files(given, found):
+            for path in _files(given, gathered):
                 if (real := path.resolve()) not in seen:
                     seen.add(real)
                     printing.advance(f"reading {path.name}", None)
-                    _take(found, path, given)
+                    _take(gathered, path, given)
         except (
             OSError,
             ValueError,
             RuntimeError,
         ) as error:  # no name that a file can have, a circle of links
-            found.refused[given] = _reason(error)
-    return found
+            gathered.refused[given] = _reason(error)
+    return gathered
 
 
-def _files(given: Path, found: Gathered) -> Iterator[Path]:
+def _files(given: Path, gathered: Gathered) -> Iterator[Path]:
     """Yield the files that a path stands for."""
     if not given.is_dir():
         yield given
         return
-    for number, path in enumerate(_walk(given, found)):
+    for number, path in enumerate(_walk(given, gathered)):
         if number == _MOST_FILES:
-            found.refused[given] = f"it has more than {_MOST_FILES:,} files; the others are not read"
+            gathered.refused[given] = f"it has more than {_MOST_FILES:,} files; the others are not read"
             return
         yield path
 
@@ -99,14 +99,14 @@ def _unknown(path: Path) -> FileContents:
     raise RefusedFileError(f"it is neither a session ({DATABASE}) nor one of {kinds}")
 
 
-def _walk(folder: Path, found: Gathered) -> Iterator[Path]:
+def _walk(folder: Path, gathered: Gathered) -> Iterator[Path]:
     """
     Yield what can be read in a folder and those below it, in order of name. Of a session only its file is:
     all else is made from that.
     """
 
     def refuse(error: OSError) -> None:
-        found.refused[Path(error.filename)] = _reason(error)
+        gathered.refused[Path(error.filename)] = _reason(error)
 
     for name, below, files in os.walk(folder, onerror=refuse):
         here = Path(name)
@@ -118,30 +118,30 @@ def _walk(folder: Path, found: Gathered) -> Iterator[Path]:
         yield from (here / file for file in sorted(files) if _reader(here / file) is not _unknown)
 
 
-def _take(found: Gathered, path: Path, given: Path) -> None:
+def _take(gathered: Gathered, path: Path, given: Path) -> None:
     """Read a file; one without samples of memory is refused where it was `given`, not where a folder was."""
     try:
         contents = _reader(path)(path)
     except NoSamplesError as error:
         if path == given:
-            found.refused[path] = str(error)
+            gathered.refused[path] = str(error)
         elif path.name not in _BESIDE:
-            found.passed_over.append(path)
+            gathered.passed_over.append(path)
     except SessionFileError as error:
         if path == given or path.name == DATABASE:
-            found.refused[path] = str(error).removeprefix(f"{path}: ")
+            gathered.refused[path] = str(error).removeprefix(f"{path}: ")
         else:  # another program's database
-            found.passed_over.append(path)
+            gathered.passed_over.append(path)
     except RefusedFileError as error:
-        found.refused[path] = str(error)
+        gathered.refused[path] = str(error)
     except OSError as error:
-        found.refused[path] = _reason(error)
+        gathered.refused[path] = _reason(error)
     else:
         for recording in contents.recordings:
             recording.path = path
             if recording.rank is None:
                 recording.rank = _rank_in(path, given)
-        found.files.append(FileRead(path, contents))
+        gathered.files.append(FileRead(path, contents))
 
 
 def _rank_in(path: Path, given: Path) -> int | None:

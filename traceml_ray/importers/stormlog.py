@@ -118,11 +118,11 @@ def recordings(events: Iterable[StormlogEvent]) -> list[Recording]:
     Return the events of one file by process, rank and device. Raises `RefusedFileError` for a rank beyond the
     world size.
     """
-    found: dict[tuple[object, ...], list[StormlogEvent]] = {}
+    events_of_key: dict[tuple[object, ...], list[StormlogEvent]] = {}
     for event in events:
         key = (event.session_id, event.host, event.pid, event.rank, max(event.device_id, -1))
-        found.setdefault(key, []).append(event)
-    return [_recording(own) for own in found.values()]
+        events_of_key.setdefault(key, []).append(event)
+    return [_recording(of_key) for of_key in events_of_key.values()]
 
 
 def node(host: str | None) -> str:
@@ -148,20 +148,20 @@ def measured(columns: dict[str, Floats]) -> dict[str, Floats]:
     return {name: values for name, values in columns.items() if np.isfinite(values).any()}
 
 
-def _recording(own: list[StormlogEvent]) -> Recording:
+def _recording(of_process: list[StormlogEvent]) -> Recording:
     """Return the events of one process and device as a recording."""
-    first = own[0]
+    first = of_process[0]
     if first.rank >= first.world_size:
         raise RefusedFileError(f"rank {first.rank} of a world of {first.world_size}")
-    marks, own = _marks(own), _samples(own)
+    marks, of_process = _marks(of_process), _samples(of_process)
     on_cpu = first.device_id < 0 or "cpu" in first.collector.lower()
     named = first.world_size > 1
     return Recording(
         process=f"{first.session_id or ''}/{first.host}/{first.pid}",
         node=node(first.host),
         device=None if on_cpu else first.device_id,
-        t_ns=np.array([event.timestamp_ns for event in own], np.int64),
-        columns=_host(own) if on_cpu else _device(own),
+        t_ns=np.array([event.timestamp_ns for event in of_process], np.int64),
+        columns=_host(of_process) if on_cpu else _device(of_process),
         # One process of a world of one is also what Stormlog writes where it knows of no ranks.
         rank=first.rank if named else None,
         world_size=first.world_size if named else None,
@@ -177,12 +177,14 @@ def _marks(events: list[StormlogEvent]) -> list[tuple[StormlogEvent, str]]:
     return sorted(marked, key=lambda mark: mark[0].timestamp_ns)
 
 
-def _samples(own: list[StormlogEvent]) -> list[StormlogEvent]:
+def _samples(of_process: list[StormlogEvent]) -> list[StormlogEvent]:
     """
     Return what was measured, in order of time: not what is repeated, no marks of collectives, and of several
     events about one sample (its peak, its change) the last.
     """
-    kept = [event for event in own if event.event_type not in _REPEAT and not _only_marks(event)] or own
+    kept = [
+        event for event in of_process if event.event_type not in _REPEAT and not _only_marks(event)
+    ] or of_process
     kept.sort(key=lambda event: event.timestamp_ns)
     apart = kept[0].sampling_interval_ms * 1_000_000 // 4
     after = [*kept[1:], None]
@@ -197,17 +199,17 @@ def _only_marks(event: StormlogEvent) -> bool:
     return event.event_type != "sample" and operation(event) is not None
 
 
-def _host(own: Sequence[StormlogEvent]) -> dict[str, Floats]:
-    return measured({"rss_bytes": column(event.allocator_allocated_bytes for event in own)})
+def _host(of_process: Sequence[StormlogEvent]) -> dict[str, Floats]:
+    return measured({"rss_bytes": column(event.allocator_allocated_bytes for event in of_process)})
 
 
-def _device(own: Sequence[StormlogEvent]) -> dict[str, Floats]:
+def _device(of_process: Sequence[StormlogEvent]) -> dict[str, Floats]:
     values = {
-        "allocated_bytes": (event.allocator_allocated_bytes for event in own),
-        "reserved_bytes": (event.allocator_reserved_bytes for event in own),
-        "active_bytes": (event.allocator_active_bytes for event in own),
-        "inactive_split_bytes": (event.allocator_inactive_bytes for event in own),
-        "device_used_bytes": (event.device_used_bytes for event in own),
-        "device_total_bytes": (event.device_total_bytes for event in own),
+        "allocated_bytes": (event.allocator_allocated_bytes for event in of_process),
+        "reserved_bytes": (event.allocator_reserved_bytes for event in of_process),
+        "active_bytes": (event.allocator_active_bytes for event in of_process),
+        "inactive_split_bytes": (event.allocator_inactive_bytes for event in of_process),
+        "device_used_bytes": (event.device_used_bytes for event in of_process),
+        "device_total_bytes": (event.device_total_bytes for event in of_process),
     }
     return measured({name: column(of_events) for name, of_events in values.items()})

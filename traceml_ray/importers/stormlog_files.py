@@ -119,8 +119,8 @@ def _json(data: bytes, path: Path) -> FileContents:
 
 def _list(data: bytes) -> FileContents:
     def decode(kind: type) -> list[Any]:
-        found: list[Any] = msgspec.json.decode(data, type=ready(list[kind]))  # type: ignore[valid-type]
-        return found
+        records: list[Any] = msgspec.json.decode(data, type=ready(list[kind]))  # type: ignore[valid-type]
+        return records
 
     try:
         decode(_Kind)
@@ -153,29 +153,29 @@ def _csv(data: bytes) -> FileContents:
         rows.pop()
         notes.append(_CUT)
     unknown = {name: None for name in _COUNTERS if name in header}
-    read = [(at, name, name in _TEXT) for at, name in enumerate(header) if name in _READ]
+    read = [(column_index, name, name in _TEXT) for column_index, name in enumerate(header) if name in _READ]
     records = [unknown | _cells(row, read) for row in rows]
     return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, ready(kind))), notes)
 
 
 def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
     """Return records decoded one by one. Raises `RefusedFileError`, which says which one cannot be."""
-    found = []
+    decoded = []
     for number, record in enumerate(records, 1):
         try:
-            found.append(decode(record))
+            decoded.append(decode(record))
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RefusedFileError(f"record {number}: {_reason(error)}") from None
-    return found
+    return decoded
 
 
 def _cells(row: Sequence[str], columns: Iterable[tuple[int, str, bool]]) -> dict[str, object]:
     """Return the cells of a row that hold something; `columns` are (place, name, whether it is text)."""
     width = len(row)
     return {
-        name: row[at] if is_text else _number(row[at])
-        for at, name, is_text in columns
-        if at < width and row[at] != ""
+        name: row[column_index] if is_text else _number(row[column_index])
+        for column_index, name, is_text in columns
+        if column_index < width and row[column_index] != ""
     }
 
 

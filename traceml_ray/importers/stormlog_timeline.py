@@ -60,9 +60,11 @@ class _Timeline(msgspec.Struct):
 
     def identity(self) -> tuple[int | None, int | None]:
         """Return rank and world size as the file has them."""
-        said = self, self.metadata, self.distributed_identity
-        rank = next((each.rank for each in said if each.rank is not None), None)
-        return rank, next((each.world_size for each in said if each.world_size is not None), None)
+        sources_of_identity = self, self.metadata, self.distributed_identity
+        rank = next((source.rank for source in sources_of_identity if source.rank is not None), None)
+        return rank, next(
+            (source.world_size for source in sources_of_identity if source.world_size is not None), None
+        )
 
 
 class _Manifest(msgspec.Struct):
@@ -92,8 +94,8 @@ def read(data: bytes, path: Path) -> FileContents:
     if not timeline.timestamps:
         raise NoSamplesError("the timeline is empty")
     if len({*lengths.values()}) > 1:
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise RefusedFileError(f"its lists are not of one length: {found}")
+        lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise RefusedFileError(f"its lists are not of one length: {lengths_text}")
     seconds = np.array(lists.pop("timestamps"), np.float64)
     order = np.argsort(seconds, kind="stable")
     columns = {name: column(values)[order] for name, values in lists.items()}

@@ -109,9 +109,9 @@ def analyze(
     if sensitivity not in get_args(Sensitivity):
         raise AnalyzeError(f"sensitivity {sensitivity!r}: it is low, medium or high")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else [*paths]
-    found = gather(map(Path, given))
-    recordings = [each for source in found.files for each in source.contents.recordings]
-    refused = [Refused(path=str(path), reason=why) for path, why in found.refused.items()]
+    gathered = gather(map(Path, given))
+    recordings = [recording for source in gathered.files for recording in source.contents.recordings]
+    refused = [Refused(path=str(path), reason=why) for path, why in gathered.refused.items()]
     if not recordings:
         raise AnalyzeError(_nothing(given, refused), refused)
     merged = merge(recordings)
@@ -121,20 +121,22 @@ def analyze(
         **msgspec.structs.asdict(judged(merged, chosen, sensitivity)),
         run=merged.run,
         world_size=merged.world_size,
-        sources=[_source(source) for source in found.files],
+        sources=[_source(source) for source in gathered.files],
         refused=refused,
-        notes=merged.notes + _passed_over(found),
+        notes=merged.notes + _passed_over(gathered),
     )
 
 
-def reaches(found: Analysis, severity: Severity) -> bool:
+def reaches(analysis: Analysis, severity: Severity) -> bool:
     """Return whether any finding is that severe, or more."""
-    return any(SEVERITIES.index(each.severity) >= SEVERITIES.index(severity) for each in found.findings)
+    return any(
+        SEVERITIES.index(finding.severity) >= SEVERITIES.index(severity) for finding in analysis.findings
+    )
 
 
-def to_json(found: Analysis) -> str:
+def to_json(entries: Analysis) -> str:
     """Return it as indented JSON with a line break at the end."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(entries), indent=2).decode() + "\n"
 
 
 def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
@@ -145,20 +147,20 @@ def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
     return f"{refused[0]}{more}"
 
 
-def _passed_over(found: Gathered) -> list[str]:
+def _passed_over(gathered: Gathered) -> list[str]:
     """Return a note on files that are not about memory."""
-    names = text.listed([path.name for path in found.passed_over])
+    names = text.listed([path.name for path in gathered.passed_over])
     return [f"Passed over, as there are no samples of memory in them: {names}."] if names else []
 
 
 def _source(source: FileRead) -> AnalyzedFile:
-    own = source.contents
+    contents = source.contents
     return AnalyzedFile(
         path=str(source.path),
-        format=own.format,
-        ranks=sorted({each.rank for each in own.recordings if each.rank is not None}),
-        samples=sum(len(each.t_ns) for each in own.recordings),
-        notes=own.notes,
+        format=contents.format,
+        ranks=sorted({recording.rank for recording in contents.recordings if recording.rank is not None}),
+        samples=sum(len(recording.t_ns) for recording in contents.recordings),
+        notes=contents.notes,
     )
 
 
@@ -168,20 +170,20 @@ def judged(merged: MergedRecordings, chosen: RankFilter, sensitivity: Sensitivit
     of them is named before others.
     """
     expected = {rank for rank in range(merged.world_size or 0) if rank in chosen}
-    timed = [each for each in merged.timed if each.rank in chosen]
+    timed = [series for series in merged.timed if series.rank in chosen]
     alone: dict[int, list[Series]] = {}
-    for each in merged.untimed:
-        if each.rank in chosen:
-            alone.setdefault(each.rank, []).append(each)
+    for series in merged.untimed:
+        if series.rank in chosen:
+            alone.setdefault(series.rank, []).append(series)
     clocks = [timed, *alone.values()]
     count = len(expected | {rank for rank in merged.present if rank in chosen})
-    parts = [judge(own, _used_by(own, merged), count, sensitivity) for own in clocks if own]
+    parts = [judge(group, _used_by(group, merged), count, sensitivity) for group in clocks if group]
     return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
 
 
 def _used_by(series: Sequence[Series], merged: MergedRecordings) -> list[Collective]:
     """Return the collectives of the ranks of some series: those of others may be on another clock."""
-    ranks = {each.rank for each in series}
+    ranks = {one_series.rank for one_series in series}
     return [use for use in merged.collectives if use.rank in ranks]
 
 
@@ -193,14 +195,16 @@ def _together(parts: Sequence[Memory]) -> Memory:
         first_cause=only.first_cause,
         collective_onset=only.collective_onset,
         findings=sorted(
-            (each for part in parts for each in part.findings),
+            (finding for part in parts for finding in part.findings),
             key=order_of,
         ),
-        collectives=[each for part in parts for each in part.collectives],
-        incidents=sorted((each for part in parts for each in part.incidents), key=lambda each: each.at_ns),
+        collectives=[attribution for part in parts for attribution in part.collectives],
+        incidents=sorted(
+            (incident for part in parts for incident in part.incidents), key=lambda incident: incident.at_ns
+        ),
         ranks=sorted(
-            (each for part in parts for each in part.ranks),
-            key=lambda each: (each.rank, -1 if each.device is None else each.device),
+            (row for part in parts for row in part.ranks),
+            key=lambda row: (row.rank, -1 if row.device is None else row.device),
         ),
     )
 
@@ -212,59 +216,59 @@ _MOST_RANKS = 32
 _PATH = 56
 
 
-def render_analysis(found: Analysis) -> str:
+def render_analysis(analysis: Analysis) -> str:
     """Return what was found as text: the first cause, the findings, the ranks, and the files it is from."""
     return page(
         [
-            facts(*(("Bundle", kept) for kept in _kept(found))) + _first(found),
-            _findings(found.findings),
-            _next(found.findings),
-            _ranks(found.ranks),
-            _collectives(found),
+            facts(*(("Bundle", kept) for kept in _kept(analysis))) + _first(analysis),
+            _findings(analysis.findings),
+            _next(analysis.findings),
+            _ranks(analysis.ranks),
+            _collectives(analysis),
             _notes(
                 [
-                    *found.notes,
+                    *analysis.notes,
                     *(
-                        f"{_path(each.path)}: {note}"
-                        for each in found.sources
-                        for note in each.notes
-                        if note not in _kept(found)
+                        f"{_path(source.path)}: {note}"
+                        for source in analysis.sources
+                        for note in source.notes
+                        if note not in _kept(analysis)
                     ),
                 ]
             ),
-            _sources(found.sources),
-            _refused(found),
+            _sources(analysis.sources),
+            _refused(analysis),
         ]
     )
 
 
-def _kept(found: Analysis) -> list[str]:
+def _kept(analysis: Analysis) -> list[str]:
     """Return when and why the first bundles among the files were kept: who died, of what."""
-    bundles = [note for each in found.sources if each.format == BUNDLE for note in each.notes]
+    bundles = [note for source in analysis.sources if source.format == BUNDLE for note in source.notes]
     return bundles[:_BUNDLES]
 
 
-def _first(found: Analysis) -> list[str]:
+def _first(analysis: Analysis) -> list[str]:
     """Return who grew first, why that is said, and who is missing."""
-    cause, onset = found.first_cause, found.collective_onset
-    world = f" of {found.world_size:,}" if found.world_size else ""
-    missing = f"no samples of {text.ranks(found.missing_ranks)}{world}" if found.missing_ranks else ""
+    cause, onset = analysis.first_cause, analysis.collective_onset
+    world = f" of {analysis.world_size:,}" if analysis.world_size else ""
+    missing = f"no samples of {text.ranks(analysis.missing_ranks)}{world}" if analysis.missing_ranks else ""
     if cause is not None:
         shown = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
     elif onset is not None:
         what = f"{text.ranks(onset.ranks)} grew at once, at {_date(onset.at_ns)}: no rank is the cause"
         shown = facts(("First", what), ("Why", onset.why))
     else:
-        worst = found.findings[0].why if found.findings else ""
-        shown = facts(("First", _nobody(found)), ("Worst", worst))
+        worst = analysis.findings[0].why if analysis.findings else ""
+        shown = facts(("First", _nobody(analysis)), ("Worst", worst))
     return shown + facts(("Missing", missing))
 
 
-def _nobody(found: Analysis) -> str:
+def _nobody(analysis: Analysis) -> str:
     """Return why no rank is named."""
-    if not found.incidents:
+    if not analysis.incidents:
         return "no rank grew above its own level"
-    ranks = {each.rank for each in found.ranks}
+    ranks = {row.rank for row in analysis.ranks}
     if len(ranks) == 1:
         return f"{text.ranks(ranks)} grew; there is no other rank to compare it with"
     return "which rank grew first is not known"
@@ -342,7 +346,7 @@ def _forecast(one: RankMemory) -> str:
     return ", ".join(filter(None, (steps, seconds)))
 
 
-def _collectives(found: Analysis) -> list[str]:
+def _collectives(analysis: Analysis) -> list[str]:
     columns: Columns = {
         "class": lambda one: text.words(one.kind),
         "who": _who,
@@ -350,8 +354,8 @@ def _collectives(found: Analysis) -> list[str]:
         ">size": lambda one: "" if one.bytes is None else text.size(one.bytes),
         "why": lambda one: one.why,
     }
-    lines = table("Hidden memory and collectives", columns, found.collectives[:_MOST])
-    return lines + _more(len(found.collectives) - _MOST, "line")
+    lines = table("Hidden memory and collectives", columns, analysis.collectives[:_MOST])
+    return lines + _more(len(analysis.collectives) - _MOST, "line")
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
@@ -368,9 +372,9 @@ def _sources(sources: Sequence[AnalyzedFile]) -> list[str]:
     return table("Read", columns, sources[:_MOST]) + _more(len(sources) - _MOST, "file")
 
 
-def _refused(found: Analysis) -> list[str]:
+def _refused(analysis: Analysis) -> list[str]:
     columns: Columns = {"file": lambda one: _path(one.path), "why": lambda one: one.reason}
-    return table("Not used", columns, found.refused[:_MOST]) + _more(len(found.refused) - _MOST, "file")
+    return table("Not used", columns, analysis.refused[:_MOST]) + _more(len(analysis.refused) - _MOST, "file")
 
 
 def _path(path: str) -> str:
@@ -394,5 +398,5 @@ def _date(t_ns: int) -> str:
 
 def _moment(t_ns: int) -> str:
     """Return a moment as a person reads it; of a file without wall-clock times, by its own clock."""
-    own = f"{text.plain(round(t_ns / 1e9))} s (its own clock)"
-    return own if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))
+    by_own_clock = f"{text.plain(round(t_ns / 1e9))} s (its own clock)"
+    return by_own_clock if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))

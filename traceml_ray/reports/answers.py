@@ -78,10 +78,12 @@ class Answers:
             **dict.fromkeys(OF_QUESTION, self._signal),
             query.GetReportPage: self._page,
             query.GetBundles: lambda _: bundle_infos(self.folder),
-            query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
+            query.ReadBundle: lambda request: read_bundle(
+                self.folder, request.bundle, request.name, request.offset, request.n
+            ),
             query.GetProfiles: lambda _: profiles.listed(self.folder),
-            query.ReadProfile: lambda of: profiles.read_part(
-                self.folder, of.profile, of.name, of.offset, of.n
+            query.ReadProfile: lambda request: profiles.read_part(
+                self.folder, request.profile, request.name, request.offset, request.n
             ),
             **dict.fromkeys(OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
@@ -93,7 +95,7 @@ class Answers:
             requests, watching = query.decode(message, QUESTIONS)
             if not watching:
                 self._used_for(requests)
-            return query.encode([self.answer(request) for request in requests], of=str(self.folder))
+            return query.encode([self.answer(request) for request in requests], session=str(self.folder))
         except QueryError as error:
             return query.encode_error(str(error))
         except Exception as error:
@@ -112,8 +114,8 @@ class Answers:
             )
         if isinstance(request, OfRun):
             request = msgspec.structs.replace(request, run=self._run(request.run))
-        found: query.A = answer(request)
-        return found
+        result: query.A = answer(request)
+        return result
 
     def check(self) -> None:
         """Open the session file. Raises `SessionFileError` where that cannot be done."""
@@ -157,8 +159,8 @@ class Answers:
     def _verdict_now(self, run: str | None) -> Any:
         """Return the verdict of a run that goes on."""
         with self._file(run) as file:
-            found, _ = file.verdicts()
-        last = {name: value for name, value in found[-1].items() if name != "t_ns"} if found else None
+            verdicts, _ = file.verdicts()
+        last = {name: value for name, value in verdicts[-1].items() if name != "t_ns"} if verdicts else None
         return last and {**last, "episodes": None, "brief": None}
 
     def _history(self, run: str | None, read_on: bool) -> AbstractContextManager[RunSteps]:
@@ -252,8 +254,8 @@ class Answers:
     def _steps(self, asked: Any) -> dict[str, Any]:
         whole = getattr(asked, "whole", None)
         whole = self._over(asked.run) if whole is None else whole
-        with self._history(asked.run, isinstance(asked, query.GetTimes)) as of:
-            return OF_STEPS[type(asked)](of, asked, whole)
+        with self._history(asked.run, isinstance(asked, query.GetTimes)) as run_steps:
+            return OF_STEPS[type(asked)](run_steps, asked, whole)
 
 
 def _time(asked: Any) -> tuple[int, int] | None:
@@ -265,7 +267,7 @@ def _time(asked: Any) -> tuple[int, int] | None:
 
 def _experts(file: SessionFile, rank: int | None) -> list[ExpertLoad]:
     ranks = file.ranks()
-    return experts_of(file, [process for own, process in ranks.items() if rank in (None, own)])
+    return experts_of(file, [process for number, process in ranks.items() if rank in (None, number)])
 
 
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {

@@ -425,9 +425,9 @@ def _decode_request(
     return request
 
 
-def encode(answers: Sequence[Any], of: str = "") -> bytes:
+def encode(answers: Sequence[Any], session: str = "") -> bytes:
     """Return a message with the answers, arrays and all."""
-    reply = {"version": __version__, "of": sendable(of), "answers": answers}
+    reply = {"version": __version__, "of": sendable(session), "answers": answers}
     return msgspec.msgpack.encode(reply, enc_hook=_encode)
 
 
@@ -436,8 +436,8 @@ def encode_error(error: str) -> bytes:
     return msgspec.msgpack.encode(Answered(__version__, error=sendable(error[:_MAX_ERROR]) or "unknown"))
 
 
-def _kinds(of: type[Any]) -> list[type[Any]]:
-    return [kind for sub in of.__subclasses__() for kind in (_kinds(sub) or [sub])]
+def _kinds(cls: type[Any]) -> list[type[Any]]:
+    return [kind for sub in cls.__subclasses__() for kind in (_kinds(sub) or [sub])]
 
 
 REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
