@@ -49,7 +49,7 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.throughput.answer import Question
+from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.store.results import (
@@ -381,7 +381,7 @@ class Session:
         """
         with self._answered():
             read_whole(self._calls.ask, run, live=True)
-        return self._ask(Question(run))
+        return self._ask(GetThroughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return what a rank printed last, `most` lines of stdout and as many of stderr."""

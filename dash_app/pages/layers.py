@@ -12,8 +12,8 @@ from traceml_ray import text
 from traceml_ray.analysis.layer_times import Layer, Layers
 from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import icicle
-from traceml_ray.reports.layer_report import NOTHING, about_layers, layer_name, layers_sentences, region_of
-from traceml_ray.store import query
+from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.commands import MAX_LAYER_STEPS
 
@@ -47,9 +47,9 @@ _WHAT = (
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the layers of the run; in the URL `steps` fills the form, `asked` is this browser's request."""
-    answer = cache.ask(query.GetLayers(run.id))
+    answer = cache.ask(GetLayers(run.id))
     asked = route.get("asked")
-    of_request = cache.ask(query.GetLayers(run.id, asked)) if asked else None
+    of_request = cache.ask(GetLayers(run.id, asked)) if asked else None
     layers = answer.layers if answer else []
     return {
         "layers": answer,

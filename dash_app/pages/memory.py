@@ -17,7 +17,8 @@ from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS
-from traceml_ray.reports.sharding import Row, about_model, columns, per_step
+from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
+from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
 from traceml_ray.store import query
 from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 from traceml_ray.views.run_state import RunState
@@ -85,7 +86,7 @@ _KEYS: listing.Keys = {
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    memory, divided = cache.ask(query.GetMemory(run.id)), cache.ask(query.GetSharding(run.id))
+    memory, divided = cache.ask(query.GetMemory(run.id)), cache.ask(GetSharding(run.id, MOST_RANKS))
     if memory is None or not memory.ranks:
         return {"memory": None, "axis": spine, "sharding": divided}
     asked, wrong = _asked(route)

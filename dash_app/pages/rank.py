@@ -13,6 +13,7 @@ from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports import drawing
+from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -73,7 +74,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
             "mesh": process.placement.get("mesh") or {},
-            "experts": [sentence(load) for load in cache.ask(query.GetExperts(run.id, rank)) or ()],
+            "experts": [sentence(load) for load in cache.ask(GetExperts(run.id, rank)) or ()],
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
             "signals": {

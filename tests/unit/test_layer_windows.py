@@ -24,6 +24,7 @@ from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import layer_requests
 from traceml_ray.reports.answers import QUESTIONS
+from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
@@ -53,7 +54,7 @@ def ask(played: Played) -> Callable[[query.Request[Any]], Any]:
 
 def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
     measured(played)
-    (one,) = ask(played)(query.GetLayers()).findings
+    (one,) = ask(played)(GetLayers()).findings
     assert (one.rank, one.layer, one.phase) == (LATE, LAYER, "forward") and 11 < one.excess_ms < 13
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
@@ -178,8 +179,8 @@ def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
     (command,) = commands(played)
     assert command.args == {"id": "a", "run": "job", "ranks": "all", "steps": 12}
     measured(played, asked="a")
-    assert len(ask(played)(query.GetLayers(asked="a")).ranks) == 8
-    assert ask(played)(query.GetLayers(asked="b")).ranks == []
+    assert len(ask(played)(GetLayers(asked="a")).ranks) == 8
+    assert ask(played)(GetLayers(asked="b")).ranks == []
     for _ in range(int(layer_requests.SEND_S) + 1):
         played.play(1)
     assert commands(played) == []
@@ -191,7 +192,7 @@ def test_driver_waits_for_what_it_has_asked_for(played: Played) -> None:
     def answer(request: query.Request[Any]) -> Any:
         if isinstance(request, query.StartLayers):
             asked.append(request)
-        elif asked and isinstance(request, query.GetLayers) and len(asked) == 1:
+        elif asked and isinstance(request, GetLayers) and len(asked) == 1:
             measured(played, asked=asked[0].id)
         return ask(played)(request)
 

@@ -18,7 +18,10 @@ from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
-from traceml_ray.signals.throughput.answer import Question as Throughput
+from traceml_ray.signals.experts.answer import GetExperts
+from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.sharding.answer import GetSharding
+from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.wire import messages as wire
@@ -49,17 +52,17 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetRankSteps(run, 1, 100, first=10, last=30),
         query.GetNodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.GetProcessSamples(processes, 2, 3 * SECOND),
-        query.GetExperts(run), query.GetExperts(run, 1),
-        query.Findings(run), query.GetMemory(run), query.GetSharding(run),
+        GetExperts(run), GetExperts(run, 1),
+        query.Findings(run), query.GetMemory(run), GetSharding(run),
         query.GetMemorySamples(processes, 3),
         query.GetMemorySamples(processes, 4, 3 * SECOND),
         query.GetBusy(run, (1, 2, 9), 50), query.GetRankSteps(run, 1, 100), query.GetRankSteps(run, 99, 100),
         query.GetCell(run, 1, 5, 9), query.GetCell(run, 99, 5, 9), query.GetSpans(run, 1, 0, 30),
-        Throughput(run), Throughput(run, whole=False), Throughput(run, whole=True),
+        GetThroughput(run), GetThroughput(run, whole=False), GetThroughput(run, whole=True),
         query.GetRankTimes(run), query.GetRankTimes(run, whole=True), query.GetStepSample(run),
         query.GetRankTimes(run, first=10, last=30), query.GetTimes(run, first=10, last=30),
         query.GetTimes(run, first=500, last=501),
-        query.GetLayers(run), query.GetLayers(run, "a"),
+        GetLayers(run), GetLayers(run, "a"),
         query.GetStep(run, 0), query.GetStep(run, 7), query.GetStep(run, 1 << 40),
     ]  # fmt: skip
 

@@ -31,8 +31,9 @@ from traceml_ray.analysis.sharding import models
 from traceml_ray.cli import main
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.reports.sharding import about_model, per_step, sharding_of
 from traceml_ray.signals.sharding.records import SHARDING, Sharding, UnevenShard
+from traceml_ray.signals.sharding.sections import about_model, per_step
+from traceml_ray.signals.sharding.view import sharding_of
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -201,7 +202,7 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
 
 def test_of_many_ranks_a_page_asks_for_those_that_hold_most(divided: Path) -> None:
     with SessionFile(divided / "session.sqlite") as file:
-        answer = sharding_of(file, 2)
+        answer = sharding_of(file, file.ranks(), 2)
     assert answer is not None and [*answer["per_rank"]] == ["0", "2"]
     assert answer["models"][0]["ranks"] == [0, 1, 2, 3]
     assert per_step(answer, answer["models"][0]).startswith("12 MB gathered in 3 all-gathers, ")
@@ -224,7 +225,9 @@ def test_file_of_before_has_no_shards_and_takes_some(tmp_path: Path, divided: Pa
         connection.execute("DELETE FROM meta WHERE key = 'ending'")  # the session goes on
         connection.commit()
     with SessionFile(path) as old:
-        assert old.records_of(SHARDING) == {} and sharding_of(old) is None and len(old.ranks()) == 4
+        assert (
+            old.records_of(SHARDING) == {} and sharding_of(old, old.ranks()) is None and len(old.ranks()) == 4
+        )
     cut(path, excerpt := tmp_path / "excerpt.sqlite", 60.0, 10)
     with SessionFile(excerpt) as old:
         assert old.records_of(SHARDING) == {}

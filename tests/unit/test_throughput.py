@@ -16,7 +16,7 @@ from sessions import LIMITS, run_message, stored
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
-from traceml_ray.signals.throughput.answer import Question as Throughput
+from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.signals.throughput.history import MOST, WorkHistory
 from traceml_ray.signals.throughput.peaks import peak_tflops
 from traceml_ray.signals.throughput.records import StepWork
@@ -47,7 +47,7 @@ class Job(Played):
 
     def numbers(self, whole: bool | None = None) -> Any:
         """The answer, which is the same live and stored."""
-        asked = Throughput("job", whole)
+        asked = GetThroughput("job", whole)
         live, kept = (query.ask_one(send, asked) for send in (self.aggregator.query, stored(self.folder)))
         for name in live:
             np.testing.assert_equal(live[name], kept[name], err_msg=name)
@@ -187,7 +187,7 @@ def test_session_file_without_work_opens_and_goes_on(tmp_path: Path) -> None:
     job.close()
     with sqlite3.connect(job.folder / "session.sqlite") as connection:
         connection.execute("DROP TABLE step_work")
-    numbers = query.ask_one(stored(job.folder), Throughput())
+    numbers = query.ask_one(stored(job.folder), GetThroughput())
     assert (numbers["samples_per_s"], numbers["mfu_pct"]) == (None, None)
     assert numbers["steps_per_s"] == pytest.approx(1 / STEP_S)
     again = Job(job.folder)
@@ -201,12 +201,12 @@ def test_nonsense_in_the_file_is_said_to_be_damage(job: Job) -> None:
     with sqlite3.connect(job.folder / "session.sqlite") as connection:
         connection.execute("UPDATE step_work SET first_step = 'x', flops = 'many'")
     with pytest.raises(query.QueryError, match="the session file is damaged"):
-        query.ask_one(stored(job.folder), Throughput())
+        query.ask_one(stored(job.folder), GetThroughput())
 
 
 def test_of_a_job_without_steps_nothing_is_known_and_it_says_why(job: Job) -> None:
     def why(run: str | None = "job") -> str:
-        numbers = query.ask_one(job.aggregator.query, Throughput(run))
+        numbers = query.ask_one(job.aggregator.query, GetThroughput(run))
         assert numbers["steps"] == 0 and numbers["samples_per_s"] is None
         return str(numbers["why"]["steps"])
 
@@ -225,7 +225,7 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     job.work = {"total_steps": 1000}
     job.play(0)
     monkeypatch.setattr(job.aggregator, "judge", lambda: None)
-    asked = Throughput("job")
+    asked = GetThroughput("job")
     assert query.ask_one(job.aggregator.query, asked)["steps"] == 0
     for _ in range(20):
         job.second()

@@ -12,7 +12,7 @@ import msgspec
 from traceml_ray import printing
 from traceml_ray.commands import which
 from traceml_ray.printing import say, show
-from traceml_ray.store import query
+from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
@@ -35,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Say where the time of a step goes inside the model, layer by layer, and on which rank."""
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
-    from traceml_ray.reports.layer_report import render_layers
+    from traceml_ray.signals.layers.sections import render_layers
     from traceml_ray.store import session
     from traceml_ray.views.layer_call import measured
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = secrets.token_hex(8)
     try:
         if arguments.steps is None:
-            layers = answers.answer(query.GetLayers(arguments.run))
+            layers = answers.answer(GetLayers(arguments.run))
         else:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
             check_goes_on(folder, arguments.run)

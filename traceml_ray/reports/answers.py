@@ -10,24 +10,23 @@ from typing import Any, cast
 
 import msgspec
 
-from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
-from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.files import page_of
 from traceml_ray.reports.headlines import findings_in
-from traceml_ray.reports.layer_report import layers_answer
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
-from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.whole import spans_of
+from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import OF_QUESTION
 from traceml_ray.store import profiles, query, results
@@ -205,9 +204,9 @@ class Answers:
         return findings_of(
             self._verdict_now(asked.run),
             memory=self.answer(query.GetMemory(asked.run)),
-            layers=self.answer(query.GetLayers(asked.run)),
-            sharding=self.answer(query.GetSharding(asked.run)),
-            loads=self.answer(query.GetExperts(asked.run)),
+            layers=self.answer(GetLayers(asked.run)),
+            sharding=self.answer(GetSharding(asked.run, MOST_RANKS)),
+            loads=self.answer(GetExperts(asked.run)),
         )
 
     def _summary(self, asked: query.GetSummary) -> Any:
@@ -265,11 +264,6 @@ def _time(asked: Any) -> tuple[int, int] | None:
     return asked.first_ns, _NEVER if asked.last_ns is None else asked.last_ns
 
 
-def _experts(file: SessionFile, rank: int | None) -> list[ExpertLoad]:
-    ranks = file.ranks()
-    return experts_of(file, [process for number, process in ranks.items() if rank in (None, number)])
-
-
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.GetRuns: lambda file, _: runs_of(file),
     query.GetNodes: lambda file, _: nodes_of(file),
@@ -285,9 +279,6 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     ),
     query.GetMemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.GetMemory: lambda file, _: memory_of(file),
-    query.GetSharding: lambda file, asked: sharding_of(file, asked.most),
-    query.GetExperts: lambda file, asked: _experts(file, asked.rank),
-    query.GetLayers: lambda file, asked: layers_answer(file, asked.asked),
     query.GetSpans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.GetStep: lambda file, asked: step_of(file, asked.step),
 }

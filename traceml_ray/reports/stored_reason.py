@@ -8,9 +8,9 @@ from traceml_ray.analysis.reasons import has_reason, with_reason
 from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
-from traceml_ray.reports.experts import experts_of
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.whole import Whole
+from traceml_ray.signals.experts.view import experts_of
 from traceml_ray.store.schema import legible
 
 

@@ -33,8 +33,6 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
-from traceml_ray.reports.experts import experts_of
-from traceml_ray.reports.layer_report import layers_answer, layers_block
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
 from traceml_ray.reports.output import beside_failure
@@ -47,7 +45,6 @@ from traceml_ray.reports.run_facts import (
     ranks_block,
     session_block,
 )
-from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
 from traceml_ray.signals.findings import findings_of
@@ -149,15 +146,13 @@ def _summary(
         verdict = msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, first.why))))
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
-    layers, sharding = layers_answer(session), sharding_of(session)
-    uneven = experts_of(session, facts.ranks.values())
     episodes = _episodes(judged, verdicts, facts, lines)
     findings = findings_of(
         {**verdict.plain(), "episodes": episodes},
         memory=memory,
-        layers=layers,
-        sharding=sharding,
-        loads=uneven,
+        layers=signals["layers"],
+        sharding=signals["sharding"],
+        loads=signals["experts"],
     )
     summary: dict[str, Any] = {
         "schema": SCHEMA,
@@ -165,7 +160,7 @@ def _summary(
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, whole),
-        "throughput": None,  # the place of a block in the file; those without one come last
+        "throughput": None,  # of signals: their places in the file; those without one come last
         "first_steps": msgspec.to_builtins(first),
         "spans": _spans(spans, whole),
         "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), findings)),
@@ -173,7 +168,7 @@ def _summary(
         "findings": msgspec.to_builtins(findings),
         "suspects": msgspec.to_builtins(performance.suspects),
         "roles": msgspec.to_builtins(performance.roles),
-        "experts": msgspec.to_builtins(uneven),
+        "experts": None,
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": episodes,
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
@@ -181,8 +176,8 @@ def _summary(
         "ranks": ranks_block(facts, deaths),
         "output": beside_failure(facts, verdict, deaths),
         "memory": memory_block(facts, memory),
-        "sharding": sharding,
-        "layers": layers_block(layers),
+        "sharding": None,
+        "layers": None,
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),

@@ -9,11 +9,9 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.reports import contents
 from traceml_ray.reports.heading import files, title
-from traceml_ray.reports.layer_report import layers_facts, layers_table
 from traceml_ray.reports.layout import WIDTH, laid_out, page
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
-from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.signals.views import VIEWS
 
 _MAX_STACKS = 4
@@ -35,17 +33,16 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(profile_facts(summary)),
         laid_out(contents.findings_facts(summary)),
         laid_out(memory_facts(summary["memory"])),
-        laid_out(sharding_facts(summary.get("sharding"), uneven=False)),
-        laid_out(layers_facts(summary.get("layers", {}), with_findings=False)),  # older summaries have none
+        *signal_blocks("model"),
         laid_out(contents.steps_facts(summary)),
         *signal_blocks("steps"),
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
-        laid_out(layers_table(summary.get("layers", {}))),
+        *signal_blocks("tables"),
         laid_out(contents.nodes_table(summary)),
         laid_out(contents.roles_table(summary)),
         laid_out(contents.ranks_table(summary)),
-        laid_out(sharding_table(summary.get("sharding"))),
+        *signal_blocks("ranks"),
         laid_out(contents.suspects_table(summary)),
         laid_out(contents.history_table(summary)),
         *map(_output, contents.last_output(summary)),

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from traceml_ray.signals.experts.view import ExpertsView
+from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.section import Number, Section
+from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View
 
-VIEWS: dict[str, View[Any]] = {view.name: view for view in (ThroughputView(),)}
+VIEWS: dict[str, View[Any]] = {
+    view.name: view for view in (ThroughputView(), ShardingView(), LayersView(), ExpertsView())
+}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
 

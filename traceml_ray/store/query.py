@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__
-from traceml_ray.analysis import experts, layer_times
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.errors import sendable
 from traceml_ray.signals.finding import Finding
@@ -168,24 +167,6 @@ class GetMemory(OfRun[shapes.Memory], frozen=True):
 
 class Findings(OfRun[list[Finding]], frozen=True):
     """All that was found in the run, in order: what the verdict names, then what costs most."""
-
-
-class GetSharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
-    """How FSDP2 divides the model of the run, with those `most` ranks that hold most; None: it does not."""
-
-    most: Count = 64
-
-
-class GetExperts(OfRun[list[experts.ExpertLoad]], frozen=True):
-    """How evenly routers use their experts, the least even first: of all ranks together, or of one."""
-
-    rank: Int64 | None = None
-
-
-class GetLayers(OfRun[layer_times.Layers], frozen=True):
-    """What was measured of the layers, or only for the request `asked` (its id); `ranks` may be empty."""
-
-    asked: str = ""
 
 
 class GetTimes(OfRun[step_shapes.StepTimes], frozen=True):

@@ -14,6 +14,8 @@ from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
 from traceml_ray.store.step_shapes import StepTimes
@@ -125,8 +127,8 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
     memory = poll.ask(query.GetMemory(run.id)) if wants_memory and fields["facts"]["memory"] else None
-    sharding = poll.ask(query.GetSharding(run.id)) if choice.pane == "memory" else None
-    layers = poll.ask(query.GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
+    sharding = poll.ask(GetSharding(run.id, MOST_RANKS)) if choice.pane == "memory" else None
+    layers = poll.ask(GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
     output = poll.ask(query.GetOutput(run.id, _subject(run, choice))) if wants_output else None
     return PanelState(

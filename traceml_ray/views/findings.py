@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.conclusion import Conclusion, conclude
+from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
 
 from .run_state import SLOW_RANKS, RunState
@@ -40,13 +43,13 @@ def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
     if not large and any(
         set(_SHARDED) & {*(process.strategy or "").split("+")} for process in run.ranks.values()
     ):
-        sharding = cache.ask(query.GetSharding(run.id), every_s=LAYERS_S)
+        sharding = cache.ask(GetSharding(run.id, MOST_RANKS), every_s=LAYERS_S)
     return findings_of(
         run.verdict,
         memory=memory,
         layers=layers_of(cache, run, state),
         sharding=sharding,
-        loads=(None if large else cache.ask(query.GetExperts(run.id), every_s=LAYERS_S)) or (),
+        loads=(None if large else cache.ask(GetExperts(run.id), every_s=LAYERS_S)) or (),
     )
 
 
@@ -59,5 +62,5 @@ def layers_of(cache: SessionPoll, run: RunState | None, state: str) -> Layers | 
     """Return the layers of a run, as they were a while ago, where they have been measured."""
     if run is None or (state in RUNNING and run.world > LAYERS_RANKS):
         return None
-    layers = cache.ask(query.GetLayers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
+    layers = cache.ask(GetLayers(run.id), every_s=max(LAYERS_S, LAYERS_S_A_RANK * run.world))
     return layers if layers is not None and layers.ranks else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from traceml_ray import printing, text
 from traceml_ray.analysis.layer_times import Layers
+from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.store import query
 from traceml_ray.wire import messages as wire
 
@@ -20,7 +21,7 @@ def ask_layers(
 ) -> Layers:
     """Return the layers as `Session.layers` does; `ask` returns the answer to a question."""
     if steps is None:
-        layers: Layers = ask(query.GetLayers(run))
+        layers: Layers = ask(GetLayers(run))
         return layers
     asked = secrets.token_hex(8)
     ask(query.StartLayers(asked, wire.LayersRequest.checked(steps, run)))
@@ -41,7 +42,7 @@ def measured(
     deadline = time.monotonic() + timeout
     while True:
         last = not goes_on() or time.monotonic() > deadline
-        layers: Layers = ask(query.GetLayers(run, asked))
+        layers: Layers = ask(GetLayers(run, asked))
         ranks = ask(query.GetRanks(run)).values()
         living = sum(not process.ended for process in ranks)
         last = last or bool(ranks and not living)

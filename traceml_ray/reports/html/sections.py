@@ -17,15 +17,15 @@ from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.charts import heatmap
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
-from traceml_ray.reports.layer_report import layers_facts, layers_table
 from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
 from traceml_ray.reports.profiles import by_operation
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS, sign_of
-from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.reports.tiles import tiles
+from traceml_ray.signals.layers.sections import layers_facts, layers_table
+from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
 from traceml_ray.signals.views import signal_numbers
 from traceml_ray.store.step_shapes import DeathInfo
 

@@ -6,7 +6,7 @@ from traceml_ray.store.query import OfRun
 from traceml_ray.store.step_shapes import Throughput
 
 
-class Question(OfRun[Throughput], frozen=True, tag="Throughput"):
+class GetThroughput(OfRun[Throughput], frozen=True):
     """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `query.Times`."""
 
     whole: bool | None = None

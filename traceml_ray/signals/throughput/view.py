@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from traceml_ray.signals.section import Section
-from traceml_ray.signals.throughput.answer import Question
+from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.signals.throughput.history import WorkHistory
 from traceml_ray.signals.throughput.judge import throughput
 from traceml_ray.signals.throughput.records import WORK
@@ -26,11 +26,11 @@ class ThroughputView(View[Throughput]):
     """See `View`."""
 
     name = "throughput"
-    question = Question
+    question = GetThroughput
     states = ((WORK, WorkHistory),)
     of_steps = polled = True
 
-    def answer(self, run: Run, asked: Question) -> Throughput:
+    def answer(self, run: Run, asked: GetThroughput) -> Throughput:
         """Return the numbers; of a run without a step nothing is known."""
         if run.history is None:
             return _answer({**_NOTHING, "why": {"steps": "no rank has reported a step"}})

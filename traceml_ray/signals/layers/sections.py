@@ -1,4 +1,4 @@
-"""The layers of a run: from a session file, in the summary, and as a report says it."""
+"""What is shown of the layers of a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.layer_times import Layers, layers_of, of_windows
-from traceml_ray.analysis.thresholds import LayerLimits
+from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.layout import Columns, Facts, Table, laid_out, page
-from traceml_ray.signals.layers.records import LAYERS
-from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.session_file import SessionFile
 
-_LIMITS = LayerLimits()
 NONE_LONGER = "No layer takes longer on one rank than on its peers."
 NOTHING = (
     "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
@@ -29,23 +24,8 @@ _NAME, _KIND = 26, 18
 _REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
 
 
-def layers_answer(file: SessionFile, asked: str = "") -> Layers:
-    """Return the layers of a file's run: of all windows, or of those measured for the request `asked`."""
-    ranks = file.ranks()
-    windows = file.records_of(LAYERS, {process.id for process in ranks.values()})
-    if not windows:
-        return Layers()
-    labels = process_labels(file.cluster(), ranks.values())
-    by_rank = []
-    for rank, process in ranks.items():
-        rank_windows = [one for one in windows.get(process.id, ()) if not asked or one.asked == asked]
-        if rank_windows:
-            by_rank.append(of_windows(rank, labels.get(process.id), rank_windows))
-    return layers_of(by_rank, _LIMITS)
-
-
 def layers_block(layers: Layers) -> dict[str, Any]:
-    """Return what was `found` for the summary."""
+    """Return layers as plain values, for the summary."""
     shown: dict[str, Any] = msgspec.to_builtins(layers, str_keys=True)
     return shown
 

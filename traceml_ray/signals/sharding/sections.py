@@ -1,4 +1,4 @@
-"""How FSDP2 divides the model of a run, and what that moves: for the summary, a report and a page."""
+"""What is shown of how FSDP2 divides the model of a run, and what that moves."""
 
 from __future__ import annotations
 
@@ -7,71 +7,13 @@ from functools import partial
 from statistics import median_low
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
-from traceml_ray.analysis.sharding import models
 from traceml_ray.reports.layout import Columns, Facts, Table
-from traceml_ray.signals.sharding.records import SHARDING, Sharding
-from traceml_ray.store.session_file import SessionFile
 
 Row = tuple[int, Mapping[str, Any]]
 """A rank, and what it holds (`summary_shape.ShardsOfRank`)."""
 _MAX_RANKS = 32
 _NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
-
-
-def sharding_of(session: SessionFile, most: int | None = None) -> dict[str, Any] | None:
-    """
-    Return how the model of a file's run is divided (`summary_shape.ShardingInfo`), with `most` ranks of each
-    model, those that hold most; None without FSDP2.
-    """
-    stored = {process: record for _, process, record in session.records(SHARDING)}
-    known = {rank: stored[process.id] for rank, process in session.ranks().items() if process.id in stored}
-    if not known:
-        return None
-    all_models = models(known)
-    chosen = sorted(
-        rank
-        for model in all_models
-        for rank in sorted(model.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
-    )
-    return {
-        "models": [msgspec.to_builtins(model, str_keys=True) for model in all_models],
-        "per_rank": {str(rank): _rank(known[rank]) for rank in chosen},
-    }
-
-
-def _rank(sharding: Sharding) -> dict[str, Any]:
-    """Return what a rank holds, and what its steps move on average."""
-    steps = sharding.steps
-
-    def each(total: int, unit: float = 1.0) -> float | None:
-        return total / steps / unit if steps else None
-
-    def waited(total: int | None) -> float | None:
-        return None if total is None or sharding.wait_steps < 1 else total / sharding.wait_steps / 1e6
-
-    return {
-        **{name: getattr(sharding, name) for name in _HELD},
-        "steps": steps,
-        "gathered_bytes": each(sharding.gathered_bytes),
-        "gathers": each(sharding.gathers),
-        "reduced_bytes": each(sharding.reduced_bytes),
-        "reductions": each(sharding.reductions),
-        "all_reduced_bytes": each(sharding.all_reduced_bytes),
-        "gather_wait_ms": waited(sharding.gather_wait_ns),
-        "reduce_wait_ms": waited(sharding.reduce_wait_ns),
-        "unsharded_peak_bytes": sharding.unsharded_peak_bytes if steps else None,
-        "unsharded_mean_bytes": sharding.unsharded_mean_bytes if steps else None,
-        "unsharded_share": sharding.unsharded_ns / sharding.step_ns if sharding.step_ns else None,
-    }
-
-
-_HELD = (
-    *("shard_bytes", "offloaded_bytes", "gradient_bytes", "optimizer_bytes", "position"),
-    *("after_forward_bytes", "forward_peak_bytes"),
-)
 
 
 def about_model(model: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,97 @@
+"""How FSDP2 divides the model of a run, from the records of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from traceml_ray.analysis.sharding import models
+from traceml_ray.signals.section import Section
+from traceml_ray.signals.sharding.answer import GetSharding
+from traceml_ray.signals.sharding.records import SHARDING, Sharding
+from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
+from traceml_ray.signals.view import Run, View
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import ShardingInfo
+
+
+class ShardingView(View[ShardingInfo | None]):
+    """See `View`."""
+
+    name = "sharding"
+    question = GetSharding
+
+    def answer(self, run: Run, asked: GetSharding) -> ShardingInfo | None:
+        """Return how the model is divided; None without FSDP2."""
+        return cast("ShardingInfo | None", sharding_of(run.file, run.ranks, asked.most))
+
+    def block(self, answer: ShardingInfo | None) -> Any:
+        """Return the answer, which is of plain values."""
+        return answer
+
+    def of_block(self, block: Any) -> ShardingInfo | None:
+        """Return the block, which is the answer."""
+        return cast("ShardingInfo | None", block)
+
+    def sections(self, answer: ShardingInfo | None) -> Sequence[Section]:
+        """Return how each model is divided, and what each rank holds."""
+        facts, table = sharding_facts(answer, uneven=False), sharding_table(answer)
+        return [Section("model", [facts]), Section("ranks", [table])]
+
+
+def sharding_of(
+    file: SessionFile, ranks: Mapping[int, RankProcess], most: int | None = None
+) -> dict[str, Any] | None:
+    """
+    Return how the model of some ranks is divided (`summary_shape.ShardingInfo`), with `most` ranks of each
+    model, those that hold most; None without FSDP2. Raises `SessionFileError`.
+    """
+    stored = {process: record for _, process, record in file.records(SHARDING)}
+    known = {rank: stored[process.id] for rank, process in ranks.items() if process.id in stored}
+    if not known:
+        return None
+    all_models = models(known)
+    chosen = sorted(
+        rank
+        for model in all_models
+        for rank in sorted(model.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
+    )
+    return {
+        "models": [msgspec.to_builtins(model, str_keys=True) for model in all_models],
+        "per_rank": {str(rank): _rank(known[rank]) for rank in chosen},
+    }
+
+
+def _rank(sharding: Sharding) -> dict[str, Any]:
+    """Return what a rank holds, and what its steps move on average."""
+    steps = sharding.steps
+
+    def each(total: int, unit: float = 1.0) -> float | None:
+        return total / steps / unit if steps else None
+
+    def waited(total: int | None) -> float | None:
+        return None if total is None or sharding.wait_steps < 1 else total / sharding.wait_steps / 1e6
+
+    return {
+        **{name: getattr(sharding, name) for name in _HELD},
+        "steps": steps,
+        "gathered_bytes": each(sharding.gathered_bytes),
+        "gathers": each(sharding.gathers),
+        "reduced_bytes": each(sharding.reduced_bytes),
+        "reductions": each(sharding.reductions),
+        "all_reduced_bytes": each(sharding.all_reduced_bytes),
+        "gather_wait_ms": waited(sharding.gather_wait_ns),
+        "reduce_wait_ms": waited(sharding.reduce_wait_ns),
+        "unsharded_peak_bytes": sharding.unsharded_peak_bytes if steps else None,
+        "unsharded_mean_bytes": sharding.unsharded_mean_bytes if steps else None,
+        "unsharded_share": sharding.unsharded_ns / sharding.step_ns if sharding.step_ns else None,
+    }
+
+
+_HELD = (
+    *("shard_bytes", "offloaded_bytes", "gradient_bytes", "optimizer_bytes", "position"),
+    *("after_forward_bytes", "forward_peak_bytes"),
+)
