@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from traceml_ray.analysis.chance import FEW_STEPS, least_z, z_late
+from traceml_ray.analysis.chance import least_z, z_late
 from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.levels import least_lateness
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64
@@ -21,6 +22,8 @@ _PART = 0.25
 """Share of what a rank is late in all that a stage must hold to be one that it is late out of."""
 _ALIKE = 0.5
 """Forward and backward are one cause where the smaller slow-down is at least this share of the larger one."""
+_FEW_PEERS = 2
+"""So few peers do not show levels before there is a full window."""
 _COMPUTE = frozenset((FORWARD, BACKWARD))
 
 
@@ -70,7 +73,7 @@ def late_ranks(
         evidence.by_step[:, :, :SYNC_WAIT],
         evidence.persistent[:, :SYNC_WAIT],
         evidence.mean_step_ns,
-        past,
+        past if past is not None else PastSteps().then(usual or evidence),
         control if asks else None,
     )
     result = newest.late(thresholds, sums=not evidence.host_bound)  # hosts are late in each stage a little
@@ -116,17 +119,6 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
     return bool(slower.min() >= _ALIKE * slower.max() > 0)
 
 
-def _stands_out(share: Float, late: Int64) -> bool:
-    """
-    Whether late ranks are apart from the others by more than these are from each other. In few steps, ranks
-    whose work stays for long have each their own level: then one of them is the latest, by chance.
-    """
-    others = np.delete(share, late)
-    return (
-        not len(late) or len(others) < 2 or float(share[late].min() - others.max()) >= float(np.ptp(others))
-    )
-
-
 def _overlap(one: Late, other: Late) -> bool:
     return not set(one.places).isdisjoint(other.places) and not one.stages.isdisjoint(other.stages)
 
@@ -142,7 +134,7 @@ class _Steps:
     excess: Float | Int64
     shares: Float
     step_ns: float
-    past: PastSteps | None
+    past: PastSteps
     usual: Float | Int64 | None
 
     @staticmethod
@@ -171,6 +163,18 @@ class _Steps:
                     result.append(self._late(tuple(Cause(stage, places) for stage in parts), excess, z))
         return result
 
+    def _stand_out(self, share: Float, late: Int64, stage: int | None, thresholds: Thresholds) -> bool:
+        """Whether `late` ranks are later than the other ranks' levels differ."""
+        if not len(late) or len(late) == len(share):
+            return True
+        columns = np.zeros(len(share), dtype=bool)
+        columns[late] = True
+        lateness = float(share[late].min() - np.median(share[~columns])) * self.step_ns
+        work, judged = self.past.work(stage), len(self.excess)
+        if len(work) < thresholds.window_steps and np.count_nonzero(~columns) <= _FEW_PEERS:
+            return False
+        return lateness >= least_lateness(work, columns, lateness, judged, self.step_ns)
+
     def _late(self, causes: tuple[Cause, ...], excess: float, z: float) -> Late:
         return Late(causes, excess, z, len(self.excess))
 
@@ -184,13 +188,11 @@ class _Steps:
         z = np.zeros(len(candidates))
         if self.usual is not None:
             usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
-            stay = None if self.past is None else self.past.stay(stage)
+            stay = self.past.stay(stage)
             z = z_late(usual.astype(np.float64), candidates.tolist(), stay, len(self.excess))
             sure = z >= least_z(len(share), len(self.excess))
             candidates, z = candidates[sure], z[sure]
-            if len(usual if self.past is None else self.past) < FEW_STEPS and not _stands_out(
-                share, candidates
-            ):
+            if not self._stand_out(share, candidates, stage, thresholds):
                 return []
         if len(candidates) == len(share):  # all of them are late in turn: none is later than all
             return []

@@ -27,13 +27,13 @@ class PastSteps:
     """
     The newest steps of one run, of one set of `ranks` (R,), up to step `last`.
 
-    Each of `pieces` has the excess of every rank out of each local stage, ns (k, R, 5), and how long the
-    steps took, ns (k,).
+    Each of `pieces` has the excess of every rank out of each local stage, ns (k, R, 5), what it is the excess
+    over, ns (k, 5), and how long the steps took, ns (k,).
     """
 
     ranks: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     last: int = -1
-    pieces: tuple[tuple[_Float32, Float], ...] = ()
+    pieces: tuple[tuple[_Float32, _Float32, Float], ...] = ()
     _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class PastSteps:
 
     @cached_property
     def _steps(self) -> int:
-        return sum(len(step_ns) for _, step_ns in self.pieces)
+        return sum(len(step_ns) for *_, step_ns in self.pieces)
 
     def then(self, evidence: Evidence) -> PastSteps:
         """Return these steps and those of a window that follow; of another set of ranks only the latter."""
@@ -52,22 +52,28 @@ class PastSteps:
             return before
         piece = (
             evidence.by_step[new, :, :SYNC_WAIT].astype(np.float32),
+            window.by_step(evidence.ref)[new, :SYNC_WAIT].astype(np.float32),
             evidence.step_ns[new].astype(np.float64),
         )
-        pieces, steps = [*before.pieces, piece], len(before) + len(piece[1])
+        pieces, steps = [*before.pieces, piece], len(before) + len(piece[2])
         most = min(MOST_STEPS, MOST_ROWS // max(1, len(window.ranks)))
         while len(pieces) > 1 and steps - len(pieces[0][1]) >= most:
-            steps -= len(pieces.pop(0)[1])
+            steps -= len(pieces.pop(0)[2])
         return PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
 
     def excess(self, steps: int) -> Float:
         """Return by how much each rank was late out of each local stage in the newest steps, ns (L, R, 5)."""
-        return np.concatenate([excess for excess, _ in self.pieces])[-steps:].astype(np.float64)
+        return np.concatenate([excess for excess, *_ in self.pieces])[-steps:].astype(np.float64)
 
     def lateness(self, stage: int | None) -> _Float32:
         """Return by how much each rank was late out of a stage (None: out of all) in all steps, ns (L, R)."""
-        parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, _ in self.pieces]
+        parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, *_ in self.pieces]
         return np.concatenate(parts)
+
+    def work(self, stage: int | None) -> Float:
+        """Return what each rank worked in a stage (None: in all local ones) in all steps, ns (L, R)."""
+        usual = [ref.sum(axis=1) if stage is None else ref[:, stage] for _, ref, _ in self.pieces]
+        return self.lateness(stage).astype(np.float64) + np.concatenate(usual)[:, None]
 
     def stay(self, stage: int | None) -> float:
         """Return for how many steps work in a stage (None: in all of them) stays alike."""
@@ -77,4 +83,4 @@ class PastSteps:
 
     def mean_step_ns(self, steps: int) -> float:
         """Return how long one of the newest steps took, mean."""
-        return float(np.concatenate([step_ns for _, step_ns in self.pieces])[-steps:].mean())
+        return float(np.concatenate([step_ns for *_, step_ns in self.pieces])[-steps:].mean())

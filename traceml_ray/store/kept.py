@@ -21,7 +21,7 @@ from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.schema import NONSENSE
 
-FORM = 9
+FORM = 10
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""

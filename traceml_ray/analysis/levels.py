@@ -1,0 +1,93 @@
+"""
+Does a rank's work stay at a level for some steps, as sequence lengths by bucket or the load of experts do?
+
+Then a rank that has most to do is late in each of these steps, and a few steps look like a fault. What tells
+the two apart are the other ranks: beside a fault they work alike, where work stays at levels each has its
+own. So the spread of the peers' levels is the error of a rank's mean lateness, besides what varies from step
+to step (`chance`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from traceml_ray.analysis.window import Bool, Float
+
+_LEAST = 5.0
+"""A rank is late by more than its level from so many standard errors on; of few levels, from more:"""
+_MOST, _MOST_QUIET = 40.0, 6.0
+"""so many at most, and where levels differ by little."""
+_QUIET = 40.0, 6.0
+"""so many at most, and where levels differ by little."""
+_QUIET = 0.025
+"""Standard deviation of levels, as a share of the mean step, below which work is the same but for noise."""
+_FEW_PEERS = 4
+"""Of fewer peers the mean does not show what all ranks have in common."""
+_CLIPPED = 2.0
+"""Work that differs by more than so many times a rank's lateness counts no more than that: a stall."""
+_UNCORRELATED = 0.05
+_ERRORS = 2.0
+_LOUD_STEPS = 100
+"""Steps that must be seen where levels differ by more: one level of each rank says nothing."""
+_FEW_STEPS = 200
+"""In fewer steps ranks that always differ cannot be told from ranks whose levels stay."""
+
+
+def least_lateness(work: Float, late: Bool, lateness: float, judged: int, step: float) -> float:
+    """
+    Return by how much a rank must be late at least, on average over `judged` steps, to be so by more than
+    its level of work, in the unit of `work`.
+
+    Args:
+        work: what each rank works in each step, in any unit (K, R).
+        late: the ranks that may be late (R,); the others show what levels there are.
+        lateness: by how much they are late, > 0.
+        judged: the steps, of the newest of these, in which they may be late.
+        step: what a step takes.
+    """
+    steps, peers = len(work), int(np.count_nonzero(~late))
+    if not peers or steps < 3:
+        return 0.0
+    apart = _apart(work, late, _CLIPPED * lateness)
+    if steps >= _FEW_STEPS:
+        apart = apart - apart.mean(axis=0)
+    variance = float(np.mean(apart**2))
+    if variance <= 0:
+        return 0.0
+    least = max(_UNCORRELATED, _ERRORS / math.sqrt(steps * max(1, peers - 1)))
+    total = 0.0
+    for lag in range(1, 1 + steps // 2):
+        correlation = float(np.mean(apart[lag:] * apart[:-lag])) / variance
+        if correlation < least:
+            break
+        total += 2 * correlation
+    if total == 0:
+        return 0.0
+    stay = min(1 + total, float(steps))
+    seen = max(1.0, (peers - (peers >= _FEW_PEERS)) * steps / stay)
+    loud = math.sqrt(variance) >= _QUIET * step
+    if loud and steps < _LOUD_STEPS:
+        return math.inf
+    most = _MOST if loud else _MOST_QUIET
+    errors = min(most, math.sqrt(seen * math.expm1(_LEAST**2 / seen)))  # Student's t, about
+    return errors * math.sqrt(variance * min(stay, judged) / judged)
+
+
+def _apart(work: Float, late: Bool, most: float) -> Float:
+    """
+    Return by how much each peer's work differs from what is usual (K, peers), `most` at most. What all ranks
+    have in common is no difference: of few peers, what they have in common with the late ones.
+    """
+    theirs: Float = work[:, ~late].astype(np.float64)
+    if theirs.shape[1] >= _FEW_PEERS:
+        return _clipped(theirs - np.median(theirs, axis=1, keepdims=True), most)
+    beside = _clipped(theirs - work[:, late].mean(axis=1, keepdims=True), most)
+    alone = _clipped(theirs, most)
+    return beside if np.var(beside) < np.var(alone) else alone
+
+
+def _clipped(values: Float, most: float) -> Float:
+    """Return by how much values differ from their median, `most` at most."""
+    return np.clip(values - np.median(values), -most, most)
