@@ -8,10 +8,10 @@ import numpy as np
 
 from traceml_ray.analysis.chance import least_z, z_late
 from traceml_ray.analysis.evidence import Cause, Evidence
-from traceml_ray.analysis.levels import least_lateness
+from traceml_ray.analysis.levels import least_lateness, usually_alike
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.analysis.window import Bool, Float, Int64
 from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
 
 LONGER = (200, 1000)
@@ -163,6 +163,20 @@ class _Steps:
                     result.append(self._late(tuple(Cause(stage, places) for stage in parts), excess, z))
         return result
 
+    def _usually_alike(self, share: Float, candidates: Int64, stage: int | None) -> Bool:
+        """Return which of `candidates` usually worked as the others did."""
+        columns = np.zeros(len(share), dtype=bool)
+        columns[candidates] = True
+        return usually_alike(self.past.work(stage), columns, share[candidates] * self.step_ns)
+
+    def _z(self, candidates: Int64, alike: Bool, stage: int | None) -> Float:
+        """Return by how many standard errors `candidates` are above chance."""
+        assert self.usual is not None
+        usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
+        ranks, steps, values = candidates.tolist(), len(self.excess), usual.astype(np.float64)
+        z = z_late(values, ranks, self.past.stay(stage), steps)
+        return np.where(alike, z_late(values, ranks, 1.0, steps), z) if alike.any() else z
+
     def _stand_out(self, share: Float, late: Int64, stage: int | None, thresholds: Thresholds) -> bool:
         """Whether `late` ranks are later than the other ranks' levels differ."""
         if not len(late) or len(late) == len(share):
@@ -187,12 +201,11 @@ class _Steps:
         candidates = np.flatnonzero(share >= thresholds.same_cause * thresholds.min_excess)
         z = np.zeros(len(candidates))
         if self.usual is not None:
-            usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
-            stay = self.past.stay(stage)
-            z = z_late(usual.astype(np.float64), candidates.tolist(), stay, len(self.excess))
+            alike = self._usually_alike(share, candidates, stage)
+            z = self._z(candidates, alike, stage)
             sure = z >= least_z(len(share), len(self.excess))
-            candidates, z = candidates[sure], z[sure]
-            if not self._stand_out(share, candidates, stage, thresholds):
+            candidates, z, alike = candidates[sure], z[sure], alike[sure]
+            if not alike.all() and not self._stand_out(share, candidates, stage, thresholds):
                 return []
         if len(candidates) == len(share):  # all of them are late in turn: none is later than all
             return []

@@ -23,6 +23,16 @@ _QUIET = 40.0, 6.0
 """so many at most, and where levels differ by little."""
 _QUIET = 0.025
 """Standard deviation of levels, as a share of the mean step, below which work is the same but for noise."""
+_BLOCK = 10
+_ALIKE, _ALIKE_MORE = 8.0, 4.0
+"""
+A rank worked as the others did where it differed by this part of its lateness at most (more for each doubling
+of the ranks, of which the latest one is looked at),
+"""
+_ALIKE_STEPS = 200
+"""in so many steps at least: these are this share of all of them, of few and of many."""
+_ALIKE_FEW, _ALIKE_MANY = 0.6, 0.4
+_MANY_STEPS = 500
 _FEW_PEERS = 4
 """Of fewer peers the mean does not show what all ranks have in common."""
 _CLIPPED = 2.0
@@ -33,6 +43,28 @@ _LOUD_STEPS = 100
 """Steps that must be seen where levels differ by more: one level of each rank says nothing."""
 _FEW_STEPS = 200
 """In fewer steps ranks that always differ cannot be told from ranks whose levels stay."""
+
+
+def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
+    """
+    Return which ranks usually worked as the others do (len(lateness),): what they are late by now is no level
+    of theirs, however long others were late before.
+
+    Args:
+        work: what each rank works in each step, in any unit (K, R).
+        late: the ranks that are late now (R,).
+        lateness: by how much each of them is, in their order.
+    """
+    blocks = len(work) // _BLOCK
+    if blocks * _BLOCK < _ALIKE_STEPS or late.all():
+        return np.zeros(len(lateness), dtype=bool)
+    means = work[len(work) % _BLOCK :].reshape(blocks, _BLOCK, -1).mean(axis=1)
+    apart = np.abs(means[:, late] - np.median(means[:, ~late], axis=1, keepdims=True))
+    part = _ALIKE + _ALIKE_MORE * math.log2(work.shape[1])
+    alike = np.count_nonzero(part * apart <= lateness, axis=0)
+    share = _ALIKE_FEW if len(work) < _MANY_STEPS else _ALIKE_MANY
+    result: Bool = alike >= max(_ALIKE_STEPS / _BLOCK, share * blocks)
+    return result
 
 
 def least_lateness(work: Float, late: Bool, lateness: float, judged: int, step: float) -> float:
