@@ -15,7 +15,7 @@ from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.monitor.kept_judging import PACKER
-from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES, SYNC_WAIT
 from traceml_ray.text import percent
 
 QUIET = [1, 2, 0, 3, 4, 1]
@@ -555,6 +555,21 @@ class TestSideBySide:
         assert "3 more are named" in last.note
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_are_late_one_after_another_are_each_named(ranks):
+    """That others were late before is no sign of work that stays alike for long: in between all are alike."""
+    stages = (DATA, BACKWARD, POST_SYNC, FORWARD, DATA, FORWARD)
+    faults = [
+        (stage, number % ranks, 300 + 180 * number, 380 + 180 * number, 0.3)
+        for number, stage in enumerate(stages)
+    ]
+    d = played(1400, 50, *faults, ranks=ranks)
+    _, verdicts = live(d)
+    for stage, rank, first, end, _ in faults:
+        last = [verdict for step, _, verdict in verdicts if first < step <= end][-1]
+        assert (last.label, last.stage, last.rank) == ("straggler", STAGES[stage], rank), first
+
+
 class TestWatching:
     """What is seen, but not named: it is never green, and says which condition is still lacking."""
 
@@ -597,10 +612,20 @@ class TestWatching:
         assert self.states(verdicts)[-2:] == ["healthy", "watching"]
 
     def test_lack_of_time_is_said_where_nothing_was_said_of_the_run(self):
-        d = played(300, 30, (DATA, 1, 0, None, 0.3))
+        d = played(300, 30, (DATA, 1, 0, None, 0.3), ranks=4)
         _, verdicts = live(d, every_s=0.25)
         assert self.states(verdicts) == ["telemetry_limited", "watching", "straggler"]
         assert all("s of the 2 s that are needed" in verdict.why for verdict in watched(verdicts))
+
+    def test_rank_of_two_is_named_when_a_full_window_shows_it(self):
+        """Lengths that stay for 20 steps show the same in fewer: the other rank has shorter ones."""
+        d = played(100, 100, (DATA, 1, 0, None, 0.3))
+        _, verdicts = live(d, every_s=0.25)
+        assert self.states(verdicts) == ["telemetry_limited", "watching", "straggler"]
+        named = next(step for step, _, verdict in verdicts if verdict.label == "straggler")
+        assert DEFAULTS.warmup_steps + 50 <= named <= DEFAULTS.warmup_steps + 60
+        why = watched(verdicts)[-1].why
+        assert "steps of the run are known: of so few ranks, 50 are needed" in why
 
     def test_usual_fluctuation_is_said_where_the_excess_is_not_above_it(self):
         d = played(7000, 12, (FORWARD, 1, 5000, None, 0.12), swings=0.4, seed=3)

@@ -33,7 +33,7 @@ from traceml_ray.analysis.track import (
     overlap,
 )
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.watching import Watch, lacking, pending, without_window
+from traceml_ray.analysis.watching import Watch, few_peers, lacking, pending, without_window
 from traceml_ray.analysis.window import Float, Window
 
 _MAX_EPISODES = 1000
@@ -114,6 +114,8 @@ class Episodes:
         self._interrupted = False
         """Too few rows came to know whether the named finding continues."""
         self._ranks = 1
+        self._steps = 0
+        """Steps of the run by which chance is measured."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -167,6 +169,7 @@ class Episodes:
             if evidence is not None and not verdict.meaning.at_once:
                 findings = self._beside_named(findings_of(verdict))
                 self._ranks = window.expected
+                self._steps = len((past or PastSteps()).then(evidence))
                 self._follow([*findings, *([maybe] if maybe else [])], evidence, counts=counts)
                 self._name(findings)
                 self._order()
@@ -347,13 +350,17 @@ class Episodes:
         return self._limits.lasted(track.verdict.label, now_ns - since_ns, steps)
 
     def _worth(self, track: FindingTrack) -> bool:
-        if not track.held(self.clock, self._limits):
+        if not track.held(self.clock, self._limits) or self._few_peers(track.verdict):
             return False
         usual = self._usual_level(track.verdict)
         if usual is None or not track.levels:
             return True
         above = sum(bool(level[at] > usual[at]) for at, level in track.levels)
         return 2 * above > len(track.levels)
+
+    def _few_peers(self, verdict: Verdict) -> bool:
+        """Whether there are too few other ranks, and too few steps of the run, to tell what is usual."""
+        return few_peers(verdict, self._ranks, self._steps, self._limits)
 
     def _usual_level(self, verdict: Verdict) -> Float | None:
         """Return the run's usual fluctuation by each of PATTERNS (3,); None where none is known, or used."""
@@ -474,9 +481,9 @@ class Episodes:
         if watch is None and young:  # nothing was said of the run that could stay as it was
             watch = max(self._watches, key=lambda one: one.cost_ns, default=None)
         if watch is not None and not verdict.meaning.at_once:
-            lacks = lacking(
-                watch, self._candidates, self._usual_level(watch.verdict), self.clock, self._limits
-            )
+            few = self._steps if self._few_peers(watch.verdict) else None
+            usual = self._usual_level(watch.verdict)
+            lacks = lacking(watch, self._candidates, usual, self.clock, self._limits, few_steps=few)
             watching = watch.in_effect(verdict, lacks, self.clock, self._ranks)
             silent = "" if watch.shown else notes.not_now((self.clock.now_ns - watch.last_ns) / 1e9)
             note = "; ".join(filter(None, (silent, pending(self._candidates, watch))))

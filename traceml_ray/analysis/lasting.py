@@ -22,8 +22,6 @@ _PART = 0.25
 """Share of what a rank is late in all that a stage must hold to be one that it is late out of."""
 _ALIKE = 0.5
 """Forward and backward are one cause where the smaller slow-down is at least this share of the larger one."""
-_FEW_PEERS = 2
-"""So few peers do not show levels before there is a full window."""
 _COMPUTE = frozenset((FORWARD, BACKWARD))
 
 
@@ -177,7 +175,7 @@ class _Steps:
         z = z_late(values, ranks, self.past.stay(stage), steps)
         return np.where(alike, z_late(values, ranks, 1.0, steps), z) if alike.any() else z
 
-    def _stand_out(self, share: Float, late: Int64, stage: int | None, thresholds: Thresholds) -> bool:
+    def _stand_out(self, share: Float, late: Int64, stage: int | None) -> bool:
         """Whether `late` ranks are later than the other ranks' levels differ."""
         if not len(late) or len(late) == len(share):
             return True
@@ -185,9 +183,7 @@ class _Steps:
         columns[late] = True
         lateness = float(share[late].min() - np.median(share[~columns])) * self.step_ns
         work, judged = self.past.work(stage), len(self.excess)
-        if len(work) < thresholds.window_steps and np.count_nonzero(~columns) <= _FEW_PEERS:
-            return False
-        return lateness >= least_lateness(work, columns, lateness, judged, self.step_ns)
+        return lateness >= least_lateness(work, columns, lateness, judged)
 
     def _late(self, causes: tuple[Cause, ...], excess: float, z: float) -> Late:
         return Late(causes, excess, z, len(self.excess))
@@ -205,7 +201,7 @@ class _Steps:
             z = self._z(candidates, alike, stage)
             sure = z >= least_z(len(share), len(self.excess))
             candidates, z, alike = candidates[sure], z[sure], alike[sure]
-            if not alike.all() and not self._stand_out(share, candidates, stage, thresholds):
+            if not alike.all() and not self._stand_out(share, candidates, stage):
                 return []
         if len(candidates) == len(share):  # all of them are late in turn: none is later than all
             return []

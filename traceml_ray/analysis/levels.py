@@ -15,14 +15,15 @@ import numpy as np
 
 from traceml_ray.analysis.window import Bool, Float
 
-_LEAST = 5.0
-"""A rank is late by more than its level from so many standard errors on; of few levels, from more:"""
-_MOST, _MOST_QUIET = 40.0, 6.0
-"""so many at most, and where levels differ by little."""
-_QUIET = 40.0, 6.0
-"""so many at most, and where levels differ by little."""
-_QUIET = 0.025
-"""Standard deviation of levels, as a share of the mean step, below which work is the same but for noise."""
+_LEAST, _MOST = 5.0, 40.0
+"""A rank is late by more than its level from so many standard errors on; of few levels, from more."""
+_STAYS, _STAYS_SHARE = 6.0, 0.125
+"""
+Work that stays for fewer steps is no level: it comes and goes, as turns that ranks take at a core. In few
+steps less is seen of it: this share of them.
+"""
+_QUIET = 0.1
+"""Levels whose standard deviation is below this share of a rank's lateness are none either."""
 _BLOCK = 10
 _ALIKE, _ALIKE_MORE = 8.0, 4.0
 """
@@ -67,7 +68,7 @@ def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
     return result
 
 
-def least_lateness(work: Float, late: Bool, lateness: float, judged: int, step: float) -> float:
+def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> float:
     """
     Return by how much a rank must be late at least, on average over `judged` steps, to be so by more than
     its level of work, in the unit of `work`.
@@ -77,7 +78,6 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int, step: 
         late: the ranks that may be late (R,); the others show what levels there are.
         lateness: by how much they are late, > 0.
         judged: the steps, of the newest of these, in which they may be late.
-        step: what a step takes.
     """
     steps, peers = len(work), int(np.count_nonzero(~late))
     if not peers or steps < 3:
@@ -95,15 +95,13 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int, step: 
         if correlation < least:
             break
         total += 2 * correlation
-    if total == 0:
-        return 0.0
     stay = min(1 + total, float(steps))
-    seen = max(1.0, (peers - (peers >= _FEW_PEERS)) * steps / stay)
-    loud = math.sqrt(variance) >= _QUIET * step
-    if loud and steps < _LOUD_STEPS:
+    if stay < min(_STAYS, _STAYS_SHARE * steps) or math.sqrt(variance) < _QUIET * lateness:
+        return 0.0
+    if steps < _LOUD_STEPS:
         return math.inf
-    most = _MOST if loud else _MOST_QUIET
-    errors = min(most, math.sqrt(seen * math.expm1(_LEAST**2 / seen)))  # Student's t, about
+    seen = max(1.0, (peers - (peers >= _FEW_PEERS)) * steps / stay)
+    errors = min(_MOST, math.sqrt(seen * math.expm1(_LEAST**2 / seen)))  # Student's t, about
     return errors * math.sqrt(variance * min(stay, judged) / judged)
 
 

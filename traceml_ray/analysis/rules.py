@@ -396,7 +396,7 @@ def _transient(
     gain = evidence.gain(cause)
     if gain < thresholds.min_gain * excess:
         return None
-    lasts = evidence.persistent[place, stage] >= thresholds.same_cause * thresholds.min_excess
+    lasts = evidence.persistent[place, stage] >= thresholds.min_excess
     sure = not lasts and now_and_then(evidence, cause, thresholds, past)
     return Finding("straggler", causes=(cause,), excess=excess, pattern="transient", cost=gain, sure=sure)
 

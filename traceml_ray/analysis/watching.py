@@ -17,6 +17,7 @@ from traceml_ray.analysis.window import Float
 from traceml_ray.stages import STAGES
 from traceml_ray.text import duration, share, unit
 
+_FEW_PEERS = 2
 _WINDOWS = 0.5
 """Share of the windows that a name needs from which a cause is watched."""
 
@@ -151,7 +152,13 @@ _NAMES = ("stage", "stages", "rank", "ranks", "node", "nodes", "pattern", "exces
 
 
 def lacking(
-    watch: Watch, tracks: Sequence[FindingTrack], usual: Float | None, clock: Clock, limits: Thresholds
+    watch: Watch,
+    tracks: Sequence[FindingTrack],
+    usual: Float | None,
+    clock: Clock,
+    limits: Thresholds,
+    *,
+    few_steps: int | None = None,
 ) -> str:
     """
     Return the first condition for a name that is not met, in numbers.
@@ -162,6 +169,7 @@ def lacking(
         usual: the run's usual fluctuation by each of PATTERNS (3,), None where it is not known yet.
         clock: of the run.
         limits: of the verdict.
+        few_steps: steps of the run that are known, where these are too few, see `few_peers`; None: enough.
     """
     mine = [track for track in tracks if watch.is_of(track.verdict)]
     track = max(mine, key=lambda track: (track.exact, track.seen), default=None)
@@ -175,6 +183,10 @@ def lacking(
         return f"it has lasted {duration(lasted_s)} of the {duration(hold_s)} that are needed"
     if (steps := clock.timed(track.last - track.began) + 1) < limits.hold_steps:
         return f"it has lasted {steps:,} of the {limits.hold_steps:,} steps that are needed"
+    if few_steps is not None:
+        return (
+            f"{few_steps:,} steps of the run are known: of so few ranks, {limits.window_steps:,} are needed"
+        )
     if not track.recurs:
         return "it was late twice, with more than ten steps in between: three times are needed"
     if track.cost_ns < limits.hold_cost_s * 1e9:
@@ -188,6 +200,21 @@ def lacking(
             above = share(float(usual[place]))
             return f"its excess of {share(level)} is not above the run's usual fluctuation of {above}"
     return "it is named with the next window that shows it"
+
+
+def few_peers(verdict: Verdict, ranks: int, steps: int, limits: Thresholds) -> bool:
+    """
+    Return whether too few other ranks and steps show what is usual: work of one or two may stay alike for
+    some steps, and then one of them is late in all of these.
+
+    Args:
+        verdict: names the late ranks.
+        ranks: of the run.
+        steps: of the run that are known.
+        limits: of the verdict.
+    """
+    lasts = verdict.meaning.names == "ranks" and verdict.pattern == "lasting"
+    return lasts and ranks - len(verdict.ranks) <= _FEW_PEERS and steps < limits.window_steps
 
 
 def pending(tracks: Sequence[FindingTrack], watch: Watch | None) -> str:
