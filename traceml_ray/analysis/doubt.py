@@ -10,6 +10,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.chance import least_z, z_late
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.levels import LOUD_STEPS, least_lateness, usually_alike
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.stages import SYNC_WAIT
@@ -37,10 +38,27 @@ def doubt(
         return ""
     if evidence.persistent[list(places), stage].max() < limits.min_excess:
         return ""
-    lateness = evidence.by_step[:, :, stage].astype(np.float64)
-    stay = None if past is None else past.then(evidence).stay(stage)
-    z, least = float(z_late(lateness, places, stay).max()), least_z(lateness.shape[1], len(lateness))
-    return in_words(z, least) if z < least else ""
+    steps = (PastSteps() if past is None else past).then(evidence)
+    lateness, work = evidence.by_step[:, :, stage].astype(np.float64), steps.work(stage)
+    late = np.isin(np.arange(lateness.shape[1]), places)
+    late_ns = evidence.persistent[late, stage] * evidence.mean_step_ns
+    alike = bool(usually_alike(work, late, late_ns).all())
+    z = float(z_late(lateness, places, 1.0 if alike else steps.stay(stage)).max())
+    least = least_z(lateness.shape[1], len(lateness))
+    if z < least:
+        return in_words(z, least)
+    beyond_ns = float(late_ns.min())
+    least_ns = 0.0 if alike else least_lateness(work, late, beyond_ns, len(lateness))
+    return "" if beyond_ns >= least_ns else _of_levels(beyond_ns, least_ns, len(work))
+
+
+def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
+    """Return why ranks that are late by `late_ns` may just have a level of work at which it stays."""
+    stays = "the work of the ranks stays at different levels for some steps"
+    if math.isinf(least_ns):
+        return f"{stays}: {steps:,} steps are known, {LOUD_STEPS} are needed to tell a late rank from these"
+    late, least = text.unit(late_ns / 1e6, "ms"), text.unit(least_ns / 1e6, "ms")
+    return f"{stays}: it is late by {late}, {least} would be beyond these"
 
 
 def in_words(z: float, least: float) -> str:

@@ -40,7 +40,7 @@ _CLIPPED = 2.0
 """Work that differs by more than so many times a rank's lateness counts no more than that: a stall."""
 _UNCORRELATED = 0.05
 _ERRORS = 2.0
-_LOUD_STEPS = 100
+LOUD_STEPS = 100
 """Steps that must be seen where levels differ by more: one level of each rank says nothing."""
 _FEW_STEPS = 200
 """In fewer steps ranks that always differ cannot be told from ranks whose levels stay."""
@@ -98,7 +98,7 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> flo
     stay = min(1 + total, float(steps))
     if stay < min(_STAYS, _STAYS_SHARE * steps) or math.sqrt(variance) < _QUIET * lateness:
         return 0.0
-    if steps < _LOUD_STEPS:
+    if steps < LOUD_STEPS:
         return math.inf
     seen = max(1.0, (peers - (peers >= _FEW_PEERS)) * steps / stay)
     errors = min(_MOST, math.sqrt(seen * math.expm1(_LEAST**2 / seen)))  # Student's t, about

@@ -72,7 +72,7 @@ def find(
         new = _newly(evidence, thresholds, past)
         if new is not None:
             return (new[0],), new[1]
-    late = [finding for finding in findings if LABELS[finding.label].names == "ranks"]
+    late = [finding for finding in findings if LABELS[finding.label].names == "ranks" and finding.sure]
     evidence = replace(evidence, beside=tuple(cause for finding in late for cause in finding.causes))
     # Neither an imbalance nor a rank that is late without a cost (`_lasting`) may hide a drift.
     meaning = LABELS[findings[0].label]
@@ -97,8 +97,7 @@ def _compared(evidence: Evidence, thresholds: Thresholds, past: PastSteps | None
     now_and_then = _transient(evidence, thresholds, past, causes)
     if now_and_then is not None:
         (named if now_and_then.sure else unsure).append(now_and_then)
-    late = [*named, *unsure]
-    uneven = _uneven(evidence, thresholds, [cause for finding in late for cause in finding.causes])
+    uneven = _uneven(evidence, thresholds, [cause for finding in named for cause in finding.causes])
     if uneven is not None:
         named.append(uneven)
     named.sort(key=lambda finding: -(finding.cost or 0.0))
