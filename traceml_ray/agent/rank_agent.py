@@ -13,7 +13,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +45,6 @@ from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.codec import Part
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
@@ -135,8 +134,8 @@ class RankAgent:
 
     def abandon(self, forked: bool) -> None:
         """Let go of torch: this process is no longer watched, or is a child of one that is."""
-        for name, collector in self.collectors.items():
-            self.guard(name, functools.partial(collector.abandon, forked))
+        for collector in self.collectors.values():
+            self.guard("abandon", functools.partial(collector.abandon, forked))
 
     def collector(self, kind: type[_C]) -> _C:
         """Return what collects a signal, by its class: what a script says about the signal goes there."""
@@ -182,9 +181,9 @@ class RankAgent:
         self.guard("device clock", self.device.finish if final else self.device.turn)
         self._rank.spans = spans = self.guard("spans", lambda: self._collect_spans(final)) or []
         self.unsent.spans += spans
-        self._add("memory", self._sample_memory)
+        self.guard("memory", lambda: self.unsent.add(self._sample_memory()))
         for name, collector in self.collectors.items():
-            self._add(name, functools.partial(collector.collect, final))
+            self.guard(name, functools.partial(self._collect, collector, final))
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
         while self._enqueue(final):
@@ -195,9 +194,9 @@ class RankAgent:
             self._exchange()
         self.guard("spool", lambda: self._early.turn(self.process_id, self._outbox))
 
-    def _add(self, place: str, collect: Callable[[], Iterable[Part]]) -> None:
-        """Have the records sent that `collect` returns; what it raises is counted at `place`."""
-        self.guard(place, lambda: self.unsent.add(collect()))
+    def _collect(self, collector: Collector, final: bool) -> None:
+        """Have the records of a signal sent."""
+        self.unsent.add(collector.collect(final))
 
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when there is more, for another."""
