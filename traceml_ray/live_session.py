@@ -49,6 +49,7 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
@@ -385,7 +386,7 @@ class Session:
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
-        return self._ask(query.GetOutput(run, rank, most))
+        return self._ask(GetOutput(run, rank, most))[0]
 
     def compare(
         self,

@@ -14,6 +14,7 @@ from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports import drawing
 from traceml_ray.signals.experts.answer import GetExperts
+from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -64,6 +65,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     between = axis.time_of(spine) or ()
     most = SAMPLES if between else SAMPLES + HELD
     sampled = samples_of(cache, query.GetProcessSamples((process.id,), most, *between))
+    printed = cache.ask(GetOutput(run.id, rank, MOST_LINES))
     return {
         "rank": {
             **position(run, rank),
@@ -86,7 +88,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
-        "output": cache.ask(query.GetOutput(run.id, rank)),
+        "output": printed[0] if printed else None,
         "stacks": hung[-1].stacks if hung else [],
         "hangs": run.verdict is not None and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),

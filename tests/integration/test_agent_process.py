@@ -89,7 +89,7 @@ class Node:
         self.heard()
         self._aggregator.commit()
         return [
-            (line["stream"], line["text"]) for line in ask(self._aggregator, "output", rank=rank)["lines"]
+            (line["stream"], line["text"]) for line in ask(self._aggregator, "output", rank=rank)[0]["lines"]
         ]
 
     def _decoded(self) -> list[wire.RankBatch]:

@@ -25,11 +25,14 @@ from traceml_ray.errors import Errors
 from traceml_ray.launchers.arguments import command_text
 from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
+from traceml_ray.reports.layout import WIDTH, laid_out
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
+from traceml_ray.signals.output.lines import Line, joined
 from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.signals.output.tap import _PIECE_CHARS, _PIECES, OutputTap
-from traceml_ray.store.output import Line, joined
+from traceml_ray.signals.output.view import OutputView, lines_of
+from traceml_ray.store.results import LastOutput, OutputLine
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
@@ -446,7 +449,7 @@ def test_lines_of_both_ways_are_joined(in_file: list[Line], seen: list[Line], bo
 
 
 def answered(aggregator: Any, rank: int, **asked: Any) -> list[tuple[str, str, bool, int]]:
-    answer = ask(aggregator, "output", rank=rank, **asked)
+    (answer,) = ask(aggregator, "output", rank=rank, **asked)
     return [(line["stream"], line["text"], line["unfinished"], line["skipped"]) for line in answer["lines"]]
 
 
@@ -459,7 +462,7 @@ def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
     last = [("stdout", "epoch 2", False, 4), ("stdout", "epoch 3", False, 0)]
     assert answered(played.aggregator, 0) == [*first, *last, ("stdout", "7%", True, 0)]
     assert answered(played.aggregator, 1, most=2) == [first[1], last[1], ("stdout", "9%", True, 0)]
-    assert ask(played.aggregator, "output", rank=7)["missing"] == "the rank has not reported"
+    assert ask(played.aggregator, "output", rank=7)[0]["missing"] == "the rank has not reported"
 
 
 def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
@@ -474,7 +477,7 @@ def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
 
 
 def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.store.output._FEW", 50)
+    monkeypatch.setattr("traceml_ray.signals.output.retention._FEW", 50)
     writer = SessionWriter(tmp_path / "s.sqlite", output_lines=3)
     quiet, loud = writer.process("a", 1), writer.process("b", 1)
     writer.add_record(OUTPUT, quiet.id, Output(1, 1, ["said once"]))
@@ -484,9 +487,9 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
         writer.commit()
         writer.fold()
     with writer.reader() as file:
-        lines = file.output([quiet.id, loud.id], 3)
-        assert [line.text for line in lines[quiet.id]] == ["said once", "99%"]
-        assert [line.text for line in lines[loud.id]] == ["line 97", "line 98", "line 99"]
+        lines = lines_of(file, [quiet.id, loud.id], 3)
+        assert [line["text"] for line in lines[quiet.id]] == ["said once", "99%"]
+        assert [line["text"] for line in lines[loud.id]] == ["line 97", "line 98", "line 99"]
         ((entries,),) = file._all("SELECT count(*) FROM output")
     assert entries < 60
     writer.close()
@@ -515,4 +518,15 @@ def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Pat
     (bundle,) = (tmp_path / "bundles").iterdir()
     assert json.loads((bundle / "manifest.json").read_text())["output"] == [last]
     with SessionFile(bundle / "session.sqlite") as file:
-        assert len(file.output([1, 2], 9)) == 2
+        assert len(lines_of(file, [1, 2], 9)) == 2
+
+
+def test_a_block_is_shown_as_its_answer_and_an_older_summary_has_none() -> None:
+    view = OutputView()
+    line = OutputLine(stream="stderr", t_ns=1, text="x" * 200, unfinished=False, skipped=2)
+    answer: list[LastOutput] = [{"rank": 3, "lines": [line], "missing": None}]
+    (section,) = view.sections(view.of_block(view.block(answer)))
+    (lines,) = map(laid_out, section.blocks)
+    assert lines[:2] == ["Last output of rank 3", "          … 2 more lines"]
+    assert lines[2].startswith("  stderr  xxx") and len(lines[2]) == WIDTH and lines[2].endswith("x…")
+    assert [block for section in view.sections(view.of_block(None)) for block in section.blocks] == []

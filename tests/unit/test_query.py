@@ -20,6 +20,7 @@ from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.sharding.answer import GetSharding
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
@@ -41,7 +42,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetLedger(run), query.GetDeaths(run), query.GetBundles(), query.ReadBundle("x", "y", 0, 9),
         query.GetProfiles(), query.ReadProfile("x", "y", 0, 9),
         query.GetVerdict(run), query.GetVerdicts(run), query.GetVerdicts(run, 1),
-        query.GetOutput(run, 1), query.GetOutput(run, 99), query.GetOutput(run, 0, most=1),
+        GetOutput(run), GetOutput(run, 1), GetOutput(run, 99), GetOutput(run, 0, most=1),
         query.GetEvents(run), query.GetEvents(run, 3, brief=True, most=2), query.GetSummary(run),
         query.GetSummary(run, whole=True), query.GetReportPage(run),
         query.GetNodeSamples(("node-0", "node-1", "x"), 3),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,6 @@ from traceml_ray.reports.headlines import findings_in
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
-from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
@@ -228,7 +227,7 @@ class Answers:
             if not view.of_steps:
                 ranks = file.ranks()
                 world = world_size(ranks, file.meta().get("world_size"))
-                with self._records.lock:
+                with self._records.lock if view.states else nullcontext():
                     return view.answer(Run(file, self._records, None, ranks, world, over, over), asked)
             with self._history(asked.run, False) as steps, self._records.lock:
                 ended = bool(steps.ranks) and all(process.ended for process in steps.ranks.values())
@@ -272,7 +271,6 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.GetLedger: lambda file, _: file.ledger(),
     query.GetVerdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
     query.GetEvents: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
-    query.GetOutput: lambda file, asked: output_of(file, asked.rank, asked.most),
     query.GetNodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
     query.GetProcessSamples: lambda file, asked: file.process_samples(
         asked.processes, asked.last, _time(asked)

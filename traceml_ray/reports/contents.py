@@ -397,11 +397,6 @@ def last_stacks(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return every[-1] if every else []
 
 
-def last_output(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what ranks that died or hang printed last, see `reports.output.beside_failure`."""
-    return list(summary.get("output", ()))  # older summaries have none
-
-
 def events_table(events: Sequence[dict[str, Any]]) -> Table:
     """Return the newest events that say something."""
     silent = ("exit", "relay_start", "process_ended")

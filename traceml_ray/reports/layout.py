@@ -85,12 +85,32 @@ class Table(NamedTuple):
         return [{header: row[header] for header in kept} for row in rows]
 
 
-def laid_out(block: Facts | Table) -> list[str]:
+class Lines(NamedTuple):
+    """Lines as they were printed, with a title, and with a mark before each."""
+
+    title: str
+    lines: Sequence[tuple[str, str]]
+    """Mark and text."""
+
+
+Block = Facts | Table | Lines
+
+
+def laid_out(block: Block) -> list[str]:
     """Return a block as lines; none where it is empty."""
     if isinstance(block, Facts):
         return facts(*block.pairs)
+    if isinstance(block, Lines):
+        return _marked(block)
     lines = table(block.title, block.columns, block.items)
     return lines + [f"{' ' * _INDENT}{block.note}"] * bool(block.note)
+
+
+def _marked(block: Lines) -> list[str]:
+    """Return the title, and each line behind its mark, as much of it as there is room for."""
+    wide = max((len(mark) for mark, _ in block.lines), default=0)
+    room = WIDTH - wide - 2 * _INDENT
+    return [block.title, *(f"  {mark:{wide}}  {shortened(line, room)}" for mark, line in block.lines)]
 
 
 def shortened(line: str, most: int = WIDTH) -> str:

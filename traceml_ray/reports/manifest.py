@@ -10,8 +10,9 @@ from traceml_ray import __version__, text
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
-from traceml_ray.reports.output import output_of_ranks
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
+from traceml_ray.signals.output.answer import REPORTED_LINES
+from traceml_ray.signals.output.view import outputs_of
 from traceml_ray.store.bundles import FOLDER, REASONS, BundleCause, Manifest, Reason, bundles_of
 from traceml_ray.store.results import BundleInfo
 
@@ -41,13 +42,14 @@ def manifest_of(
     all_deaths = facts.deaths() if any(cause.fatal for cause in causes) else []
     head = _of_death(facts, all_deaths) if all_deaths else _of_cause(facts, causes)
     t_ns = min(cause.t_ns for cause in causes)
-    named = [] if head["rank"] is None else [head["rank"]]
+    named = facts.processes_of([] if head["rank"] is None else [head["rank"]], all_deaths)
+    printed = outputs_of(facts.session, named, REPORTED_LINES)
     return Manifest(
         session=session,
         run=facts.run.get("id"),
         time=cast("str", moment(t_ns)),
         t_ns=t_ns,
-        output=[cast("dict[str, Any]", output) for output in output_of_ranks(facts, named, all_deaths)],
+        output=[cast("dict[str, Any]", output) for output in printed],
         causes=list(causes),
         deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if all_deaths else [],
         ranks=ranks_block(facts, all_deaths),

@@ -84,6 +84,12 @@ class RunFacts:
         """Return the deaths of the run in order of time, see `deaths.deaths`."""
         return deaths(self.failures, self.events, self.processes, failed=self.fact("status") == "failed")
 
+    def processes_of(self, ranks: Iterable[int], all_deaths: Iterable[Death]) -> dict[int, RankProcess]:
+        """Return the process of each of `ranks` that is known, of one that died the process that did."""
+        died = {death.rank: death.process for death in all_deaths}
+        processes = {rank: died.get(rank) or self.ranks.get(rank) for rank in ranks}
+        return {rank: process for rank, process in processes.items() if process is not None}
+
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""
         process = self.ranks.get(rank)

@@ -19,6 +19,7 @@ from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.memory import sentences
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.reasons import is_imbalance
@@ -35,7 +36,6 @@ from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
-from traceml_ray.reports.output import beside_failure
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
@@ -52,12 +52,15 @@ from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
 SCHEMA = "traceml_ray/summary/1"
 _MAX_EXPLAINED = 50
 _MAX_EPISODES = 200
+_MAX_FAILED = 2
+"""Ranks that a failure names first, whose last lines stand beside it."""
 
 
 class Report(NamedTuple):
@@ -110,16 +113,18 @@ def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = whole.history if whole else None
-    signals = _signals(facts, history)
-    return Report(_summary(facts, memory, whole, signals), facts, history, signals)
+    summary, signals = _summary(facts, memory, whole)
+    return Report(summary, facts, history, signals)
 
 
-def _signals(facts: RunFacts, history: StepHistory | None) -> dict[str, Any]:
-    """Return the answer of each signal on the whole run. Raises `SessionFileError`."""
+def _signals(
+    facts: RunFacts, history: StepHistory | None, failed: Mapping[int, RankProcess]
+) -> dict[str, Any]:
+    """Return the answer of each signal on the whole run, `failed` as of `Run`. Raises `SessionFileError`."""
     records = Records()
     over = facts.fact("status") not in ("running", None)
     steps = history if history is not None and history.ranks else None
-    run = Run(facts.session, records, steps, facts.ranks, facts.world_size, over, whole=True)
+    run = Run(facts.session, records, steps, facts.ranks, facts.world_size, over, True, failed)
     answers = {}
     for name, view in VIEWS.items():
         records.read(facts.session, view.states)
@@ -127,9 +132,16 @@ def _signals(facts: RunFacts, history: StepHistory | None) -> dict[str, Any]:
     return answers
 
 
-def _summary(
-    facts: RunFacts, memory: Memory, whole: Whole | None, signals: Mapping[str, Any]
-) -> dict[str, Any]:
+def _failed(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> dict[int, RankProcess]:
+    """Return the processes of the ranks that a verdict of a failure names first."""
+    if LABELS[verdict.label].kind != "failure":
+        return {}
+    named = [*dict.fromkeys([*([] if verdict.rank is None else [verdict.rank]), *verdict.ranks])]
+    return facts.processes_of(named[:_MAX_FAILED], all_deaths)
+
+
+def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the summary, and the answers of signals that are in it."""
     session = facts.session
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
@@ -147,6 +159,7 @@ def _summary(
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
     episodes = _episodes(judged, verdicts, facts, lines)
+    signals = _signals(facts, whole.history if whole else None, _failed(facts, verdict, deaths))
     findings = findings_of(
         {**verdict.plain(), "episodes": episodes},
         memory=memory,
@@ -174,7 +187,7 @@ def _summary(
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": ranks_block(facts, deaths),
-        "output": beside_failure(facts, verdict, deaths),
+        "output": None,
         "memory": memory_block(facts, memory),
         "sharding": None,
         "layers": None,
@@ -186,7 +199,7 @@ def _summary(
     }
     summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
-    return rounded
+    return rounded, signals
 
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:

@@ -45,7 +45,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         *signal_blocks("ranks"),
         laid_out(contents.suspects_table(summary)),
         laid_out(contents.history_table(summary)),
-        *map(_output, contents.last_output(summary)),
+        *signal_blocks("failure"),
         _stacks(contents.last_stacks(summary["verdicts"])),
         laid_out(contents.events_table(summary["events"])),
         laid_out(contents.runs_table(summary["runs"], summary["run"])),
@@ -54,16 +54,6 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         files(folder),
     ]
     return page(parts)
-
-
-def _output(output: dict[str, Any]) -> list[str]:
-    """Return what a rank printed last."""
-    lines = [f"Last output of rank {output['rank']}"]
-    for line in output["lines"]:
-        lines += [f"          … {text.count(line['skipped'], 'more line')}"] * (line["skipped"] > 0)
-        room = WIDTH - len(stream := f"  {line['stream']}  ")
-        lines.append(stream + (line["text"] if len(line["text"]) <= room else f"{line['text'][: room - 1]}…"))
-    return lines
 
 
 def _stacks(last: Sequence[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from traceml_ray.reports.layout import Facts, Table
+from traceml_ray.reports.layout import Block
 
 Array = np.ndarray[Any, Any]
 
@@ -53,9 +53,12 @@ class Gauge:
 class Section:
     """What belongs together."""
 
-    place: Literal["model", "steps", "tables", "ranks"] = "steps"
-    """Where a report has it: about the model, beside the steps, with their tables, or with those of ranks."""
-    blocks: Sequence[Facts | Table] = ()
+    place: Literal["model", "steps", "tables", "ranks", "failure"] = "steps"
+    """
+    Where a report has it: about the model, beside the steps, with their tables, with those of ranks, or
+    beside a failure.
+    """
+    blocks: Sequence[Block] = ()
     numbers: Sequence[Number] = ()
     per_rank: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """By unit or name: the number of each rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -74,6 +74,8 @@ class Run:
     """Nothing is to come."""
     whole: bool
     """What is asked without saying so is of all steps, not of the newest."""
+    failed: Mapping[int, RankProcess] = field(default_factory=dict)
+    """Ranks that a failure names first, with the process that failed; a report alone knows them."""
 
     def missing(self, names: Iterable[str]) -> dict[str, str]:
         """Return why processes know less than they could, by name, the first reason of each."""

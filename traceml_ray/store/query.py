@@ -106,13 +106,6 @@ class GetDeaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
     """The ranks of the run that died, the first cause first, the others in order of time."""
 
 
-class GetOutput(OfRun[results.LastOutput], frozen=True):
-    """What a rank printed last, `most` lines of stdout and as many of stderr."""
-
-    rank: Int64 = 0
-    most: Count = 40
-
-
 class GetEvents(OfRun[Page[step_shapes.EventRow]], frozen=True):
     """
     The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are

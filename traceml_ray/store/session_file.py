@@ -25,7 +25,6 @@ from traceml_ray.analysis.row_table import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import Node, process_labels
-from traceml_ray.store.output import OutputReader
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, from_row
 from traceml_ray.store.records import RecordReader
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
@@ -36,7 +35,7 @@ from traceml_ray.store.work_reader import WorkReader
 from traceml_ray.wire.codec import ready
 
 
-class SessionFile(SampleReader, StepReader, OutputReader, RecordReader, WorkReader):
+class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 

@@ -24,10 +24,10 @@ from traceml_ray.files import write_files
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.output.retention import OutputRetention
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
-from traceml_ray.store.output import OutputRetention
 from traceml_ray.store.pending import OF_NODES, Pending, row_bytes
 from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention

@@ -15,6 +15,7 @@ from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
 from traceml_ray.store.results import LastOutput
@@ -130,7 +131,8 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
     sharding = poll.ask(GetSharding(run.id, MOST_RANKS)) if choice.pane == "memory" else None
     layers = poll.ask(GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
-    output = poll.ask(query.GetOutput(run.id, _subject(run, choice))) if wants_output else None
+    subject = _subject(run, choice)
+    printed = poll.ask(GetOutput(run.id, subject, MOST_LINES)) if wants_output else None
     return PanelState(
         **fields,
         step=run.last_step,
@@ -151,7 +153,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         layers=layers,
         health=health(poll, run, "top") if choice.pane == "health" and choice.rank is None else None,
         events=events_of(poll, run)[:_EVENTS],
-        output=output,
+        output=printed[0] if printed else None,
     )
 
 

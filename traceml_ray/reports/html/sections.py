@@ -25,6 +25,7 @@ from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.tiles import tiles
 from traceml_ray.signals.layers.sections import layers_facts, layers_table
+from traceml_ray.signals.output.sections import output_lines
 from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
 from traceml_ray.signals.views import signal_numbers
 from traceml_ray.store.step_shapes import DeathInfo
@@ -193,11 +194,8 @@ def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Markup:
 def outputs(charted: Charted) -> Markup:
     """Return what ranks that died or hang printed last."""
     shown = []
-    for output in contents.last_output(charted.summary)[:_MAX_OUTPUTS]:
-        lines = list[str]()
-        for line in output["lines"]:
-            lines += [f"… {text.count(line['skipped'], 'more line')}"] * (line["skipped"] > 0)
-            lines.append(f"{line['stream']}  {line['text']}")
+    for output in charted.signals["output"][:_MAX_OUTPUTS]:
+        lines = [f"{mark}  {line}" if mark else line for mark, line in output_lines(output).lines]
         shown += [tag("h3", f"Rank {output['rank']}"), _lines(lines)] if lines else []
     return panel("Last output", shown, wide=True)
 

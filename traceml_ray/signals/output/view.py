@@ -1,0 +1,86 @@
+"""What ranks printed last, from what their agents and relays have read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from traceml_ray.signals.output.answer import GetOutput
+from traceml_ray.signals.output.lines import last_lines
+from traceml_ray.signals.output.records import OUTPUT
+from traceml_ray.signals.output.sections import output_lines
+from traceml_ray.signals.section import Section
+from traceml_ray.signals.view import Run, View
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import LastOutput, OutputLine
+from traceml_ray.store.session_file import SessionFile
+
+
+class OutputView(View[list[LastOutput]]):
+    """See `View`. A rank that is asked about has an answer; of those that failed, who printed something."""
+
+    name = "output"
+    question = GetOutput
+
+    def answer(self, run: Run, asked: GetOutput) -> list[LastOutput]:
+        """Return the last lines of a rank, or of those that a failure names."""
+        if asked.rank is None:
+            return outputs_of(run.file, run.failed, asked.most)
+        process = run.ranks.get(asked.rank)
+        if process is None:
+            return [{"rank": asked.rank, "lines": [], "missing": "the rank has not reported"}]
+        lines = lines_of(run.file, [process.id], asked.most).get(process.id, [])
+        return [{"rank": asked.rank, "lines": lines, "missing": _missing(run.file.meta(), process)}]
+
+    def block(self, answer: list[LastOutput]) -> Any:
+        """Return the answer, which is of plain values."""
+        return answer
+
+    def of_block(self, block: Any) -> list[LastOutput]:
+        """Return the block, which is the answer; an older summary has none."""
+        return list(block or [])
+
+    def sections(self, answer: list[LastOutput]) -> Sequence[Section]:
+        """Return the lines of each rank."""
+        return [Section("failure", [output_lines(output) for output in answer])]
+
+
+def outputs_of(file: SessionFile, processes: Mapping[int, RankProcess], most: int) -> list[LastOutput]:
+    """
+    Return what the `processes` of some ranks printed last, `most` lines of each stream, without those of
+    which there is nothing. Raises `SessionFileError`.
+    """
+    lines = lines_of(file, [process.id for process in processes.values()], most)
+    return [
+        {"rank": rank, "lines": lines[process.id], "missing": None}
+        for rank, process in processes.items()
+        if process.id in lines
+    ]
+
+
+def lines_of(file: SessionFile, processes: Iterable[int], most: int) -> dict[int, list[OutputLine]]:
+    """
+    Return the last lines of each of `processes` (ids) that printed any, `most` of each stream. Raises
+    `SessionFileError`.
+    """
+    return {
+        process: [
+            {
+                "stream": line.stream,
+                "t_ns": line.t_ns,
+                "text": line.text,
+                "unfinished": line.unfinished,
+                "skipped": line.skipped,
+            }
+            for line in last_lines(outputs, most)
+        ]
+        for process, outputs in file.records_of(OUTPUT, {*processes}).items()
+    }
+
+
+def _missing(meta: Mapping[str, Any], process: RankProcess) -> str | None:
+    """Return why there may be none."""
+    if str((meta.get("settings") or {}).get("output_lines")) == "0":
+        return "turned off: output_lines is 0"
+    reasons = [f"{name}: {why}" for name, why in process.missing.items() if name.startswith("last lines")]
+    return "; ".join(reasons) or None
