@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from traceml_ray import text
-from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity
 from traceml_ray.signals.views import sections_of
 from traceml_ray.views.findings import found_in
 from traceml_ray.views.state import state_of

@@ -8,9 +8,9 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import nodes, position

@@ -17,15 +17,15 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
 from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
-from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED
 from traceml_ray.analysis.samples import Samples
 from traceml_ray.analysis.step_times import of_rows, span
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
+from traceml_ray.signals.nodes.quantities import GPU_LIMITED, NODE_LIMITED
 from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.nodes.sampler import xid_events
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile

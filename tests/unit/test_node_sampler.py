@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread, xid_events
 from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.nodes.sampler import NodeSampler, SamplerThread, xid_events
 
 SECOND = 1_000_000_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray.monitor import proc_inspect as processes
-from traceml_ray.monitor.node_sampler import NodeSampler
+from traceml_ray.signals.nodes.sampler import NodeSampler
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED, Quantity
 from traceml_ray.analysis.samples import Excerpt, Float
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.xid import meaning
+from traceml_ray.signals.nodes.quantities import GPU_LIMITED, NODE_LIMITED, Quantity
 from traceml_ray.signals.nodes.records import GpuProcess
 
 _MOST = 8
@@ -32,9 +32,9 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """
     A quantity of a node, or of one device of it, that is not as elsewhere or as before.
 
-    `kind` is the quantity (`analysis.quantities`), `foreign_process` (bytes) or `xid` (its number). `value`
-    is the median of the samples, `usual` that of the samples they were compared with (None: an anomaly
-    whatever is usual).
+    `kind` is the quantity (`signals.nodes.quantities`), `foreign_process` (bytes) or `xid` (its number).
+    `value` is the median of the samples, `usual` that of the samples they were compared with (None: an
+    anomaly whatever is usual).
     """
 
     kind: str

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traceml_ray.analysis.quantities import GPU_LIMITED, NAN, NODE_LIMITED
+from traceml_ray.signals.nodes.quantities import GPU_LIMITED, NAN, NODE_LIMITED
 from traceml_ray.signals.nodes.records import GpuProcess, NodeSample
 
 Float = np.ndarray[Any, np.dtype[np.float32]]

@@ -26,7 +26,6 @@ from traceml_ray.importers import v1
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
-from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
@@ -35,6 +34,7 @@ from traceml_ray.monitor.relay_spool import RelaySpool
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
+from traceml_ray.signals.nodes.sampler import SamplerThread, xid_events
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.commands import LAYERS_EVENT, REQUEST_EVENT
 

@@ -26,8 +26,8 @@ class NodeRelay:
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor import private_folders as folders
-        from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
         from traceml_ray.monitor.relay import RelayCore
+        from traceml_ray.signals.nodes.sampler import NodeSampler, SamplerThread
 
         made = msgspec.json.decode(config, type=ready(ActorConfig))
         node_id = ray.get_runtime_context().get_node_id()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from traceml_ray.analysis.anomalies import Machine, anomalies
 from traceml_ray.analysis.samples import Between
 from traceml_ray.analysis.step_times import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.store.nodes import Node, node_key
+from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.session_file import SessionFile
 
 _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
@@ -139,20 +136,3 @@ class Machines:
                 current = rank is not None and self.ranks.get(rank) is process
                 pids[node_key(process)][process.identity.pid] = rank if current else None
         return pids
-
-
-def system_of(session: SessionFile, nodes: Mapping[str, Node]) -> list[dict[str, Any]]:
-    """Return median and peak of each quantity of each node and its devices."""
-    blocks = []
-    for node_id, columns in sorted(session.node_columns().items()):
-        by_device: dict[int | None, dict[str, Any]] = {}
-        for (device, name), values in columns.items():
-            by_device.setdefault(device, {} if device is None else {"index": device})[name] = _spread(values)
-        hostname = nodes[node_id].hostname if node_id in nodes else None
-        block = {"node_id": node_id, "hostname": hostname, **by_device.pop(None, {})}
-        blocks.append({**block, "gpus": list(by_device.values()) or None})
-    return blocks
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    return {"median": float(np.median(values)), "peak": float(np.max(values))} if len(values) else None

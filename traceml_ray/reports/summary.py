@@ -34,7 +34,7 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
-from traceml_ray.reports.machines import Machines, system_of
+from traceml_ray.reports.machines import Machines
 from traceml_ray.reports.memory import memory_block, memory_of
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
@@ -192,7 +192,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict
         "sharding": None,
         "layers": None,
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
-        "system": {"nodes": system_of(session, facts.nodes)},
+        "system": None,
         "events": events_block(facts),
         "ledger": session.ledger(),
         "overhead": overhead_of(facts.ranks.values()),

@@ -7,15 +7,15 @@ from typing import Any
 
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.layers.view import LayersView
+from traceml_ray.signals.nodes.view import NodesView
 from traceml_ray.signals.output.view import OutputView
 from traceml_ray.signals.section import Number, Section
 from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View
 
-VIEWS: dict[str, View[Any]] = {
-    view.name: view for view in (ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView())
-}
+_ALL = ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView(), NodesView()
+VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
-from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.nodes.quantities import GPU, NODE, stored
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.schema import legible
@@ -218,7 +218,7 @@ class SampleReader(Reader):
     def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
         """
         Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
-        those of `analysis.quantities.stored`. Unknown values are left out.
+        those of `signals.nodes.quantities.stored`. Unknown values are left out.
         """
         by_node: dict[str, dict[int | None, list[array[float]]]] = {}
         last: dict[str, NodeSample] = {}

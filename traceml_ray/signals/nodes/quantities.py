@@ -196,27 +196,29 @@ NODE_LIMITED, GPU_LIMITED = (tuple(each for each in table if each.limit) for tab
 
 def stored(table: Sequence[Quantity]) -> list[Quantity]:
     """Return what the summary has of a table: no ratio of two that it has."""
-    return [each for each in table if each.fields and not each.over and not each.page_only]
+    return [
+        quantity for quantity in table if quantity.fields and not quantity.over and not quantity.page_only
+    ]
 
 
 def charts(table: Sequence[Quantity]) -> dict[str, list[Quantity]]:
     """Return what is drawn of a table, by chart."""
-    found: dict[str, list[Quantity]] = {}
-    for each in table:
-        if each.chart:
-            found.setdefault(each.chart, []).append(each)
-    return found
+    by_chart: dict[str, list[Quantity]] = {}
+    for quantity in table:
+        if quantity.chart:
+            by_chart.setdefault(quantity.chart, []).append(quantity)
+    return by_chart
 
 
 def series(samples: Sequence[Mapping[str, Any]], table: Sequence[Quantity]) -> dict[str, list[Any] | None]:
     """Return the fields and rates of `table` in stored samples, None where nothing was ever measured."""
-    t_ns, found = [sample["t_ns"] for sample in samples], {}
-    for each in table:
-        if each.single:
-            values = [sample[each.fields[0]] for sample in samples]
-            values = per_second(t_ns, values) if each.counter else values
-            found[each.name] = values if any(value is not None for value in values) else None
-    return found
+    t_ns, known = [sample["t_ns"] for sample in samples], {}
+    for quantity in table:
+        if quantity.single:
+            values = [sample[quantity.fields[0]] for sample in samples]
+            values = per_second(t_ns, values) if quantity.counter else values
+            known[quantity.name] = values if any(value is not None for value in values) else None
+    return known
 
 
 def per_second(t_ns: Sequence[int], counter: Sequence[float | None]) -> list[float | None]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 
 from traceml_ray.analysis.xid import meaning
-from traceml_ray.monitor.nvml import (
+from traceml_ray.signals.nodes.gpu import (
     LIMITS,
     MIG,
     NOT_SUPPORTED,

@@ -1,0 +1,50 @@
+"""How busy and how full nodes and their devices were, from all samples of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from traceml_ray.signals.nodes.answer import GetSystem
+from traceml_ray.signals.view import Run, View
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import System
+
+
+class NodesView(View[System]):
+    """
+    See `View`. A report has these beside the ranks of each node (`reports.contents.nodes_table`), pages and
+    `/metrics` have the newest samples (`query.GetNodeSamples`), and a verdict their anomalies.
+    """
+
+    name = "system"
+    question = GetSystem
+
+    def answer(self, run: Run, asked: GetSystem) -> System:
+        """Return median and peak of each quantity."""
+        return {"nodes": _nodes(run.file)}
+
+    def block(self, answer: System) -> Any:
+        """Return the answer, which is of plain values."""
+        return answer
+
+    def of_block(self, block: Any) -> System:
+        """Return the block, which is the answer; an older summary has no nodes."""
+        return cast("System", block or {"nodes": []})
+
+
+def _nodes(file: SessionFile) -> list[dict[str, Any]]:
+    blocks, hostnames = [], {node.node_id: node.hostname for node in file.cluster()}
+    for node_id, columns in sorted(file.node_columns().items()):
+        by_device: dict[int | None, dict[str, Any]] = {}
+        for (device, name), values in columns.items():
+            by_device.setdefault(device, {} if device is None else {"index": device})[name] = _spread(values)
+        block = {"node_id": node_id, "hostname": hostnames.get(node_id), **by_device.pop(None, {})}
+        blocks.append({**block, "gpus": list(by_device.values()) or None})
+    return blocks
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    return {"median": float(np.median(values)), "peak": float(np.max(values))} if len(values) else None
