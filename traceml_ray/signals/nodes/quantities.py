@@ -191,7 +191,7 @@ HOST_MEMORY = (
     Quantity("limit_bytes", _BYTES, ("limit_bytes",), chart=_OF_HOST, line="limit"),
 )
 # fmt: on
-NODE_LIMITED, GPU_LIMITED = (tuple(each for each in table if each.limit) for table in (NODE, GPU))
+NODE_LIMITED, GPU_LIMITED = (tuple(row for row in table if row.limit) for table in (NODE, GPU))
 
 
 def stored(table: Sequence[Quantity]) -> list[Quantity]:
