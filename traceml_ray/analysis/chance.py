@@ -29,7 +29,7 @@ _FEW = 32
 _OF_LARGEST = 0.8
 _CHANGES = 2
 """A rank becomes late, and another one after it."""
-_COMPARED = 16
+COMPARED = 16
 """Ranks of which the autocorrelation is taken."""
 _PEERS = 64
 """Ranks that show what is chance."""
@@ -158,7 +158,7 @@ def correlation_steps(lateness: Float) -> float:
         lateness: by how much each rank is late in each step, in any unit (K, R).
     """
     steps, count = lateness.shape
-    scores = scores_of(lateness[:, :: -(-count // _COMPARED)].astype(np.float64))
+    scores = scores_of(lateness[:, :: -(-count // COMPARED)].astype(np.float64))
     centred = scores - scores.mean(axis=1, keepdims=True)
     variance = np.var(centred, axis=0)  # with the changes: beside them, what is left over of one is nothing
     for _ in range(_CHANGES):

@@ -39,7 +39,10 @@ def doubt(
     if evidence.persistent[list(places), stage].max() < limits.min_excess:
         return ""
     steps = (PastSteps() if past is None else past).then(evidence)
-    lateness, work = evidence.by_step[:, :, stage].astype(np.float64), steps.work(stage)
+    lateness, work = (
+        evidence.by_step[:, :, stage].astype(np.float64),
+        steps.work(stage, np.arange(len(steps.ranks))),
+    )
     late = np.isin(np.arange(lateness.shape[1]), places)
     late_ns = evidence.persistent[late, stage] * evidence.mean_step_ns
     alike = bool(usually_alike(work, late, late_ns).all())

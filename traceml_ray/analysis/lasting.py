@@ -11,7 +11,7 @@ from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.levels import least_lateness, usually_alike
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Bool, Float, Int64
+from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
 
 LONGER = (200, 1000)
@@ -22,6 +22,8 @@ _PART = 0.25
 """Share of what a rank is late in all that a stage must hold to be one that it is late out of."""
 _ALIKE = 0.5
 """Forward and backward are one cause where the smaller slow-down is at least this share of the larger one."""
+_COMPARED = 512
+"""So many of the other ranks, about, show what is chance."""
 _COMPUTE = frozenset((FORWARD, BACKWARD))
 
 
@@ -117,6 +119,12 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
     return bool(slower.min() >= _ALIKE * slower.max() > 0)
 
 
+def _columns(ranks: int, candidates: Int64) -> Int64:
+    """Return the ranks that are compared: `candidates` and, of very many others, some."""
+    every = -(-ranks // _COMPARED)
+    return np.arange(ranks) if every == 1 else np.union1d(candidates, np.arange(0, ranks, every))
+
+
 def _overlap(one: Late, other: Late) -> bool:
     return not set(one.places).isdisjoint(other.places) and not one.stages.isdisjoint(other.stages)
 
@@ -161,29 +169,41 @@ class _Steps:
                     result.append(self._late(tuple(Cause(stage, places) for stage in parts), excess, z))
         return result
 
-    def _usually_alike(self, share: Float, candidates: Int64, stage: int | None) -> Bool:
-        """Return which of `candidates` usually worked as the others did."""
-        columns = np.zeros(len(share), dtype=bool)
-        columns[candidates] = True
-        return usually_alike(self.past.work(stage), columns, share[candidates] * self.step_ns)
+    def _late_by_more(self, share: Float, candidates: Int64, stage: int | None) -> tuple[Int64, Float]:
+        """
+        Return those of `candidates` that are late by more than by chance and by more than the levels of work
+        of the other ranks differ, and by how many standard errors they are above chance.
+        """
+        columns = _columns(len(share), candidates)
+        places = np.searchsorted(columns, candidates)
+        work, z = self.past.work(stage, columns), self._z(places, columns, stage, self.past.stay(stage))
+        least = least_z(len(share), len(self.excess))
+        sure = z >= least
+        if sure.all() and self._stand_out(share[columns], places, work):
+            return candidates, z
+        late = np.isin(np.arange(len(columns)), places)
+        alike = usually_alike(work, late, share[candidates] * self.step_ns)
+        if alike.any():
+            z = np.where(alike, self._z(places, columns, stage, 1.0), z)
+            sure = z >= least
+        if not alike[sure].all() and not self._stand_out(share[columns], places[sure], work):
+            return candidates[:0], z[:0]
+        return candidates[sure], z[sure]
 
-    def _z(self, candidates: Int64, alike: Bool, stage: int | None) -> Float:
-        """Return by how many standard errors `candidates` are above chance."""
+    def _z(self, places: Int64, columns: Int64, stage: int | None, stay: float) -> Float:
+        """Return by how many standard errors ranks at `places` of `columns` are above chance."""
         assert self.usual is not None
-        usual = self.usual.sum(axis=2) if stage is None else self.usual[:, :, stage]
-        ranks, steps, values = candidates.tolist(), len(self.excess), usual.astype(np.float64)
-        z = z_late(values, ranks, self.past.stay(stage), steps)
-        return np.where(alike, z_late(values, ranks, 1.0, steps), z) if alike.any() else z
+        usual = self.usual[:, columns]
+        values = usual.sum(axis=2) if stage is None else usual[:, :, stage]
+        return z_late(values.astype(np.float64), places.tolist(), stay, len(self.excess))
 
-    def _stand_out(self, share: Float, late: Int64, stage: int | None) -> bool:
-        """Whether `late` ranks are later than the other ranks' levels differ."""
-        if not len(late) or len(late) == len(share):
+    def _stand_out(self, share: Float, places: Int64, work: Float) -> bool:
+        """Whether ranks at `places` are later than the other ranks' levels differ."""
+        if not len(places) or len(places) == len(share):
             return True
-        columns = np.zeros(len(share), dtype=bool)
-        columns[late] = True
-        lateness = float(share[late].min() - np.median(share[~columns])) * self.step_ns
-        work, judged = self.past.work(stage), len(self.excess)
-        return lateness >= least_lateness(work, columns, lateness, judged)
+        late = np.isin(np.arange(len(share)), places)
+        lateness = float(share[late].min() - np.median(share[~late])) * self.step_ns
+        return lateness >= least_lateness(work, late, lateness, len(self.excess))
 
     def _late(self, causes: tuple[Cause, ...], excess: float, z: float) -> Late:
         return Late(causes, excess, z, len(self.excess))
@@ -197,12 +217,7 @@ class _Steps:
         candidates = np.flatnonzero(share >= thresholds.same_cause * thresholds.min_excess)
         z = np.zeros(len(candidates))
         if self.usual is not None:
-            alike = self._usually_alike(share, candidates, stage)
-            z = self._z(candidates, alike, stage)
-            sure = z >= least_z(len(share), len(self.excess))
-            candidates, z, alike = candidates[sure], z[sure], alike[sure]
-            if not alike.all() and not self._stand_out(share, candidates, stage):
-                return []
+            candidates, z = self._late_by_more(share, candidates, stage)
         if len(candidates) == len(share):  # all of them are late in turn: none is later than all
             return []
         result = []

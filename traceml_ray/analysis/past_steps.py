@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.analysis.chance import correlation_steps
+from traceml_ray.analysis.chance import COMPARED, correlation_steps
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import SYNC_WAIT
@@ -70,15 +70,29 @@ class PastSteps:
         parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, *_ in self.pieces]
         return np.concatenate(parts)
 
-    def work(self, stage: int | None) -> Float:
-        """Return what each rank worked in a stage (None: in all local ones) in all steps, ns (L, R)."""
-        usual = [ref.sum(axis=1) if stage is None else ref[:, stage] for _, ref, _ in self.pieces]
-        return self.lateness(stage).astype(np.float64) + np.concatenate(usual)[:, None]
+    def work(self, stage: int | None, columns: Int64) -> Float:
+        """
+        Return what ranks worked in a stage (None: in all local ones) in all steps, ns (L, C).
+
+        Args:
+            stage: a local one, or None.
+            columns: the ranks, by their places (C,).
+        """
+        parts = []
+        for excess, usual, _ in self.pieces:
+            late, ref = excess[:, columns], usual[:, None]
+            parts.append(
+                late.sum(axis=2) + ref.sum(axis=2) if stage is None else late[..., stage] + ref[..., stage]
+            )
+        return np.concatenate(parts).astype(np.float64)
 
     def stay(self, stage: int | None) -> float:
         """Return for how many steps work in a stage (None: in all of them) stays alike."""
         if stage not in self._stays:
-            self._stays[stage] = correlation_steps(self.lateness(stage).astype(np.float64))
+            some = slice(None, None, -(-len(self.ranks) // COMPARED))
+            parts = [excess[:, some] for excess, *_ in self.pieces]
+            late = [part.sum(axis=2) if stage is None else part[:, :, stage] for part in parts]
+            self._stays[stage] = correlation_steps(np.concatenate(late).astype(np.float64))
         return self._stays[stage]
 
     def mean_step_ns(self, steps: int) -> float:
