@@ -6,7 +6,7 @@ from typing import Any
 
 from played import Played
 
-from traceml_ray.analysis.layer_times import REST
+from traceml_ray.signals.layers.judge import REST
 from traceml_ray.signals.layers.records import OTHERS, LayerSum, LayerWindow
 
 MS = 1_000_000

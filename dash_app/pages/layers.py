@@ -9,10 +9,10 @@ import msgspec
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.layer_times import Layer, Layers
 from traceml_ray.reports import drawing
 from traceml_ray.reports.drawing import icicle
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.layers.judge import Layer, Layers
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.commands import MAX_LAYER_STEPS

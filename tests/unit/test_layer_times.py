@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from measured_layers import NAMES, window
 
-from traceml_ray.analysis.layer_times import REST, Layers, RankLayers, layers_of, of_windows
 from traceml_ray.analysis.thresholds import LayerLimits
+from traceml_ray.signals.layers.judge import REST, Layers, RankLayers, layers_of, of_windows
 
 
 def ranks(

@@ -27,10 +27,10 @@ from traceml_ray.agent.patch.shard_traffic import ShardTraffic, part_of_fsdp2
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.analysis.roles import mode
-from traceml_ray.analysis.sharding import models
 from traceml_ray.cli import main
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.signals.sharding.judge import models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding, UnevenShard
 from traceml_ray.signals.sharding.sections import about_model, per_step
 from traceml_ray.signals.sharding.view import sharding_of

@@ -109,7 +109,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[B
 
 def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -> list[Box]:
     """
-    Return layers (`analysis.layer_times.Layer` as dicts) as boxes, what is inside a layer below it, in the
+    Return layers (`signals.layers.judge.Layer` as dicts) as boxes, what is inside a layer below it, in the
     order of the model; ORANGE are those of `named`. Boxes too narrow to be seen are left out.
     """
     inside: dict[int | None, list[int]] = {}

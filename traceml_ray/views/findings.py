@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
 

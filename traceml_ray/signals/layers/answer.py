@@ -1,8 +1,8 @@
-"""What is asked about layers. The shape of the answer is in `analysis.layer_times`."""
+"""What is asked about layers. The shape of the answer is in `signals.layers.judge`."""
 
 from __future__ import annotations
 
-from traceml_ray.analysis.layer_times import Layers
+from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.store.query import OfRun
 
 

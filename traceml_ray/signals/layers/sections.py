@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.layer_times import Layers
 from traceml_ray.reports.layout import Columns, Facts, Table, laid_out, page
+from traceml_ray.signals.layers.judge import Layers
 
 NONE_LONGER = "No layer takes longer on one rank than on its peers."
 NOTHING = (

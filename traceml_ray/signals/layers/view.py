@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.analysis.layer_times import Layers, layers_of, of_windows
 from traceml_ray.analysis.thresholds import LayerLimits
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.layers.judge import Layers, layers_of, of_windows
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.layers.sections import layers_block, layers_facts, layers_table
 from traceml_ray.signals.section import Section

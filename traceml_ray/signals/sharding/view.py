@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import msgspec
 
-from traceml_ray.analysis.sharding import models
 from traceml_ray.signals.section import Section
 from traceml_ray.signals.sharding.answer import GetSharding
+from traceml_ray.signals.sharding.judge import models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
 from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
 from traceml_ray.signals.view import Run, View

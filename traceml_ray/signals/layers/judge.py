@@ -110,16 +110,16 @@ class RankLayers:
 
 def of_windows(rank: int, node: str | None, windows: Sequence[LayerWindow]) -> RankLayers:
     """Return what the windows of a rank come to; of a layer that is in some of them, those count."""
-    found: dict[tuple[str, bool], list[Any]] = {}
+    by_layer: dict[tuple[str, bool], list[Any]] = {}
     for window in windows:
         for one in window.layers:
-            known = found.setdefault((one.name, one.kind == OTHERS), [one, np.zeros(6)])
+            known = by_layer.setdefault((one.name, one.kind == OTHERS), [one, np.zeros(6)])
             known[0] = one
             times = one.forward_ns / 1e6, one.backward_ns / 1e6, one.squares / 1e12
             known[1] += (window.steps, one.calls, one.recomputed, *times)
-    sums = [one for one, _ in found.values()]
+    sums = [one for one, _ in by_layer.values()]
     steps, calls, recomputed, forward, backward, squares = (
-        np.array([totals for _, totals in found.values()]).reshape(-1, 6).T
+        np.array([totals for _, totals in by_layer.values()]).reshape(-1, 6).T
     )
     mean = (forward + backward) / steps
     spread = np.maximum(0.0, squares / steps - mean**2)
@@ -140,21 +140,21 @@ def of_windows(rank: int, node: str | None, windows: Sequence[LayerWindow]) -> R
 
 def layers_of(ranks: Sequence[RankLayers], limits: LayerLimits) -> Layers:
     """Return the layers of all ranks side by side."""
-    ranks = [each for each in ranks if each.sums]
+    ranks = [rank for rank in ranks if rank.sums]
     if not ranks:
         return Layers()
     table = _Table(ranks)
-    windows = [window for each in ranks for window in each.windows]
+    windows = [window for rank in ranks for window in rank.windows]
     waits = any(window.waits for window in windows)
     findings = [] if waits else _findings(table, limits)
     total = np.nanmedian(np.nansum(table.own, axis=1))
     return Layers(
-        ranks=[each.rank for each in ranks],
-        steps=min(sum(window.steps for window in each.windows) for each in ranks),
+        ranks=[rank.rank for rank in ranks],
+        steps=min(sum(window.steps for window in rank.windows) for rank in ranks),
         first_step=min(window.first_step for window in windows),
         last_step=max(window.last_step for window in windows),
-        every=max(each.windows[-1].every for each in ranks),
-        cost_pct=max(_cost_pct(each.windows) for each in ranks),
+        every=max(rank.windows[-1].every for rank in ranks),
+        cost_pct=max(_cost_pct(rank.windows) for rank in ranks),
         clock="device" if all(window.clock == "device" for window in windows) else "host",
         model_ms=float(total),
         layers=table.layers(float(total)),
@@ -169,24 +169,24 @@ def _cost_pct(windows: Iterable[LayerWindow]) -> float:
 
 
 def _limits(windows: Sequence[LayerWindow], waits: bool) -> list[str]:
-    said = []
+    notes = []
     if waits:
-        said.append(
+        notes.append(
             "Times contain waits for other ranks, which exchange something inside the layers: the rank that "
             "takes longest may be one that waits, so no rank is named."
         )
     if any(window.accelerated and window.clock == "host" for window in windows):
-        said.append(
+        notes.append(
             "Times are those of the host, which launches the work of the device: those of the device are "
             "taken with TRACEML_DEVICE_CLOCK=1."
         )
     if others := max(window.others for window in windows):
-        said.append(f"Of the {text.count(others, 'layer')} that took least there is one row: {REST}.")
+        notes.append(f"Of the {text.count(others, 'layer')} that took least there is one row: {REST}.")
     regions = {one.region for window in windows for one in window.layers}
     for region, what in _REGIONS.items():
         if region in regions:
-            said.append(what)
-    return said
+            notes.append(what)
+    return notes
 
 
 _REGIONS = {
@@ -201,15 +201,15 @@ class _Table:
 
     def __init__(self, ranks: Sequence[RankLayers]) -> None:
         self.ranks = ranks
-        longest = sorted(ranks, key=lambda each: -len(each.sums))
-        self.sums = {(one.name, one.kind): one for each in longest for one in each.sums}
-        at = {key: index for index, key in enumerate(self.sums)}
+        longest = sorted(ranks, key=lambda rank: -len(rank.sums))
+        self.sums = {(one.name, one.kind): one for rank in longest for one in rank.sums}
+        positions = {key: index for index, key in enumerate(self.sums)}
         self.columns: dict[str, Float] = {}
         for name in ranks[0].columns:
-            self.columns[name] = np.full((len(ranks), len(at)), np.nan)
-            for row, each in enumerate(ranks):
-                places = [at[one.name, one.kind] for one in each.sums]
-                self.columns[name][row, places] = each.columns[name]
+            self.columns[name] = np.full((len(ranks), len(positions)), np.nan)
+            for row, rank in enumerate(ranks):
+                places = [positions[one.name, one.kind] for one in rank.sums]
+                self.columns[name][row, places] = rank.columns[name]
         self.own = self.columns["forward"] + self.columns["backward"]
         names = {one.name: index for index, one in enumerate(self.sums.values()) if one.kind != OTHERS}
         self.parents = [
@@ -218,25 +218,25 @@ class _Table:
 
     def total(self, column: Float) -> Float:
         """Return a column with what is inside each layer added to it."""
-        found = column.copy()
+        summed = column.copy()
         depths = [one.name.count(".") + bool(one.name) for one in self.sums.values()]
         for index in sorted(range(len(depths)), key=lambda index: -depths[index]):
             parent = self.parents[index]
             if parent is not None:
-                found[:, parent] = np.nansum([found[:, parent], found[:, index]], axis=0)
-        return found
+                summed[:, parent] = np.nansum([summed[:, parent], summed[:, index]], axis=0)
+        return summed
 
     def layers(self, model_ms: float) -> list[Layer]:
         """Return the layers in the order of the model."""
         middle = {name: _median(column) for name, column in self.columns.items()}
         total = _median(self.total(self.own))
         several = len(self.ranks) > 1
-        found = []
+        layers = []
         for index, (key, parent) in enumerate(zip(self.sums, self.parents, strict=True)):
-            own = self.own[:, index]
-            worst = int(np.nanargmax(own))
-            sizes = [one for each in self.ranks for one in each.sums if (one.name, one.kind) == key]
-            found.append(
+            own_ms = self.own[:, index]
+            worst = int(np.nanargmax(own_ms))
+            sizes = [one for rank in self.ranks for one in rank.sums if (one.name, one.kind) == key]
+            layers.append(
                 Layer(
                     name=key[0] if key[1] != OTHERS else REST,
                     kind=key[1],
@@ -252,14 +252,14 @@ class _Table:
                     parameter_bytes=_largest(one.parameter_bytes for one in sizes),
                     gradient_bytes=_largest(one.gradient_bytes for one in sizes),
                     worst_rank=self.ranks[worst].rank if several else None,
-                    worst_ms=float(own[worst]) if several else None,
+                    worst_ms=float(own_ms[worst]) if several else None,
                 )
             )
-        return found
+        return layers
 
     def some_ranks(self, findings: Sequence[LayerFinding]) -> dict[int, list[float | None]]:
         """Return the times of some ranks: those that were found, then those that take longest."""
-        named = {each.rank for each in findings}
+        named = {finding.rank for finding in findings}
         longest = np.nansum(self.own, axis=1)
         order = sorted(range(len(self.ranks)), key=lambda r: (self.ranks[r].rank not in named, -longest[r]))
         kept = sorted(order[:_SHOWN_RANKS], key=lambda row: self.ranks[row].rank)
@@ -272,9 +272,9 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 def _median(rows: Float) -> Float:
     """Return the median of each column of what is known; NaN where nothing is."""
-    found, known = np.full(rows.shape[1], np.nan), np.flatnonzero(~np.isnan(rows).all(axis=0))
-    found[known] = np.nanmedian(rows[:, known], axis=0)
-    return found
+    medians, known = np.full(rows.shape[1], np.nan), np.flatnonzero(~np.isnan(rows).all(axis=0))
+    medians[known] = np.nanmedian(rows[:, known], axis=0)
+    return medians
 
 
 def _parent(name: str, names: dict[str, int]) -> int | None:
@@ -291,43 +291,43 @@ def _parent(name: str, names: dict[str, int]) -> int | None:
 
 def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
     """Return what takes longer on a rank than on its peers, the largest excess first."""
-    enough = [sum(window.steps for window in each.windows) >= limits.steps for each in table.ranks]
+    enough = [sum(window.steps for window in rank.windows) >= limits.steps for rank in table.ranks]
     if sum(enough) < 2:
         return []
-    own, total, error = table.own, table.total(table.own), table.total(table.columns["error"])
-    found = []
-    for row, each in enumerate(table.ranks):
+    own_ms, total, error = table.own, table.total(table.own), table.total(table.columns["error"])
+    findings = []
+    for row, rank in enumerate(table.ranks):
         others = np.array(enough)
         if len(table.ranks) < _FEW_RANKS:
             others[row] = False
         if not enough[row] or not others.any():
             continue
-        slower = _slower_by(own[row], _median(own[others]))
+        slower = _slower_by(own_ms[row], _median(own_ms[others]))
         peers = _median(total[others])
         excess = total[row] - slower * peers
         scatter = 1.4826 * _median(np.abs(total[others] - peers))
         noise = np.sqrt(error[row] + _median(error[others]) + scatter**2)
-        model = float(np.nansum(_median(own[others])))
+        model = float(np.nansum(_median(own_ms[others])))
         least = np.maximum(limits.least_ms, np.maximum(limits.of_layer * peers, limits.of_model * model))
         stands_out = (excess >= least) & (excess > limits.errors * noise)
         for index in _deepest(table, stands_out, excess):
-            found.append(_finding(table, row, index, others, float(excess[index])))
+            findings.append(_finding(table, row, index, others, float(excess[index])))
         top = [index for index, parent in enumerate(table.parents) if parent is None]
         sure = limits.errors * float(np.sqrt(np.nansum(noise[top] ** 2)))
         if slower >= limits.slower and (slower - 1) * model > max(limits.least_ms, sure):
-            found.append(_all_layers(each, slower, model))
-    return sorted(found, key=lambda each: -each.excess_ms)[:_MAX_FINDINGS]
+            findings.append(_all_layers(rank, slower, model))
+    return sorted(findings, key=lambda finding: -finding.excess_ms)[:_MAX_FINDINGS]
 
 
-def _slower_by(own: Float, peers: Float) -> float:
+def _slower_by(rank_ms: Float, peers: Float) -> float:
     """
     Return by which factor a rank is slower than its peers in all layers; 1 where it is not. Half of the
     layers are at least that much slower, and those that half of the time goes to.
     """
-    large = np.flatnonzero((peers > 0.01 * np.nansum(peers)) & ~np.isnan(own))
+    large = np.flatnonzero((peers > 0.01 * np.nansum(peers)) & ~np.isnan(rank_ms))
     if len(large) < 3:
         return 1.0
-    ratios, order = own[large] / peers[large], np.argsort(own[large] / peers[large])
+    ratios, order = rank_ms[large] / peers[large], np.argsort(rank_ms[large] / peers[large])
     spent = np.cumsum(peers[large][order])
     of_time = ratios[order][np.searchsorted(spent, spent[-1] / 2)]
     return max(1.0, float(min(np.median(ratios), of_time)))
@@ -351,33 +351,33 @@ def _deepest(table: _Table, stands_out: np.ndarray[Any, Any], excess: Float) -> 
 
 
 def _finding(table: _Table, row: int, index: int, others: Any, excess: float) -> LayerFinding:
-    one, each = [*table.sums.values()][index], table.ranks[row]
+    one, rank = [*table.sums.values()][index], table.ranks[row]
     parts = {}
     for name in ("forward", "backward"):
         column = table.total(table.columns[name])[:, index]
         parts[name] = float(column[row]), float(np.nanmedian(column[others]))
-    more = {name: own - peers for name, (own, peers) in parts.items()}
+    more = {name: rank_ms - peers for name, (rank_ms, peers) in parts.items()}
     phase: Phase = "forward and backward"
     if more["forward"] > 0.8 * sum(more.values()):
         phase = "forward"
     elif more["backward"] > 0.8 * sum(more.values()):
         phase = "backward"
     chosen = [parts[phase]] if phase in parts else [*parts.values()]
-    own_ms, peers_ms = sum(own for own, _ in chosen), sum(peers for _, peers in chosen)
-    at = f" ({each.node})" if each.node else ""
+    own_ms, peers_ms = sum(rank_ms for rank_ms, _ in chosen), sum(peers for _, peers in chosen)
+    where = f" ({rank.node})" if rank.node else ""
     why = (
-        f"layer {one.name} ({one.kind}) takes {text.ms(excess)} longer on rank {each.rank}{at}: "
+        f"layer {one.name} ({one.kind}) takes {text.ms(excess)} longer on rank {rank.rank}{where}: "
         f"{text.ms(own_ms)} in {phase}, where the median of its peers is {text.ms(peers_ms)}"
     )
-    return LayerFinding(each.rank, each.node, one.name, one.kind, phase, excess, own_ms, peers_ms, why)
+    return LayerFinding(rank.rank, rank.node, one.name, one.kind, phase, excess, own_ms, peers_ms, why)
 
 
-def _all_layers(each: RankLayers, slower: float, peers_ms: float) -> LayerFinding:
-    at = f" ({each.node})" if each.node else ""
+def _all_layers(rank: RankLayers, slower: float, peers_ms: float) -> LayerFinding:
+    where = f" ({rank.node})" if rank.node else ""
     own_ms = slower * peers_ms
     why = (
-        f"all layers take longer on rank {each.rank}{at}, {text.times(slower)} as long as on its peers "
+        f"all layers take longer on rank {rank.rank}{where}, {text.times(slower)} as long as on its peers "
         f"({text.ms(own_ms)} instead of {text.ms(peers_ms)} a step): it is the rank, or its machine, no layer"
     )
     excess = own_ms - peers_ms
-    return LayerFinding(each.rank, each.node, None, "", "forward and backward", excess, own_ms, peers_ms, why)
+    return LayerFinding(rank.rank, rank.node, None, "", "forward and backward", excess, own_ms, peers_ms, why)

@@ -64,10 +64,10 @@ class ModelShards(msgspec.Struct, frozen=True):
 def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ModelShards]:
     """Return the models that `ranks` hold shards of, the one with the lowest rank first."""
     alike: dict[tuple[object, ...], dict[int, Sharding]] = {}
-    for rank, own in sorted(ranks.items()):
-        key = own.full_bytes, own.groups, own.shards, own.replicas, tuple(own.mesh_shape)
-        alike.setdefault(key, {})[rank] = own
-    return [_model(own, limits) for own in alike.values()]
+    for rank, shard in sorted(ranks.items()):
+        key = shard.full_bytes, shard.groups, shard.shards, shard.replicas, tuple(shard.mesh_shape)
+        alike.setdefault(key, {})[rank] = shard
+    return [_model(shard, limits) for shard in alike.values()]
 
 
 def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ModelShards:
@@ -83,7 +83,7 @@ def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ModelShards:
         mesh_dims=first.mesh_dims,
         dtypes=first.dtypes,
         resharded=first.resharded,
-        offloaded=any(own.offloaded_bytes for own in ranks.values()),
+        offloaded=any(shard.offloaded_bytes for shard in ranks.values()),
         uneven=uneven,
         uneven_count=first.uneven_count,
         imbalance=_imbalance(ranks, uneven, limits),
@@ -92,17 +92,17 @@ def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ModelShards:
 
 def _uneven(ranks: Mapping[int, Sharding]) -> list[Uneven]:
     """Return the uneven parameters that the ranks have named, with what each has of them."""
-    found: dict[str, tuple[UnevenShard, int, dict[int, int]]] = {}
-    for rank, own in ranks.items():
-        for part in own.uneven:
-            found.setdefault(part.name, (part, own.shards, {}))[2][rank] = part.own_rows
-    return [Uneven(name, part.rows, shards, rows) for name, (part, shards, rows) in found.items()]
+    named: dict[str, tuple[UnevenShard, int, dict[int, int]]] = {}
+    for rank, shard in ranks.items():
+        for part in shard.uneven:
+            named.setdefault(part.name, (part, shard.shards, {}))[2][rank] = part.own_rows
+    return [Uneven(name, part.rows, shards, rows) for name, (part, shards, rows) in named.items()]
 
 
 def _imbalance(
     ranks: Mapping[int, Sharding], uneven: Sequence[Uneven], limits: ShardLimits
 ) -> Imbalance | None:
-    held = {rank: own.shard_bytes for rank, own in ranks.items()}
+    held = {rank: shard.shard_bytes for rank, shard in ranks.items()}
     middle, most, least = median(held.values()), max(held.values()), min(held.values())
     if most > limits.imbalance * middle:
         extreme = most
@@ -112,7 +112,7 @@ def _imbalance(
         return None
     low, high = sorted((extreme, middle))
     ratio = high / low if low else None
-    who = [rank for rank, own in held.items() if own == extreme]
+    who = [rank for rank, shard in held.items() if shard == extreme]
     names, size = text.ranks(who).capitalize(), text.size(extreme)
     holding = f"{names} holds {size}" if len(who) == 1 else f"{names} hold {size} each"
     why = f"{holding} of the parameters, the median rank {text.size(middle)}{_because(uneven)}."
@@ -134,8 +134,8 @@ def _because(uneven: Sequence[Uneven]) -> str:
     if not uneven:
         return ""
     first = uneven[0]
-    rows = [own for _, own in sorted(first.per_rank.items())][: first.shards]
+    rows = [count for _, count in sorted(first.per_rank.items())][: first.shards]
     return (
         f": {first.name} has {first.rows:,} rows for {first.shards:,} ranks, which do not divide evenly: "
-        f"they have {text.listed([f'{own:,}' for own in rows])}"
+        f"they have {text.listed([f'{count:,}' for count in rows])}"
     )
