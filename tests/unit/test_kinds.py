@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,19 @@ from sessions import Clock, Rank, Relay, aggregation
 
 from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.unsent import Unsent
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.exports.tables import TABLES
 from traceml_ray.monitor.offline import finish_offline
+from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
 from traceml_ray.signals.experts.records import EXPERTS, MAX_ROUTERS, RouterTokens
 from traceml_ray.signals.kinds import KINDS, OF_RECORD, encoded
 from traceml_ray.signals.nodes.records import NODE, GpuProcess, GpuSample, NodeSample
 from traceml_ray.signals.output.records import OUTPUT, Output
+from traceml_ray.signals.sharding.records import SHARDING, Sharding, UnevenShard
 from traceml_ray.signals.throughput.records import WORK, StepWork
+from traceml_ray.store.schema import SessionFileError, connect
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
@@ -179,3 +185,44 @@ def test_importing_what_a_rank_sends_brings_no_numpy() -> None:
 
     code = "import sys, traceml_ray.signals.collectors; print('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_shards_and_experts_of_an_older_file_are_read_and_stay_when_it_goes_on(tmp_path: Path) -> None:
+    """They were in a table `sharding`, as JSON, and in a column of `rank_process`."""
+    routers = [RouterTokens(0, "first", [7, 9]), RouterTokens(1, "second", [1])]
+    shard = Sharding(2, 10, 40, 0, 10, 4, 1, 1, [4], [], {}, {}, uneven=[UnevenShard("w", 3, 1, 4)], steps=5)
+    played = Played(tmp_path / "demo", 2, per_node=2, late=None)
+    played.play(experts=routers, sharding=[shard])
+    played.aggregator.close()
+    path = tmp_path / "demo" / "session.sqlite"
+    with SessionFile(path) as file:
+        before = summarize(file, Thresholds())
+    assert before["experts"] and before["sharding"]
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE router")
+        connection.execute("DROP TABLE shard")
+        connection.execute("CREATE TABLE sharding(process PRIMARY KEY, body)")
+        connection.execute("ALTER TABLE rank_process ADD COLUMN experts")
+        body = msgspec.json.encode(shard).decode()
+        tokens = json.dumps({one.name: one.tokens for one in routers})
+        for (process,) in connection.execute("SELECT id FROM rank_process").fetchall():
+            connection.execute("INSERT INTO sharding VALUES(?, ?)", (process, body))
+            connection.execute("UPDATE rank_process SET experts = ? WHERE id = ?", (tokens, process))
+        connection.commit()
+    for writing in (False, True, False):
+        if writing:
+            connect(path, create=True).close()
+        with SessionFile(path) as file:
+            assert file.records_of(EXPERTS) == {1: routers, 2: routers}
+            assert file.records_of(SHARDING) == {1: [shard], 2: [shard]}
+            assert summarize(file, Thresholds()) == before
+
+
+def test_older_file_whose_shards_make_no_sense_says_that_it_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "session.sqlite"
+    with contextlib.closing(connect(path, create=True)) as connection:
+        connection.execute("DROP TABLE shard")
+        connection.execute("CREATE TABLE sharding(process PRIMARY KEY, body)")
+        connection.execute("INSERT INTO sharding VALUES(1, '{}')")
+    with pytest.raises(SessionFileError, match="damaged"):
+        SessionFile(path)

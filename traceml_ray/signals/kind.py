@@ -119,6 +119,11 @@ class Kind(Generic[R]):
                     values[place] = form.put(values[place])
         return (owner, *values)
 
+    def place(self, process: int, record: R) -> int:
+        """Return the number of a record's row in a table that keeps only some of each process."""
+        assert self.keep != "all"
+        return process * self.keep + self.slot(record) % self.keep
+
     def of_row(self, values: Sequence[Any]) -> R:
         """
         Return the record of such a row, without its owner; a field that is null in an older file has its

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import psutil
 
+from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.nodes import COLUMNS as NODE
+from traceml_ray.store.older import older_records
 from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
 from traceml_ray.wire import messages as wire
 
@@ -201,25 +203,35 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
         raise SessionFileError(
             f"{path}: written by {age} traceml-ray (schema {version}; this one reads {SCHEMA}): {hint}"
         )
-    _add_records(connection, create)
+    with legible(path):
+        _add_records(connection, create)
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _add_records(connection: sqlite3.Connection, create: bool) -> None:
     """
-    Add what an older file lacks of records of signals: in it, or for a reader in memory, where tables stay
-    empty; see `session_file.records` for columns.
+    Add what an older file lacks of records of signals: in it, or for a reader in memory. A table has what the
+    file has of the signal elsewhere; see `session_file.records` for columns.
     """
     for kind in KINDS.values():
         there = {row[1] for row in connection.execute(f"PRAGMA table_info({kind.table})")}
         if not there:
-            made = _list if kind.keep == "all" else _keyed
-            connection.execute(made(kind.table, "TABLE" if create else "TEMP TABLE"))
-            if create and kind.index:
-                connection.execute(_index(kind.table))
+            with transaction(connection, "IMMEDIATE" if create else "DEFERRED"):
+                _add_table(connection, kind, create)
         for name in kind.fields if there and create else ():
             if name not in there:
                 connection.execute(f"ALTER TABLE {kind.table} ADD COLUMN {name}")
+
+
+def _add_table(connection: sqlite3.Connection, kind: Kind[Any], create: bool) -> None:
+    made = _list if kind.keep == "all" else _keyed
+    connection.execute(made(kind.table, "TABLE" if create else "TEMP TABLE"))
+    if create and kind.index:
+        connection.execute(_index(kind.table))
+    older = older_records(connection, kind)
+    rows = [(kind.place(process, record), *kind.row(process, record)) for process, record in older]
+    columns = ", ".join(("id", kind.owner, *kind.fields))
+    write(connection, f"INSERT INTO {kind.table}({columns}) VALUES ?", rows)
 
 
 def on_network_filesystem(path: Path) -> bool:

@@ -180,7 +180,7 @@ class SessionWriter:
         if kind.keep == "all" or not isinstance(owner, int):
             self._add(kind.table, row)
         else:
-            place = owner * kind.keep + kind.slot(record) % kind.keep
+            place = kind.place(owner, record)
             self._pending.replaced[kind.table][place] = (place, *row)
 
     def add_event(
