@@ -689,7 +689,7 @@ def test_sessions_are_listed_with_the_running_ones_first(tmp_path: Path) -> None
     clock = Clock()
     for name in ("ended", "lost", "bare"):
         played = Played(tmp_path / name, 2, late=1, onset=0, clock=clock)
-        for _ in range(12):
+        for _ in range(14):  # of two ranks, 50 steps are needed
             played.play(5)
         if name != "lost":
             played.end()
@@ -700,7 +700,7 @@ def test_sessions_are_listed_with_the_running_ones_first(tmp_path: Path) -> None
         write_reports(SessionFolder(tmp_path / "ended"), session, LIMITS)
     held = prepare(tmp_path, "goes-on")
     running = Played(held.path, 2, late=1, onset=0, clock=clock)
-    for _ in range(12):
+    for _ in range(14):  # of two ranks, 50 steps are needed
         running.play(5)
     pages = SessionPages(running.source, clock=clock, timer=clock.timer)
     pages.poll()
@@ -713,7 +713,7 @@ def test_sessions_are_listed_with_the_running_ones_first(tmp_path: Path) -> None
         "bare": ("finished", "straggler", 1),
         "lost": ("never finished", "straggler", 1),
     }
-    assert entries["goes-on"].cost_pct and entries["goes-on"].steps == 60
+    assert entries["goes-on"].cost_pct and entries["goes-on"].steps == 70
     assert [e.name for e in look(pages, "sessions", state="never finished")["chosen"].items] == ["lost"]
     assert [e.name for e in look(pages, "sessions", q="rank 1 ended")["chosen"].items] == ["ended"]
     running.aggregator.close()
