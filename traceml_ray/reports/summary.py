@@ -17,6 +17,7 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.first_steps import FirstSteps
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import LABELS
@@ -47,6 +48,7 @@ from traceml_ray.reports.run_facts import (
 )
 from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
+from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS
@@ -142,31 +144,22 @@ def _failed(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> d
 
 def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary, and the answers of signals that are in it."""
-    session = facts.session
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
-    spans = StoredSpans(session, facts.ranks)
+    spans = StoredSpans(facts.session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
     deaths = facts.deaths()
-    stood = hangs(session.verdicts()[0])
-    machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
+    stood = hangs(facts.session.verdicts()[0])
+    machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
     verdict = still_open(stood, facts.fact("status")) or _headline(facts, deaths, memory) or performance
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
-    first = first_steps_of(facts, whole)
-    if first is not None:
-        verdict = msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, first.why))))
-    every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
-    every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
+    verdict = _with_first_steps(verdict, first := first_steps_of(facts, whole))
+    by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
+    every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
     signals = _signals(facts, whole.history if whole else None, _failed(facts, verdict, deaths))
-    findings = findings_of(
-        {**verdict.plain(), "episodes": episodes},
-        memory=memory,
-        layers=signals["layers"],
-        sharding=signals["sharding"],
-        loads=signals["experts"],
-    )
+    findings = _findings(verdict, episodes, memory, signals)
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -191,15 +184,34 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict
         "memory": memory_block(facts, memory),
         "sharding": None,
         "layers": None,
-        "profiles": profiles_block(session.path.parent, facts.run.get("id")),
+        "profiles": profiles_block(facts.session.path.parent, facts.run.get("id")),
         "system": None,
         "events": events_block(facts),
-        "ledger": session.ledger(),
+        "ledger": facts.session.ledger(),
         "overhead": overhead_of(facts.ranks.values()),
     }
     summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
     return rounded, signals
+
+
+def _findings(
+    verdict: Verdict, episodes: list[dict[str, Any]], memory: Memory, signals: Mapping[str, Any]
+) -> list[Finding]:
+    return findings_of(
+        {**verdict.plain(), "episodes": episodes},
+        memory=memory,
+        layers=signals["layers"],
+        sharding=signals["sharding"],
+        loads=signals["experts"],
+    )
+
+
+def _with_first_steps(verdict: Verdict, first: FirstSteps | None) -> Verdict:
+    """Return a verdict whose note also says why the first steps took long."""
+    if first is None:
+        return verdict
+    return msgspec.structs.replace(verdict, note="; ".join(filter(None, (verdict.note, first.why))))
 
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
