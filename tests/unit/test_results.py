@@ -79,3 +79,14 @@ def test_shapes_are_all_reached_from_what_a_session_returns() -> None:
     text = "".join(Path(str(module.__file__)).read_text() for module in modules)
     roots = {"BundleInfo", "NodeInfo", "RankInfo", "LiveVerdict", "Status", "Summary"}
     assert {name for name in named - roots if text.count(name) < 2} == set()
+
+
+def test_block_of_a_summary_that_this_version_does_not_know_is_passed_on(run: Run) -> None:
+    run.finish(0)
+    path = run.folder / "summary.json"
+    written = {**msgspec.json.decode(path.read_bytes()), "energy": {"joules": [1.5, None]}}
+    path.write_bytes(msgspec.json.encode(written))
+    answers = Answers(run.folder, Thresholds())
+    assert dict(answers._reported(written["run"])) == written
+    reply = query.encode([written])
+    assert query.ask_one(lambda _: reply, query.GetSummary()) == written

@@ -37,7 +37,8 @@ from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import Summary
+from traceml_ray.store.summary_shape import Summary, with_unknown_blocks
+from traceml_ray.wire.codec import ready
 
 QUESTIONS = (*query.REQUESTS.values(), *OF_QUESTION)
 """Every question and command there is."""
@@ -243,8 +244,9 @@ class Answers:
     def _made_report(self, run: str | None, _written: int | None) -> Summary:
         with self._file(run) as file:
             known = run, file.meta().get("status", "running")
-            with suppress(OSError, ValueError):  # somebody else may have written it
-                summary = read_json(self._files.summary_json, Summary)
+            with suppress(OSError, ValueError, msgspec.ValidationError):  # somebody else may have written it
+                every = read_json(self._files.summary_json, dict[str, Any])
+                summary = with_unknown_blocks(msgspec.convert(every, ready(Summary)), every)
                 if (summary["run"], summary["session"]["status"]) == known:
                     return summary
             return cast("Summary", next(summaries(file, self._limits)))

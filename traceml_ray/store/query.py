@@ -355,13 +355,21 @@ def ask(
     if answered.error:
         raise QueryError(answered.error)
     try:
-        return [_decoder(type(r)).decode(a) for r, a in zip(requests, answered.answers, strict=True)]
+        return [_answer(r, a) for r, a in zip(requests, answered.answers, strict=True)]
     except UNREADABLE as error:
         names = ", ".join(sorted({type(request).__name__ for request in requests}))
         why = f"it is of traceml-ray {answered.version}, this is {__version__}"
         if answered.version == __version__:
             why = f"{answered.of}: the session file is damaged"
         raise QueryError(f"the answer to {names} cannot be read ({error}): {why}") from None
+
+
+def _answer(request: Request[Any], raw: msgspec.Raw) -> Any:
+    """Return a decoded answer; of a summary also the blocks that a newer version has added."""
+    answer = _decoder(type(request)).decode(raw)
+    if isinstance(request, GetSummary):
+        return summary_shape.with_unknown_blocks(answer, msgspec.msgpack.decode(raw))
+    return answer
 
 
 def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:

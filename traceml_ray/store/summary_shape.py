@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
 
 from traceml_ray.store.results import (
     BriefFindings,
@@ -413,3 +414,8 @@ class Summary(TypedDict):
     """The newest thousand."""
     ledger: WholeLedger
     overhead: RankOverhead
+
+
+def with_unknown_blocks(summary: Summary, every: Mapping[str, Any]) -> Summary:
+    """Return a summary that was decoded from `every` with the blocks that this version does not know."""
+    return cast("Summary", {**every, **summary})
