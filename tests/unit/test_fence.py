@@ -61,7 +61,7 @@ aggregator.ingest(relay.message(rank.batch(20)))
 committed = aggregator.commit()
 aggregator.ingest(relay.message(rank.batch(5)))
 again = aggregator.commit()
-from traceml_ray import wire
+from traceml_ray.wire import messages as wire
 reply = wire.decode(aggregator.ingest(relay.message(seq=2)), wire.RelayReply)
 aggregator.end(wire.encode(wire.Finish(wire.VERSION, 0, node_id="node-0")))
 aggregator.endings.write_due()

@@ -65,8 +65,8 @@ def test_torch_distributed_call_is_separated_from_the_code_of_the_caller(where: 
 
 COLLECTING = """
 import gc, threading, time
-from traceml_ray import wire
 from traceml_ray.agent import stacks
+from traceml_ray.wire import messages as wire
 
 class Node: pass
 
