@@ -143,6 +143,20 @@ def test_each_question_is_answered_live_as_from_the_file(
     played.aggregator.close()
 
 
+def test_rank_that_took_no_step_has_a_line_live_as_from_the_file(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 4, per_node=2, late=None)
+    for _ in range(3):
+        played.play(0)
+    played.play(2, silent=(0,))
+    played.play(0, late=(0,))
+    played.begin(job_id="second")
+    played.play(0)
+    played.play(1)
+    for send in (played.aggregator.query, stored(played.folder)):
+        assert list(query.ask_one(send, query.GetTimes("job"))["ranks"]) == [0, 1, 2, 3]
+    played.aggregator.close()
+
+
 def test_verdict_of_a_session_that_is_over_is_that_of_its_report(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, late=1, onset=0)
     for _ in range(20):

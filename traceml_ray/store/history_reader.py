@@ -17,10 +17,12 @@ import numpy as np
 
 from traceml_ray import printing
 from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis.row_table import Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
+from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
 from traceml_ray.store.session_file import SessionFile
 
@@ -56,6 +58,7 @@ class HistoryReader:
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._run = run or Reduction(StepHistory(limits))
         self.history = self._run.history
+        self._reporting = run is not None
         self._processes: dict[int, int] | None = None if run is None else {}
         self._since = self._cursor = since
         self._chunks = _FEW_CHUNKS
@@ -77,6 +80,7 @@ class HistoryReader:
         if before is None or any(processes.get(rank) != process for rank, process in before.items()):
             self._begin()
         self._processes = processes
+        self._know_ranks()
         read = 0
         while read < most:
             chunk, cursor = self.session.rows(since=self._cursor, most=self._chunks)
@@ -95,6 +99,19 @@ class HistoryReader:
             stored = sum(process.stored for process in self.ranks.values())
             printing.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
         self._run.finish(self._training)
+
+    def _know_ranks(self) -> None:
+        """Give a line to each rank, as a live run does; not for a report, which is of ranks with rows."""
+        if self._reporting or self.ranks.keys() <= self.history.who.keys():
+            return
+        labels = process_labels(self.session.cluster(), self.session.processes())
+        self.history.know(
+            {
+                rank: Who(labels[process.id], process.group, process.strategy, process.role)
+                for rank, process in self.ranks.items()
+                if rank not in self.history.who
+            }
+        )
 
     def _begin(self) -> None:
         self._run = (self._kept() if self._since == 0 else None) or Reduction(StepHistory(self._limits))
