@@ -189,7 +189,7 @@ print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_ou
 
 PROFILED = """
     import threading
-    from traceml_ray import wire
+    from traceml_ray.wire import messages as wire
     from traceml_ray.agent import bootstrap
 
     captures, on = bootstrap.current().captures, torch.autograd._profiler_enabled

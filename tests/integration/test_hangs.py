@@ -245,7 +245,7 @@ import json, os, sys, threading, time
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
-from traceml_ray import wire
+from traceml_ray.wire import messages as wire
 from traceml_ray.agent import stacks
 
 rank = int(sys.argv[1])

@@ -474,6 +474,7 @@ def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
     )
     aggregator.commit()
     assert [text for _, text, _, _ in answered(aggregator, 0)] == ["seen", "Segmentation fault"]
+    assert dict(aggregator.errors) == {"lines of output": 2}  # of a process that is not known
 
 
 def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,9 @@ class RelayIntake:
         for name, records in received.of_ranks.items():
             if (process := writer.processes.get(name)) is not None:
                 self._take_records(process.id, records, node_id)
+            else:
+                for kind, record in records:
+                    self.errors.count(kind.lost, kind.amount(record))
         for event in batch.events:
             process = writer.processes.get(str(event.data.get("process_id")))
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
