@@ -15,7 +15,7 @@ that are judged.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -168,13 +168,29 @@ def correlation_steps(lateness: Float) -> float:
         return 1.0
     centred, variance = centred[:, varies], variance[varies]
     least = max(_UNCORRELATED, 1 / math.sqrt(steps * max(1, centred.shape[1] - 1)))  # else it may be chance
-    total = 1.0
-    for lag in range(1, steps // 3):
-        correlation = float(np.median(np.mean(centred[lag:] * centred[:-lag], axis=0) / variance))
-        if correlation < least:
-            break
-        total += 2 * correlation
+    total = stay_steps(
+        lambda lag: float(np.median(np.mean(centred[lag:] * centred[:-lag], axis=0) / variance)),
+        steps // 3,
+        least,
+    )
     return total * (1 + 4 * (total - 1) / steps) if steps < FEW_STEPS else total
+
+
+def stay_steps(correlation: Callable[[int], float], lags: int, least: float) -> float:
+    """
+    Return an integrated autocorrelation time in steps, ≥ 1.
+
+    Args:
+        correlation: of a lag, from 1 on.
+        lags: those below this one count,
+        least: up to the first whose correlation is below this.
+    """
+    total = 1.0
+    for lag in range(1, lags):
+        if (value := correlation(lag)) < least:
+            break
+        total += 2 * value
+    return total
 
 
 def _without_change(values: Float) -> Float:

@@ -10,6 +10,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.chance import least_z, z_late
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.lasting import compared
 from traceml_ray.analysis.levels import LOUD_STEPS, least_lateness, usually_alike
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
@@ -39,15 +40,13 @@ def doubt(
     if evidence.persistent[list(places), stage].max() < limits.min_excess:
         return ""
     steps = (PastSteps() if past is None else past).then(evidence)
-    lateness, work = (
-        evidence.by_step[:, :, stage].astype(np.float64),
-        steps.work(stage, np.arange(len(steps.ranks))),
-    )
-    late = np.isin(np.arange(lateness.shape[1]), places)
-    late_ns = evidence.persistent[late, stage] * evidence.mean_step_ns
+    columns = compared(len(steps.ranks), np.asarray(places))
+    lateness = evidence.by_step[:, columns, stage].astype(np.float64)
+    late, work = np.isin(columns, places), steps.work(stage, columns)
+    late_ns = evidence.persistent[columns[late], stage] * evidence.mean_step_ns
     alike = bool(usually_alike(work, late, late_ns).all())
-    z = float(z_late(lateness, places, 1.0 if alike else steps.stay(stage)).max())
-    least = least_z(lateness.shape[1], len(lateness))
+    z = float(z_late(lateness, np.flatnonzero(late).tolist(), 1.0 if alike else steps.stay(stage)).max())
+    least = least_z(len(steps.ranks), len(lateness))
     if z < least:
         return in_words(z, least)
     beyond_ns = float(late_ns.min())

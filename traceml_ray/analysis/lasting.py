@@ -119,7 +119,7 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
     return bool(slower.min() >= _ALIKE * slower.max() > 0)
 
 
-def _columns(ranks: int, candidates: Int64) -> Int64:
+def compared(ranks: int, candidates: Int64) -> Int64:
     """Return the ranks that are compared: `candidates` and, of very many others, some."""
     every = -(-ranks // _COMPARED)
     return np.arange(ranks) if every == 1 else np.union1d(candidates, np.arange(0, ranks, every))
@@ -174,7 +174,7 @@ class _Steps:
         Return those of `candidates` that are late by more than by chance and by more than the levels of work
         of the other ranks differ, and by how many standard errors they are above chance.
         """
-        columns = _columns(len(share), candidates)
+        columns = compared(len(share), candidates)
         places = np.searchsorted(columns, candidates)
         work, z = self.past.work(stage, columns), self._z(places, columns, stage, self.past.stay(stage))
         least = least_z(len(share), len(self.excess))

@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from traceml_ray.analysis.chance import stay_steps
 from traceml_ray.analysis.window import Bool, Float
 
 _LEAST, _MOST = 5.0, 40.0
@@ -89,13 +90,10 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> flo
     if variance <= 0:
         return 0.0
     least = max(_UNCORRELATED, _ERRORS / math.sqrt(steps * max(1, peers - 1)))
-    total = 0.0
-    for lag in range(1, 1 + steps // 2):
-        correlation = float(np.mean(apart[lag:] * apart[:-lag])) / variance
-        if correlation < least:
-            break
-        total += 2 * correlation
-    stay = min(1 + total, float(steps))
+    stay = stay_steps(
+        lambda lag: float(np.mean(apart[lag:] * apart[:-lag])) / variance, 1 + steps // 2, least
+    )
+    stay = min(stay, float(steps))
     if stay < min(_STAYS, _STAYS_SHARE * steps) or math.sqrt(variance) < _QUIET * lateness:
         return 0.0
     if steps < LOUD_STEPS:
