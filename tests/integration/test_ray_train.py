@@ -233,7 +233,7 @@ def test_exception_in_the_loop_is_unchanged_and_the_headline(session: Session, t
     summary = session.summary()
     assert summary["run"] == run_named(session, "raises")["id"]
     assert run_named(session, "raises")["status"] == "failed"
-    assert [run["name"] for run in session.runs()] == ["zero code", "raises"]
+    assert [run["name"] for run in session.runs()].count("raises") == 1
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1)
     assert verdict["exit_reason"] == "ValueError: planted"

@@ -410,6 +410,20 @@ def test_a_file_of_a_ranks_own_is_read_to_its_end(tmp_path: Path) -> None:
     assert not files.waiting and files._processes == {} and files.errors == {}
 
 
+def test_a_rank_that_lives_for_less_than_a_look_is_read(tmp_path: Path) -> None:
+    rank, files = Writer(tmp_path / "out"), OutputFiles(40, interval=600)
+    files.start()
+    files.settle(60)
+    files.follow("r", rank.process.pid)
+    until(lambda: files._processes["r"].files, "its file is open")
+    rank.write(b"last\n")
+    rank.end()
+    files.ended("r")
+    until(lambda: files.waiting, "its last line")
+    assert [entry.lines for entry in files.take()["r"]] == [["last"]]
+    files.close()
+
+
 def test_a_file_that_several_write_into_is_nobodys(tmp_path: Path) -> None:
     shared, private = tmp_path / "shared", tmp_path / "own"
     ranks, files = [Writer(shared), Writer(shared), Writer(private)], OutputFiles(40)

@@ -100,16 +100,22 @@ class OutputFiles:
             self._thread.start()
 
     def follow(self, process_id: str, pid: int) -> None:
-        """Read the output of a rank process from now on."""
+        """Read the output of a rank process from now on: it may be over before the next look would come."""
         if self._most:
             with self._lock:
                 self._processes.setdefault(process_id, _Process(pid))
+            self.look()
 
     def ended(self, process_id: str) -> None:
         """Read the output of a rank process once more: it is over."""
         with self._lock:
             if (process := self._processes.get(process_id)) is not None:
                 process.ended = True
+        self.look()
+
+    def look(self) -> None:
+        """Read soon, and not at the next look only; does not wait."""
+        self._wake.set()
 
     def settle(self, timeout_s: float) -> None:
         """Read once more now; what takes longer is not waited for."""
@@ -117,7 +123,7 @@ class OutputFiles:
             self.turn()
             return
         self._looked.clear()
-        self._wake.set()
+        self.look()
         self._looked.wait(timeout_s)
 
     def close(self) -> None:

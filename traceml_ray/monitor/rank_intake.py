@@ -144,6 +144,8 @@ class RankIntake:
         if batch.seq > process.seq:
             self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
             process.seq, process.final = batch.seq, batch.final
+            if batch.final:
+                self.output.look()  # its last words are there, and soon nobody waits for them
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
