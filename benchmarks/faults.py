@@ -111,7 +111,7 @@ class Segment(msgspec.Struct, frozen=True):
         truth = {late.stage for late in self.late}
         late = sorted({rank for late in self.late for rank in late.ranks})
         if self.kind == "rotating":
-            return label == "ambiguous" and verdict["pattern"] == "rotating" and stages == truth
+            return label == "imbalance" and stages == truth
         if self.of_most(world):
             return label == "group_wide" and stages == truth
         wanted = "co_critical" if self.kind == "co_critical" else "straggler"
@@ -305,7 +305,7 @@ def said(verdict: Case) -> str:
     """Return what a verdict says, in short."""
     who = f" {'+'.join(sorted(verdict['stages']))}" if verdict["stages"] else ""
     ranks = f" of {'+'.join(map(str, verdict['ranks']))}" if verdict["ranks"] else ""
-    return verdict["label"] + who + ranks + (" rotating" if verdict["pattern"] == "rotating" else "")
+    return verdict["label"] + who + ranks
 
 
 def score(run: Run) -> dict[str, list[Case]]:
