@@ -69,19 +69,19 @@ def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[
     examined = [machine for machine in machines if all_nodes or machine.named]
     others = [] if all_nodes else [machine for machine in machines if not machine.named]
     peers = np.concatenate([_NO_NODE, *(other.during.node for other in others)])
-    found = [anomaly for machine in examined for anomaly in _critical(machine)]
-    if not found and max((len(machine.during.node) for machine in examined), default=0) < MACHINE.samples:
+    anomalies = [anomaly for machine in examined for anomaly in _critical(machine)]
+    if not anomalies and max((len(machine.during.node) for machine in examined), default=0) < MACHINE.samples:
         return None
     for machine in examined:
         before = machine.before.node if machine.before else _NO_NODE
         usual, where = (peers, "other nodes") if len(peers) >= MACHINE.samples else (before, "before")
-        for each, value, normal, sentence in _deviations(machine.during.node, usual, where, NODE_LIMITED):
-            found.append(_anomaly(machine, each.name, value, sentence, usual=normal))
-        found += _on_devices(machine, others, all_nodes=all_nodes)
+        for quantity, value, normal, sentence in _deviations(machine.during.node, usual, where, NODE_LIMITED):
+            anomalies.append(_anomaly(machine, quantity.name, value, sentence, usual=normal))
+        anomalies += _on_devices(machine, others, all_nodes=all_nodes)
     compared = [len(peers), *(len(machine.before.node) for machine in examined if machine.before)]
-    if not found and max(compared) < MACHINE.samples:
+    if not anomalies and max(compared) < MACHINE.samples:
         return None
-    return tuple(_merged(found) if all_nodes else found)[:_MOST]
+    return tuple(_merged(anomalies) if all_nodes else anomalies)[:_MOST]
 
 
 def _anomaly(
@@ -115,8 +115,8 @@ def _on_devices(machine: Machine, others: Sequence[Machine], *, all_nodes: bool)
     named = named or dict.fromkeys(now.devices)
     elsewhere = [_of_ranks(other) for other in others]
     same_before = before is not None and before.devices == now.devices
-    found: list[Anomaly] = []
-    for at, device in enumerate(now.devices):
+    anomalies: list[Anomaly] = []
+    for index, device in enumerate(now.devices):
         if device not in named:
             continue
         # Peers on the same node: devices of the run that are not named themselves.
@@ -128,10 +128,13 @@ def _on_devices(machine: Machine, others: Sequence[Machine], *, all_nodes: bool)
         usual = np.concatenate([now.gpus[:, peers].reshape(-1, len(GPU_LIMITED)), *elsewhere])
         where = "its peers"
         if all_nodes or len(usual) < MACHINE.samples:
-            usual, where = (before.gpus[:, at] if before is not None and same_before else _NO_GPU), "before"
-        for each, value, normal, sentence in _deviations(now.gpus[:, at], usual, where, GPU_LIMITED):
-            found.append(_anomaly(machine, each.name, value, sentence, device, named[device], normal))
-    return found + _foreign(machine, others, named)
+            usual, where = (
+                (before.gpus[:, index] if before is not None and same_before else _NO_GPU),
+                "before",
+            )
+        for quantity, value, normal, sentence in _deviations(now.gpus[:, index], usual, where, GPU_LIMITED):
+            anomalies.append(_anomaly(machine, quantity.name, value, sentence, device, named[device], normal))
+    return anomalies + _foreign(machine, others, named)
 
 
 def _owners(machine: Machine) -> dict[int, int | None]:
@@ -140,10 +143,10 @@ def _owners(machine: Machine) -> dict[int, int | None]:
     for devices in machine.during.processes[-2:]:
         for device, processes in devices.items():
             for process in processes:
-                own = _own(process, machine.ranks)
-                if own is None:
+                pid = _own(process, machine.ranks)
+                if pid is None:
                     continue
-                rank = machine.ranks[own]
+                rank = machine.ranks[pid]
                 if owners.get(device) is None or rank in machine.named:
                     owners[device] = rank
     return owners
@@ -157,9 +160,9 @@ def _own(process: GpuProcess, ranks: Mapping[int, int | None]) -> int | None:
 def _of_ranks(machine: Machine) -> Float:
     """Return what was measured on the devices (n, GPU_LIMITED) that ranks are known to use, else on all."""
     owners, now = _owners(machine), machine.during
-    used = [at for at, device in enumerate(now.devices) if not owners or device in owners]
-    found: Float = now.gpus[:, used].reshape(-1, len(GPU_LIMITED))
-    return found
+    used = [index for index, device in enumerate(now.devices) if not owners or device in owners]
+    measured: Float = now.gpus[:, used].reshape(-1, len(GPU_LIMITED))
+    return measured
 
 
 def _deviations(
@@ -170,15 +173,15 @@ def _deviations(
     each group one: with the value, what is usual, and a sentence with what `where` has.
     """
     groups = set()
-    for column, each in enumerate(table):
-        level = _level(values[:, column], usual[:, column], each)
-        if each.limit is None or level is None or each.limit.group in groups:
+    for column, quantity in enumerate(table):
+        level = _level(values[:, column], usual[:, column], quantity)
+        if quantity.limit is None or level is None or quantity.limit.group in groups:
             continue
-        groups.add(each.limit.group)
+        groups.add(quantity.limit.group)
         value, normal = level
-        write = each.unit.written or (lambda _: "not")
+        write = quantity.unit.written or (lambda _: "not")
         against = "" if normal is None else f" ({where} {write(normal)})"
-        yield each, value, normal, each.limit.text.format(write(value)) + against
+        yield quantity, value, normal, quantity.limit.text.format(write(value)) + against
 
 
 def _level(values: Float, usual: Float, quantity: Quantity) -> tuple[float, float | None] | None:
@@ -206,14 +209,14 @@ def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, in
     elsewhere: Counter[str | None] = Counter()
     count = 0
     for other in (machine, *others):
-        for device, found in _foreign_processes(other).items():
+        for device, foreign in _foreign_processes(other).items():
             if other is not machine or device not in named:
                 count += 1
-                elsewhere.update({process.name for process in found})
+                elsewhere.update({process.name for process in foreign})
     return [
         _anomaly(machine, "foreign_process", process.mem_bytes, _foreign_text(process), device, named[device])
-        for device, found in sorted(_foreign_processes(machine).items())
-        for process in found
+        for device, processes in sorted(_foreign_processes(machine).items())
+        for process in processes
         if device in named and 2 * elsewhere[process.name] <= count
     ]
 
@@ -227,15 +230,15 @@ def _foreign_processes(machine: Machine) -> dict[int, list[GpuProcess]]:
     sampled = machine.during.processes
     if not _owners(machine) or len(sampled) < MACHINE.processes:
         return {}
-    found: dict[int, list[GpuProcess]] = {}
+    foreign: dict[int, list[GpuProcess]] = {}
     for device in machine.during.devices:
         seen: Counter[int] = Counter()
         last: dict[int, GpuProcess] = {}
         for devices in sampled:
             last.update({p.pid: p for p in devices.get(device, ()) if _own(p, machine.ranks) is None})
             seen.update({p.pid for p in devices.get(device, ())} & last.keys())
-        found[device] = [last[pid] for pid in last if seen[pid] >= MACHINE.often * len(sampled)]
-    return found
+        foreign[device] = [last[pid] for pid in last if seen[pid] >= MACHINE.often * len(sampled)]
+    return foreign
 
 
 def _foreign_text(process: GpuProcess) -> str:
@@ -244,10 +247,10 @@ def _foreign_text(process: GpuProcess) -> str:
     return f"process {process.pid}{name} belongs to no rank{holds}"
 
 
-def _merged(found: Sequence[Anomaly]) -> list[Anomaly]:
+def _merged(anomalies: Sequence[Anomaly]) -> list[Anomaly]:
     """Return of each kind the highest, with the number of other nodes that have it too."""
     kinds: dict[str, list[Anomaly]] = {}
-    for anomaly in found:
+    for anomaly in anomalies:
         kinds.setdefault(anomaly.kind, []).append(anomaly)
     merged = []
     for same in kinds.values():

@@ -143,8 +143,8 @@ def frontiers(window: Window, rows: Rows, behind: Sequence[Int64 | None] = ()) -
 
 
 def _idle(stats: StepStats, ranks: Sequence[int]) -> dict[int, float | None]:
-    share = {rank: _known(100 * each) for rank, each in zip(ranks, stats.idle(), strict=True)}
-    return share if any(each is not None for each in share.values()) else {}
+    share = {rank: _known(100 * share_idle) for rank, share_idle in zip(ranks, stats.idle(), strict=True)}
+    return share if any(share_idle is not None for share_idle in share.values()) else {}
 
 
 def _known(value: float) -> float | None:

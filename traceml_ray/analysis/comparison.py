@@ -109,7 +109,7 @@ def compare_steps(
     a: StepSample, b: StepSample, limits: CompareLimits = COMPARE
 ) -> tuple[ComparisonVerdict, list[NumberChange]]:
     """Return the verdict over the steps of two runs, and the numbers that it is made of."""
-    few = [name for name, own in (("A", a), ("B", b)) if not own["numbers"]]
+    few = [name for name, sample in (("A", a), ("B", b)) if not sample["numbers"]]
     if few:
         why = _too_few(a, b, limits)
         names = (STEP, MEDIAN, P95, SKEW, *STAGES)
@@ -124,12 +124,12 @@ def compare_memory(
     what: str, a: Sequence[MemorySeries], b: Sequence[MemorySeries], limits: CompareLimits = COMPARE
 ) -> NumberChange:
     """Return the memory of two runs: of each the rank that has most, the mean over its samples."""
-    lacks = [name for name, own in (("A", a), ("B", b)) if not own]
+    lacks = [name for name, samples in (("A", a), ("B", b)) if not samples]
     if lacks:
         return NumberChange(what=what, unit="B", why=f"not measured in {' and '.join(lacks)}")
-    one, other = (max(own, key=lambda each: float(each.samples.mean())) for own in (a, b))
-    mean_a, mean_b = (float(each.samples.mean()) for each in (one, other))
-    few = min(len(each.samples) for each in (one, other))
+    one, other = (max(devices, key=lambda device: float(device.samples.mean())) for devices in (a, b))
+    mean_a, mean_b = (float(device.samples.mean()) for device in (one, other))
+    few = min(len(device.samples) for device in (one, other))
     if few < limits.samples:
         why = f"only {few} samples; {limits.samples} are needed"
         return NumberChange(
@@ -146,7 +146,7 @@ def compare_memory(
 
 def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange:
     """Return a number that is only shown: nothing is known of how far chance moves it."""
-    a, b = (None if each is None or not np.isfinite(each) else float(each) for each in (a, b))
+    a, b = (None if number is None or not np.isfinite(number) else float(number) for number in (a, b))
     known = a is not None and b is not None
     return NumberChange(
         what=what,
@@ -159,7 +159,9 @@ def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange
 
 
 def _too_few(a: StepSample, b: StepSample, limits: CompareLimits) -> str:
-    counts = [f"{name} has {own['columns']}" for name, own in (("A", a), ("B", b)) if not own["numbers"]]
+    counts = [
+        f"{name} has {sample['columns']}" for name, sample in (("A", a), ("B", b)) if not sample["numbers"]
+    ]
     return f"too few steps beyond the warm-up: {' and '.join(counts)}, {limits.steps} are needed"
 
 
@@ -175,13 +177,13 @@ def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits)
     return _judged(_change(name, unit, one, two, low, high), least)
 
 
-def _interval(at: int, a: StepSample, b: StepSample, apart: float, upper: float) -> tuple[float, float]:
+def _interval(index: int, a: StepSample, b: StepSample, apart: float, upper: float) -> tuple[float, float]:
     """Return between what the difference of a number lies, which is `apart` in the two samples."""
-    blocks = min(own["columns"] / own["block"] for own in (a, b))
-    one, two = (own["replicates"][:, at] for own in (a, b))
+    blocks = min(sample["columns"] / sample["block"] for sample in (a, b))
+    one, two = (sample["replicates"][:, index] for sample in (a, b))
     drawn = np.random.default_rng(_PAIRED).permutation(two) - one - apart
     few = resampling.few_blocks(blocks) * resampling.student(blocks, upper) / resampling.student(1e9, upper)
-    drift = resampling.student(_FIFTHS, upper) * float(np.hypot(a["drift"][at], b["drift"][at]))
+    drift = resampling.student(_FIFTHS, upper) * float(np.hypot(a["drift"][index], b["drift"][index]))
     below, above = few * np.quantile(drawn, (1 - upper, upper))
     return apart + min(-float(np.hypot(below, drift)), 0.0), apart + float(np.hypot(above, drift))
 
@@ -275,31 +277,39 @@ def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> 
     flags = a["flags"] | b["flags"]
     waits = {name for flag in (FLAG_NO_SPLIT, FLAG_COUPLED) if flags & flag for name in _MERGED[flag]}
     names = [s for s in STAGES if s not in waits | {"sync_wait"} and not _incomparable(s, a, b)]
-    at = [STAGES.index(name) for name in names]
-    own = [np.nan_to_num(_of_ranks(each["stages"], alike)[:, at]) for each in (a, b)]
-    errors = [np.nan_to_num(_of_ranks(each["errors"], alike)[:, at]) for each in (a, b)]
-    if len(names) < 2 or min(each.sum() for each in own) <= 0:
+    columns = [STAGES.index(name) for name in names]
+    stages_of = [np.nan_to_num(_of_ranks(sample["stages"], alike)[:, columns]) for sample in (a, b)]
+    errors = [np.nan_to_num(_of_ranks(sample["errors"], alike)[:, columns]) for sample in (a, b)]
+    if len(names) < 2 or min(times.sum() for times in stages_of) <= 0:
         return None
-    factors = [_factor(np.delete(own[0], s, axis=1), np.delete(own[1], s, axis=1)) for s in range(len(names))]
-    left = [np.abs(np.delete(own[1] - factor * own[0], s, axis=1)).sum() for s, factor in enumerate(factors)]
+    factors = [
+        _factor(np.delete(stages_of[0], s, axis=1), np.delete(stages_of[1], s, axis=1))
+        for s in range(len(names))
+    ]
+    left = [
+        np.abs(np.delete(stages_of[1] - factor * stages_of[0], s, axis=1)).sum()
+        for s, factor in enumerate(factors)
+    ]
     stage = int(np.argmin(left))
     factor, others = factors[stage], [s for s in range(len(names)) if s != stage]
     unsure = factor * np.hypot(
         *(
             np.hypot.reduce(e[:, others], axis=None) / max(o[:, others].sum(), 1e-9)
-            for e, o in zip(errors, own, strict=True)
+            for e, o in zip(errors, stages_of, strict=True)
         )
     )
-    more = own[1][:, stage] - factor * own[0][:, stage]
+    more = stages_of[1][:, stage] - factor * stages_of[0][:, stage]
     error = np.sqrt(
-        errors[1][:, stage] ** 2 + (factor * errors[0][:, stage]) ** 2 + (unsure * own[0][:, stage]) ** 2
+        errors[1][:, stage] ** 2
+        + (factor * errors[0][:, stage]) ** 2
+        + (unsure * stages_of[0][:, stage]) ** 2
     )
     half = resampling.student(_FIFTHS, _upper(limits)) * error
     return _Moved(
-        _of_step(names[stage], a, own, stage, more, half, limits),
-        _ranks(a, b, own, stage, more, half, limits),
+        _of_step(names[stage], a, stages_of, stage, more, half, limits),
+        _ranks(a, b, stages_of, stage, more, half, limits),
         factor,
-        _factor(*own),
+        _factor(*stages_of),
     )
 
 
@@ -315,7 +325,7 @@ def _factor(a: Float, b: Float) -> float:
 def _of_step(
     name: str,
     a: StepSample,
-    own: Sequence[Float],
+    stages_of: Sequence[Float],
     stage: int,
     more: Float,
     half: Float,
@@ -323,12 +333,12 @@ def _of_step(
 ) -> NumberChange:
     """Return what a stage took more on the rank where that is most, as a change of the step, judged."""
     most, step = int(np.argmax(np.abs(more))), a["numbers"][STEP]
-    by, low, high = (float(each) for each in (more[most], more[most] - half[most], more[most] + half[most]))
+    by, low, high = (float(ms) for ms in (more[most], more[most] - half[most], more[most] + half[most]))
     change = NumberChange(
         what=name,
         unit="ms",
-        a=float(own[0][most, stage]),
-        b=float(own[1][most, stage]),
+        a=float(stages_of[0][most, stage]),
+        b=float(stages_of[1][most, stage]),
         change=by,
         low=low,
         high=high,
@@ -342,7 +352,7 @@ def _of_step(
 def _ranks(
     a: StepSample,
     b: StepSample,
-    own: Sequence[Float],
+    stages_of: Sequence[Float],
     stage: int,
     more: Float,
     half: Float,
@@ -356,15 +366,15 @@ def _ranks(
     which = np.flatnonzero((sign * more >= limits.moved * abs(most)) & (sign * more > half))
     return tuple(
         RankChange(
-            rank=a["ranks"][at],
-            node=b["nodes"][at],
-            a=float(own[0][at, stage]),
-            b=float(own[1][at, stage]),
-            change=float(more[at]),
-            low=float(more[at] - half[at]),
-            high=float(more[at] + half[at]),
+            rank=a["ranks"][index],
+            node=b["nodes"][index],
+            a=float(stages_of[0][index, stage]),
+            b=float(stages_of[1][index, stage]),
+            change=float(more[index]),
+            low=float(more[index] - half[index]),
+            high=float(more[index] + half[index]),
         )
-        for at in sorted(which.tolist(), key=lambda at: -sign * more[at])
+        for index in sorted(which.tolist(), key=lambda index: -sign * more[index])
     )
 
 

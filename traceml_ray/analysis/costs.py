@@ -50,7 +50,7 @@ def with_saving(verdict: Verdict) -> Verdict:
         verdict.gain_pct or 0.0,
         verdict.cost_pct,
         at_most=verdict.at_most,
-        of="the run" if verdict.about == "run" else "the step",
+        whole_time="the run" if verdict.about == "run" else "the step",
     )
     return msgspec.structs.replace(verdict, why=f"{verdict.why} {saving}", saving=saving)
 

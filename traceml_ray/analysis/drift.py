@@ -122,11 +122,11 @@ def _column(extra: Float, passes: Bool, usual: _Usual, thresholds: Thresholds) -
 
 def _slow(evidence: Evidence, column: int, count: int, extra: Float, usual: _Usual) -> Int64:
     """Return the places of the ranks whose own time is nearer to the new level than to the old one."""
-    at = slice(column, column + 1) if column != _WHOLE else slice(0, SYNC_WAIT)
+    stages = slice(column, column + 1) if column != _WHOLE else slice(0, SYNC_WAIT)
     window = evidence.window
     rows = max(1, round(len(window.keys) / len(window.starts)))
-    own = rows * evidence.rows.d[-count * rows :, :, at].sum(axis=2).mean(axis=0)
-    return np.flatnonzero(own >= (usual.level[at] + extra[at] / 2).sum())
+    own_ns = rows * evidence.rows.d[-count * rows :, :, stages].sum(axis=2).mean(axis=0)
+    return np.flatnonzero(own_ns >= (usual.level[stages] + extra[stages] / 2).sum())
 
 
 def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:

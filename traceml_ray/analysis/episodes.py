@@ -219,24 +219,24 @@ class Episodes:
             self._usual.append(level)
         self._forget()
 
-    def _begin(self, found: Verdict, evidence: Evidence) -> FindingTrack | None:
+    def _begin(self, verdict: Verdict, evidence: Evidence) -> FindingTrack | None:
         """
         Return a track of what has not been found before, from its first late step on.
 
         None where the window shows it only by steps that are counted already.
         """
         first, last = int(self.clock.steps[0]), int(self.clock.steps[-1])
-        self._counted = [each for each in self._counted if each[1] >= first]
-        counted_to = max((to for other, to in self._counted if may_share_steps(other, found)), default=-1)
-        least = max(found.from_step or 0, first, counted_to + 1)
+        self._counted = [pair for pair in self._counted if pair[1] >= first]
+        counted_to = max((to for other, to in self._counted if may_share_steps(other, verdict)), default=-1)
+        least = max(verdict.from_step or 0, first, counted_to + 1)
         if self._judged_to is not None and least == first:
             least = max(least, self._judged_to + 1)
-        late = late_from(least, found, evidence, self._limits if counted_to >= first else None)
+        late = late_from(least, verdict, evidence, self._limits if counted_to >= first else None)
         if late is None:
             return None
-        track = FindingTrack(found, late, self.clock.begin_ns(late))
+        track = FindingTrack(verdict, late, self.clock.begin_ns(late))
         track.found, track.found_ns = last, self.clock.now_ns
-        track.extend(evidence, self.clock, found)
+        track.extend(evidence, self.clock, verdict)
         return track
 
     def _forget(self) -> None:
@@ -355,7 +355,7 @@ class Episodes:
         usual = self._usual_level(track.verdict)
         if usual is None or not track.levels:
             return True
-        above = sum(bool(level[at] > usual[at]) for at, level in track.levels)
+        above = sum(bool(level[index] > usual[index]) for index, level in track.levels)
         return 2 * above > len(track.levels)
 
     def _few_peers(self, verdict: Verdict) -> bool:

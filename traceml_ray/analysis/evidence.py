@@ -110,8 +110,8 @@ def _added(times: Int64, merges: _Merges) -> Int64:
 def mixed(window: Window, flag: int) -> Bool:
     """Return the rows (K,) in which some ranks carry `flag` and others do not."""
     has = window.flags & flag != 0
-    some: Bool = has.any(axis=1) & ~has.all(axis=1)
-    return some
+    partly: Bool = has.any(axis=1) & ~has.all(axis=1)
+    return partly
 
 
 def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
@@ -121,7 +121,7 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
     if not d.size or (d.min() >= 0 and d.max() <= limit // d.shape[2]):
         return None
     bad = _bad(d, limit)
-    key, rank = (int(at) for at in np.unravel_index(int(np.argmax(bad)), bad.shape))
+    key, rank = (int(index) for index in np.unravel_index(int(np.argmax(bad)), bad.shape))
     return (key, rank) if bad[key, rank] else None
 
 
@@ -321,13 +321,13 @@ class Evidence:
         late = late_steps(series)
         if self.rows.d is self.window.d or not late.any():
             return cause.stage
-        own, compared = (
+        own_ns, compared = (
             np.median(self.window.by_step(d[:, places].mean(axis=1))[late], axis=0)
             for d in (self.window.d, self.rows.d)
         )
         least = _HOLDS * float(np.median(series[late]))
-        merged = [s for s in range(SYNC_WAIT) if s == cause.stage or (own[s] > 0 and compared[s] == 0)]
-        holds = [s for s in merged if own[s] >= least]
+        merged = [s for s in range(SYNC_WAIT) if s == cause.stage or (own_ns[s] > 0 and compared[s] == 0)]
+        holds = [s for s in merged if own_ns[s] >= least]
         return holds[0] if len(holds) == 1 else cause.stage
 
     def series(self, *causes: Cause) -> Float:
@@ -469,8 +469,8 @@ def _reference(rows: Rows, faster: Bool | None = None) -> Int64:
     """Return what a stage costs when no rank is late, ns (K, 6); of two kinds of ranks, on the `faster`."""
     steps, ranks, stages = rows.d.shape
     middle, columns = (ranks - 1) // 2, np.empty((steps, stages, ranks), np.int64)
-    for at in range(0, ranks, _COPIED):
-        columns[:, :, at : at + _COPIED] = rows.d[:, at : at + _COPIED].transpose(0, 2, 1)
+    for first in range(0, ranks, _COPIED):
+        columns[:, :, first : first + _COPIED] = rows.d[:, first : first + _COPIED].transpose(0, 2, 1)
     least = columns.min(axis=2)
     if faster is not None:
         columns = columns[:, :, faster]

@@ -33,8 +33,8 @@ def loads(of_ranks: Iterable[Iterable[RouterTokens]]) -> list[ExpertLoad]:
             known = sums.setdefault(router.name, [0] * len(router.tokens))
             if len(known) == len(router.tokens):
                 known[:] = [a + b for a, b in zip(known, router.tokens, strict=True)]
-    found = [_load(router, counts) for router, counts in sums.items() if sum(counts)]
-    return sorted(found, key=lambda load: -load.times_mean)
+    loads = [_load(router, counts) for router, counts in sums.items() if sum(counts)]
+    return sorted(loads, key=lambda load: -load.times_mean)
 
 
 def sentence(load: ExpertLoad | Mapping[str, object]) -> str:

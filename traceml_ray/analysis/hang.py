@@ -155,8 +155,8 @@ def _why(
 ) -> str:
     if not blocking:
         if len({(place.collective, place.where, place.step) for place in answering}) > 1:
-            each = [f"{text.ranks([place.rank])} {_doing(place)}" for place in answering[:8]]
-            return f"The ranks wait for different things: {text.listed(each)}."
+            waits = [f"{text.ranks([place.rank])} {_doing(place)}" for place in answering[:8]]
+            return f"The ranks wait for different things: {text.listed(waits)}."
         return f"Every rank {_doing(answering[0])}: the exchange itself does not complete."
     first = blocking[0]
     nodes = text.listed(list(dict.fromkeys(place.node for place in blocking)))
@@ -174,8 +174,8 @@ def _why(
         what = _doing(first)
     else:
         span = f"`{first.span}`" if first.span else None
-        at = ", ".join(filter(None, [span, first.where, _position(first)]))
-        what = f"{verb} in {at}, for {text.age(first.elapsed_s)}"
+        where = ", ".join(filter(None, [span, first.where, _position(first)]))
+        what = f"{verb} in {where}, for {text.age(first.elapsed_s)}"
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
 
@@ -184,8 +184,8 @@ def _position(place: RankPosition) -> str:
 
 
 def _doing(place: RankPosition) -> str:
-    at = f", {place.where}" if place.where else ""
-    return f"waits in {f'`{place.collective}`' if place.collective else 'the gradient exchange'}{at}"
+    where = f", {place.where}" if place.where else ""
+    return f"waits in {f'`{place.collective}`' if place.collective else 'the gradient exchange'}{where}"
 
 
 def _others(others: Sequence[RankPosition]) -> str:
@@ -229,30 +229,30 @@ def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
 def _stacks(blocking: Sequence[RankPosition], others: Sequence[RankPosition]) -> tuple[Stack, ...]:
     """Return all threads of the first blocking rank, and the training thread of the others, each once."""
     first = blocking[:1] if blocking and blocking[0].stack else []
-    found = [Stack(ranks=(place.rank,), text=place.stack) for place in first]
+    stacks = [Stack(ranks=(place.rank,), text=place.stack) for place in first]
     alike: dict[tuple[str | None, str | None], list[RankPosition]] = {}
     for place in [*blocking[1:], *others]:
         if place.stack:
             alike.setdefault((place.where, place.call), []).append(place)
     for places in alike.values():
         ranks = tuple(sorted(place.rank for place in places))
-        found.append(Stack(ranks=ranks, text=places[0].stack.partition("\nthread ")[0]))
-    return tuple(found)
+        stacks.append(Stack(ranks=ranks, text=places[0].stack.partition("\nthread ")[0]))
+    return tuple(stacks)
 
 
 def hangs(verdicts: Iterable[dict[str, Any]]) -> list[Verdict]:
     """Return the hangs among the live verdicts of a run, each once, in its last version."""
-    found: dict[int, Verdict] = {}
+    by_start: dict[int, Verdict] = {}
     for verdict in verdicts:
         if verdict.get("began_ns") is not None:
-            found[verdict["began_ns"]] = msgspec.convert(verdict, ready(Verdict))
-    return list(found.values())
+            by_start[verdict["began_ns"]] = msgspec.convert(verdict, ready(Verdict))
+    return list(by_start.values())
 
 
-def still_open(found: Sequence[Verdict], status: str | None) -> Verdict | None:
+def still_open(verdicts: Sequence[Verdict], status: str | None) -> Verdict | None:
     """
     Return the hang in which the run ended, or is at present.
 
     Deaths after it (a collective's time-out, a person who ended the job) only followed from it.
     """
-    return found[-1] if found and found[-1].lasted_s is None and status != "finished" else None
+    return verdicts[-1] if verdicts and verdicts[-1].lasted_s is None and status != "finished" else None

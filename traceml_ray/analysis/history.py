@@ -113,25 +113,32 @@ class RunJudge:
             self.baseline, self._learner = None, Learner(self._thresholds)
         # A drift stays found until it is half of `min_drift`: near the threshold noise decides.
         limits = self._staying if self.episodes.follows_all else self._thresholds
-        found, evidence, maybe = judge_window(
+        window_verdict, evidence, maybe = judge_window(
             window, limits, baseline=self.baseline, followed=self.episodes.followed, past=self._past
         )
         if evidence is not None and len(evidence.window.ranks) == len(window.ranks):
             self._past = self._past.then(evidence)
-        if self.baseline is None and evidence and self._is_usual(found):
+        if self.baseline is None and evidence and self._is_usual(window_verdict):
             self.baseline = self._learner.add(evidence)
-        counts = self._count(window, found)
-        verdict = self.episodes.update(window, found, evidence, counts=counts, maybe=maybe, past=self._past)
+        counts = self._count(window, window_verdict)
+        verdict = self.episodes.update(
+            window, window_verdict, evidence, counts=counts, maybe=maybe, past=self._past
+        )
         self._collect(window)
         self._merge(verdict)
         return self._with_chronic(verdict, sum(same(verdict, v) for v in self._recent), len(self._recent))
 
-    def _is_usual(self, found: Verdict) -> bool:
+    def _is_usual(self, verdict: Verdict) -> bool:
         """Whether a window shows how the run is without a fault: that ranks have unequal work is none."""
-        if found.meaning.kind == "healthy":
-            return found.confidence == "high"
-        full = found.window_steps >= self._thresholds.window_steps and found.coverage == 1.0
-        return found.meaning.kind == "finding" and found.meaning.names == "none" and not found.also and full
+        if verdict.meaning.kind == "healthy":
+            return verdict.confidence == "high"
+        full = verdict.window_steps >= self._thresholds.window_steps and verdict.coverage == 1.0
+        return (
+            verdict.meaning.kind == "finding"
+            and verdict.meaning.names == "none"
+            and not verdict.also
+            and full
+        )
 
     def whole(self) -> Verdict:
         """
@@ -145,12 +152,12 @@ class RunJudge:
         verdict, evidence, _ = judge_window(window, self._thresholds, whole_run=True, baseline=self.baseline)
         sampled, clock = findings_of(verdict), self.episodes.clock
         often = recurring(self.episodes.recurring, clock, self._thresholds)
-        every = [*self.episodes.episodes, *self.episodes.passed, *often]
-        every = [one for one in every if one.to_step >= self._same_ranks_from]
+        candidates = [*self.episodes.episodes, *self.episodes.passed, *often]
+        candidates = [one for one in candidates if one.to_step >= self._same_ranks_from]
         spread_to = self._sample[-1].last_step if self._sample else window.last_step
         sample = Sample(window, spread_to or 0, clock.now_ns - self._same_ranks_ns)
         if sampled and clock.now_ns < self._thresholds.hold_s * 1e9:  # too short for a name
-            found = [
+            findings = [
                 with_cost(
                     msgspec.structs.replace(one, about="run"),
                     (one.cost_pct or 0.0) / 100 * clock.now_ns / 1e9, clock.now_ns / 1e9, window.expected,
@@ -158,21 +165,21 @@ class RunJudge:
                 for one in sampled
             ]  # fmt: skip
         elif sampled or verdict.label == "healthy":
-            found = findings_of_run(every, sampled, evidence, sample, clock, self._thresholds)
+            findings = findings_of_run(candidates, sampled, evidence, sample, clock, self._thresholds)
         else:
-            found = []
-        return self._of_run(window, verdict, found)
+            findings = []
+        return self._of_run(window, verdict, findings)
 
-    def _of_run(self, window: Window, sample: Verdict, found: Sequence[Verdict]) -> Verdict:
+    def _of_run(self, window: Window, sample: Verdict, findings: Sequence[Verdict]) -> Verdict:
         """Return the verdict on the run, which has these findings; `sample` is that on its `window`."""
         named = self.episodes.episodes
         elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
-        for one in found:  # what was not named has cost, too
-            lost_s += (one.cost_s or 0.0) - sum(each.cost_s for each in named if is_of(one, each))
+        for one in findings:  # what was not named has cost, too
+            lost_s += (one.cost_s or 0.0) - sum(episode.cost_s for episode in named if is_of(one, episode))
         total = {"lost_s": lost_s, "elapsed_s": elapsed_s}
         last = [(one.verdict, one.last - one.began + 1, one.cost_s) for one in self.episodes.at_end]
         note = notes.last_steps(last, elapsed_s)
-        if not found:
+        if not findings:
             verdict = sample
             if sample.meaning.kind == "finding":
                 verdict = Verdict(
@@ -187,7 +194,7 @@ class RunJudge:
                 was = notes.was_named(len(named), lost_s, about, worst.from_step, worst.to_step)
             note = "; ".join(filter(None, (was, note)))
             return msgspec.structs.replace(verdict, about="run", also=(), note=note, **total)
-        headline, *others = (self._with_chronic(one, self._often(one), self._counted) for one in found)
+        headline, *others = (self._with_chronic(one, self._often(one), self._counted) for one in findings)
         facts = sample.of_window
         if not headline.window_steps:  # of episodes
             facts["to_step"] = headline.to_step

@@ -203,22 +203,24 @@ def following(
     for stage in np.flatnonzero(suspects.any(axis=0)):
         could = unsure & _BITS[stage] != 0
         often = could.mean(axis=0) >= HOSTS.own
-        at = np.flatnonzero(suspects[:, stage] & often)
+        candidates = np.flatnonzero(suspects[:, stage] & often)
         alone = certain[stage] and 2 * np.count_nonzero(often) <= len(often)
-        taken = excess[at, stage] if alone else np.median(d[:, at, stage], axis=0)
-        at = at[taken <= np.median(host[:, at, stage], axis=0)]
-        if not len(at):
+        taken = excess[candidates, stage] if alone else np.median(d[:, candidates, stage], axis=0)
+        candidates = candidates[taken <= np.median(host[:, candidates, stage], axis=0)]
+        if not len(candidates):
             continue
-        own, its = (each[:, at, stage].var(axis=0, where=could[:, at]) for each in (host, d))
+        host_variance, its = (
+            times[:, candidates, stage].var(axis=0, where=could[:, candidates]) for times in (host, d)
+        )
         if certain[stage]:
-            follows[at, stage] = (own < its) | alone
+            follows[candidates, stage] = (host_variance < its) | alone
             continue
-        some = slice(None, None, -(-len(often) // _SOME))
-        usual, usual_its = (np.median(each[:, some, stage].var(axis=0)) for each in (host, d))
+        subset = slice(None, None, -(-len(often) // _SOME))
+        usual, usual_its = (np.median(times[:, subset, stage].var(axis=0)) for times in (host, d))
         if usual < usual_its:
-            follows[at, stage] = own < its
+            follows[candidates, stage] = host_variance < its
         else:
-            unknown[at, stage] = own < HOSTS.held * its
+            unknown[candidates, stage] = host_variance < HOSTS.held * its
     return follows, unknown
 
 
@@ -250,11 +252,11 @@ def _apart(host: Int64, d: Int64, stage: int) -> float:
     from any mark to the same some steps before; ÷ what the host's own times vary by.
     """
     rows, ranks, _ = host.shape
-    (own, of_host), (_, of_device) = (
+    (excess, of_host), (_, of_device) = (
         (times, np.cumsum(times.reshape(rows * N_STAGES, ranks), axis=0).reshape(times.shape))
-        for times in (each.transpose(0, 2, 1).astype(np.float64) for each in (host, d))
+        for times in (rows.transpose(0, 2, 1).astype(np.float64) for rows in (host, d))
     )
-    step, steps, mine = np.diff(of_host[:, stage], axis=0), np.diff(of_device, axis=0), own[1:, stage]
+    step, steps, mine = np.diff(of_host[:, stage], axis=0), np.diff(of_device, axis=0), excess[1:, stage]
     by_itself = np.maximum(mine.var(axis=0) + (step - mine).var(axis=0), 1.0)
     apart = [
         np.median((step[back:, None] - steps[: len(steps) - back]).var(axis=0) / by_itself, axis=1).min()

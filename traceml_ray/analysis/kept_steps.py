@@ -100,52 +100,52 @@ class KeptSteps:
         With `since`, only the columns that end at that step or later.
         """
         made = []
-        for each, part, per in self._chosen(between, most):
+        for store, part, per in self._chosen(between, most):
             start, stop = part.start, part.stop
             if since is not None:
-                old = int(np.searchsorted(each.last[:stop], since))
+                old = int(np.searchsorted(store.last[:stop], since))
                 start = stop if old == stop else start + max(0, old - start) // per * per
             if start < stop:
-                made.append(grouped(each, slice(start, stop), per, stage))
+                made.append(grouped(store, slice(start, stop), per, stage))
         if not made:
             none = np.empty((len(self.ranks), 0))
-            at = np.empty(0, np.int64)
-            return Columns(at, at, none, none, np.empty((0, N_STAGES)), np.empty(0))
+            no_steps = np.empty(0, np.int64)
+            return Columns(no_steps, no_steps, none, none, np.empty((0, N_STAGES)), np.empty(0))
         both = zip(zip(*made, strict=True), (0, 0, 1, 1, 0, 0), strict=True)
         return Columns(*(np.concatenate(part, axis) for part, axis in both))
 
     def stage_columns(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
         """Return the stages of the same: first and last step (C,) of each column, means (R, C, 6) ms."""
-        found = [stages_in(*chosen) for chosen in self._chosen(between, most)]
-        if not found:
-            at = np.empty(0, np.int64)
-            return at, at, np.empty((len(self.ranks), 0, N_STAGES))
-        both = zip(zip(*found, strict=True), (0, 0, 1), strict=True)
+        columns = [stages_in(*chosen) for chosen in self._chosen(between, most)]
+        if not columns:
+            no_steps = np.empty(0, np.int64)
+            return no_steps, no_steps, np.empty((len(self.ranks), 0, N_STAGES))
+        both = zip(zip(*columns, strict=True), (0, 0, 1), strict=True)
         first, last, d = (np.concatenate(part, axis) for part, axis in both)
         return first, last, d
 
     def settled(self, most: int) -> Bool:
         """Return which columns of the whole run (C,), see `columns`, are full and beyond the warm-up."""
-        found = []
+        full_columns = []
         for store, part, per in self._chosen(ALL, most):
-            at = np.arange(part.start, part.stop, per)
+            starts = np.arange(part.start, part.stop, per)
             steps, warm, chained = (
-                np.add.reduceat(column[: part.stop], at)
+                np.add.reduceat(column[: part.stop], starts)
                 for column in (store.steps, store.warm, store.chained)
             )
             full = steps == per * getattr(store, "width", 1)
-            found.append(full & (warm == steps) & (chained == steps))
-        return np.concatenate([np.empty(0, bool), *found])
+            full_columns.append(full & (warm == steps) & (chained == steps))
+        return np.concatenate([np.empty(0, bool), *full_columns])
 
     def step_means(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
         """Return of the same how long a step took: first and last step (C,), mean ms (C,)."""
         first, last, ms = [], [], []
         for store, part, per in self._chosen(between, most):
-            at = np.arange(part.start, part.stop, per)
-            chained = np.add.reduceat(store.chained[: part.stop], at)
-            took = np.add.reduceat(store.exposed[: part.stop].sum(axis=1), at)
-            first.append(store.first[at])
-            last.append(store.last[np.minimum(at + per, part.stop) - 1])
+            starts = np.arange(part.start, part.stop, per)
+            chained = np.add.reduceat(store.chained[: part.stop], starts)
+            took = np.add.reduceat(store.exposed[: part.stop].sum(axis=1), starts)
+            first.append(store.first[starts])
+            last.append(store.last[np.minimum(starts + per, part.stop) - 1])
             ms.append(np.where(chained > 0, took / np.maximum(chained, 1), np.nan))
         none = np.empty(0, np.int64)
         return (
@@ -161,7 +161,7 @@ class KeptSteps:
             return [(store, slice(max(0, store.end - most), store.end), 1)]
         parts = self._parts(between)
         per = self._steps_a_column(parts, most)
-        return [(each, part, per // width) for each, part, width in parts]
+        return [(store, part, per // width) for store, part, width in parts]
 
     def layout(self, between: Between | None, most: int = MAX_BINS) -> list[int]:
         """Return what changes when columns that were there before are no longer the same."""
@@ -173,13 +173,13 @@ class KeptSteps:
     def _parts(self, between: Between) -> list[tuple[StepSums, slice, int]]:
         """Return where those steps are, and how many a column there stands for."""
         widths = [*([self._bins.width] if self._bins else []), 1]
-        found = []
+        parts = []
         for store, width in zip(self.stores(), widths, strict=True):
             start = int(np.searchsorted(store.last[: store.end], between.first))
             stop = int(np.searchsorted(store.first[: store.end], between.last, "right"))
             if start < stop:
-                found.append((store, slice(start, stop), width))
-        return found
+                parts.append((store, slice(start, stop), width))
+        return parts
 
     @staticmethod
     def _steps_a_column(parts: list[tuple[StepSums, slice, int]], most: int) -> int:
@@ -192,19 +192,19 @@ class KeptSteps:
         steps, total = 0, np.zeros(N_STAGES)
         for store, part, _ in self._parts(between):
             inside = (store.first[part] >= between.first) & (store.last[part] <= between.last)
-            at = part.start + np.flatnonzero(inside & (store.warm[part] == store.steps[part]))
-            steps += int(store.chained[at].sum())
-            total += store.exposed[at].sum(axis=0)
+            indices = part.start + np.flatnonzero(inside & (store.warm[part] == store.steps[part]))
+            steps += int(store.chained[indices].sum())
+            total += store.exposed[indices].sum(axis=0)
         return steps, total / max(1, steps)
 
     def waiting(self, newest: int | None = None) -> float:
         """Return the share of all ranks' time in which they waited, of the steps that `stats` is of."""
         busy = took = 0.0
         for store in self.stores() if newest is None else [self._newest]:
-            at = np.flatnonzero(store.warm[: store.end] == store.steps[: store.end])
-            at = (at if len(at) else np.arange(store.end))[-newest if newest else 0 :]
-            busy += float(store.busy[:, at].sum(dtype=float))
-            took += float(store.d[:, at].sum(dtype=float))
+            indices = np.flatnonzero(store.warm[: store.end] == store.steps[: store.end])
+            indices = (indices if len(indices) else np.arange(store.end))[-newest if newest else 0 :]
+            busy += float(store.busy[:, indices].sum(dtype=float))
+            took += float(store.d[:, indices].sum(dtype=float))
         return 1 - busy / took if took else np.nan
 
     def steps_between(self, first: int, last: int) -> Window:
@@ -215,20 +215,20 @@ class KeptSteps:
         parts = []
         for store in self.stores():
             begins, ends = np.maximum(store.first, first), np.minimum(store.last, last)
-            at = np.flatnonzero((2 * (ends - begins + 1) >= store.last - store.first + 1)[: store.end])
-            at = at[(store.count[:, at] > 0).all(axis=0)]
-            mean = store.d[:, at] / store.count[:, at, None] * 1e6
-            parts.append((begins[at] << SEGMENT_BITS, np.rint(mean).astype(np.int64).transpose(1, 0, 2)))
+            indices = np.flatnonzero((2 * (ends - begins + 1) >= store.last - store.first + 1)[: store.end])
+            indices = indices[(store.count[:, indices] > 0).all(axis=0)]
+            mean = store.d[:, indices] / store.count[:, indices, None] * 1e6
+            parts.append((begins[indices] << SEGMENT_BITS, np.rint(mean).astype(np.int64).transpose(1, 0, 2)))
         keys, d = (np.concatenate(part) for part in zip(*parts, strict=True))
         who = [self.who[rank] for rank in self.ranks]
         return Window(
             keys=keys,
             ranks=self._axis,
-            nodes=tuple(each.node for each in who),
+            nodes=tuple(rank.node for rank in who),
             d=d,
             flags=np.zeros(d.shape[:2], np.uint8),
             expected=len(who),
-            groups=tuple(each.group for each in who),
+            groups=tuple(rank.group for rank in who),
         )
 
     def stages(self, first: int, last: int) -> tuple[Int64, Array, Array]:
@@ -242,10 +242,10 @@ class KeptSteps:
     def stats(self, newest: int | None = None) -> StepStats | None:
         """Return statistics of all steps beyond the warm-up, or of the `newest` of them; None without any."""
         store, older = self._newest, self._older if newest is None else None
-        at = np.flatnonzero(store.warm[: store.end])
-        if len(at) + (older.steps if older else 0) < self.limits.first_window_steps:
-            at = np.flatnonzero(store.chained[: store.end])  # hardly any are left
-        made = StepStats(store, at[-newest:] if newest else at, older)
+        indices = np.flatnonzero(store.warm[: store.end])
+        if len(indices) + (older.steps if older else 0) < self.limits.first_window_steps:
+            indices = np.flatnonzero(store.chained[: store.end])  # hardly any are left
+        made = StepStats(store, indices[-newest:] if newest else indices, older)
         return made if made.steps else None
 
     def cut(self, step: int) -> None:

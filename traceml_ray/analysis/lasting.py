@@ -121,8 +121,8 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
 
 def compared(ranks: int, candidates: Int64) -> Int64:
     """Return the ranks that are compared: `candidates` and, of very many others, some."""
-    every = -(-ranks // _COMPARED)
-    return np.arange(ranks) if every == 1 else np.union1d(candidates, np.arange(0, ranks, every))
+    stride = -(-ranks // _COMPARED)
+    return np.arange(ranks) if stride == 1 else np.union1d(candidates, np.arange(0, ranks, stride))
 
 
 def _overlap(one: Late, other: Late) -> bool:

@@ -21,7 +21,7 @@ def over_the_run(
     return f"In {share(taken)} of the run {seen}.", f"Fixing that saves {share(cost)} of the run."
 
 
-def last_steps(found: Sequence[tuple[Verdict, int, float]], elapsed_s: float) -> str:
+def last_steps(findings: Sequence[tuple[Verdict, int, float]], elapsed_s: float) -> str:
     """
     Return what was late in the last steps of a run, too briefly to be named: each with how many steps, and
     its cost (s).
@@ -29,7 +29,7 @@ def last_steps(found: Sequence[tuple[Verdict, int, float]], elapsed_s: float) ->
     parts = [
         f"{_what(verdict)} in the last {count(steps, 'step')}: {duration(cost_s)}, "
         f"{share(cost_s / max(elapsed_s, 1e-9))} of the run"
-        for verdict, steps, cost_s in found[:2]
+        for verdict, steps, cost_s in findings[:2]
     ]
     return "; ".join(parts)
 
@@ -46,9 +46,9 @@ def was_named(times: int, cost_s: float, worst: Verdict, first: int, last: int) 
     return f"a cause was named {often}, which cost {duration(cost_s)} in all ({which})"
 
 
-def pending(found: Sequence[tuple[float, Verdict]]) -> str:
-    """Return what is not named yet; `found` has for how long (s) each was found."""
-    return "; ".join(f"{_what(verdict)} for {duration(lasted_s)}" for lasted_s, verdict in found[:2])
+def pending(findings: Sequence[tuple[float, Verdict]]) -> str:
+    """Return what is not named yet; `findings` are (for how long it was seen in s, the verdict)."""
+    return "; ".join(f"{_what(verdict)} for {duration(lasted_s)}" for lasted_s, verdict in findings[:2])
 
 
 def _what(verdict: Verdict) -> str:
@@ -81,20 +81,20 @@ def too_brief(hold_s: float) -> str:
     return f"What this window shows has lasted less than {duration(hold_s)}, or is over."
 
 
-def too_early(found: Verdict, hold_s: float) -> str:
+def too_early(verdict: Verdict, hold_s: float) -> str:
     """Return why a run without a verdict so far names nobody although something is late, or slower."""
-    return f"{_seen(found, 'is', 'are')}. That is not named yet: it has to last {duration(hold_s)}."
+    return f"{_seen(verdict, 'is', 'are')}. That is not named yet: it has to last {duration(hold_s)}."
 
 
-def _seen(found: Verdict, one: str, several: str) -> str:
+def _seen(verdict: Verdict, one: str, several: str) -> str:
     """Return who is late, or what is slower; `one` and `several` are the verb."""
-    stages = _listed(found.stages)
-    if found.meaning.names == "all":
+    stages = _listed(verdict.stages)
+    if verdict.meaning.names == "all":
         return f"{stages or 'The whole step'} {one} slower than the baseline"
-    if not found.ranks:
+    if not verdict.ranks:
         return f"Ranks {several} late in turn" + (f" in {stages}" if stages else "")
-    who = f"{ranks(found.ranks)}{f' ({listed(found.nodes)})' if 0 < len(found.nodes) <= _NODES else ''}"
-    verb = one if len(found.ranks) == 1 else several
+    who = f"{ranks(verdict.ranks)}{f' ({listed(verdict.nodes)})' if 0 < len(verdict.nodes) <= _NODES else ''}"
+    verb = one if len(verdict.ranks) == 1 else several
     return f"{who[:1].upper()}{who[1:]} {verb} late" + (f" in {stages}" if stages else "")
 
 

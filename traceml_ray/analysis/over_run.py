@@ -31,15 +31,15 @@ class Sample:
     spread_to: int
     elapsed_ns: int
 
-    def weights(self, steps: Int64, every: int) -> Float:
-        """Return for how many steps of the run each of `steps` (S,) stands; one in `every` has times."""
+    def weights(self, steps: Int64, stride: int) -> Float:
+        """Return for how many steps of the run each of `steps` (S,) stands; one in `stride` has times."""
         window = self.window
         mean_ns = window.d.sum(axis=2, dtype=np.float64).mean(axis=1)
         step_ns, spread = window.by_step(mean_ns), window.steps <= self.spread_to
-        alone_ns = every * float(step_ns[~spread].sum())
+        alone_ns = stride * float(step_ns[~spread].sum())
         factor = max(self.elapsed_ns - alone_ns, 0.0) / max(float(step_ns[spread].sum()), 1.0)
-        found: Float = np.where(steps <= self.spread_to, factor, float(every))
-        return found
+        weights: Float = np.where(steps <= self.spread_to, factor, float(stride))
+        return weights
 
 
 def same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
@@ -108,15 +108,15 @@ def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> l
     Return what came back again and again without being named, as an episode each: where it cost
     `transient_excess` of the run, and `transient_share` of what all ranks lost in that way in its stage.
     """
-    found = []
+    episodes = []
     for one in brief:
         in_stage = sum(other.cost_ns for other in brief if other.verdict.stage == one.verdict.stage)
         costs = one.cost_ns >= limits.transient_excess * clock.now_ns
         steps = clock.timed(one.last - one.began) + 1
         lasts = limits.lasted(one.verdict.label, one.last_ns - one.began_ns, steps)
         if one.count > 1 and costs and lasts and one.cost_ns >= limits.transient_share * in_stage:
-            found.append(one.episode())
-    return found
+            episodes.append(one.episode())
+    return episodes
 
 
 def _lost_s(finding: Verdict, evidence: Evidence, sample: Sample, clock: Clock) -> float:

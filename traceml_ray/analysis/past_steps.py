@@ -89,8 +89,8 @@ class PastSteps:
     def stay(self, stage: int | None) -> float:
         """Return for how many steps work in a stage (None: in all of them) stays alike."""
         if stage not in self._stays:
-            some = slice(None, None, -(-len(self.ranks) // COMPARED))
-            parts = [excess[:, some] for excess, *_ in self.pieces]
+            subset = slice(None, None, -(-len(self.ranks) // COMPARED))
+            parts = [excess[:, subset] for excess, *_ in self.pieces]
             late = [part.sum(axis=2) if stage is None else part[:, :, stage] for part in parts]
             self._stays[stage] = correlation_steps(np.concatenate(late).astype(np.float64))
         return self._stays[stage]

@@ -18,7 +18,7 @@ def median_rank(window: Window, but: Collection[int], stage: str | None) -> int 
     others = np.flatnonzero(~np.isin(window.ranks, list(but)))
     if not len(others) or not len(window.keys):
         return None
-    of = [STAGES.index(stage)] if stage is not None else [n for n in range(len(STAGES)) if n != SYNC_WAIT]
-    spent = window.d[:, others][:, :, of].sum(axis=(0, 2))
+    stages = [STAGES.index(stage)] if stage is not None else [n for n in range(len(STAGES)) if n != SYNC_WAIT]
+    spent = window.d[:, others][:, :, stages].sum(axis=(0, 2))
     middle = others[np.argsort(spent, kind="stable")[(len(others) - 1) // 2]]
     return int(window.ranks[middle])

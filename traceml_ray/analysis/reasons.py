@@ -163,7 +163,7 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
 def _in_part(reason: Reason) -> str:
     """Return what the sizes of batches explain, where that is not most of it."""
     known = {"tokens": reason.tokens, "samples": reason.samples}
-    name, share = max(known.items(), key=lambda each: each[1] or 0.0)
+    name, share = max(known.items(), key=lambda part: part[1] or 0.0)
     if (share or 0.0) < _MENTIONED:
         return ""
     return f" The number of {name} in the batches explains {text.share(share or 0.0)}."
@@ -175,9 +175,10 @@ def _lacking(reason: Reason) -> str:
         return f" The sizes of batches may explain them: too few were seen to tell ({reason.steps:,} steps)."
     if reason.sizes_known:
         return ""
-    of = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
+    whose = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
     return (
-        f" Whether the sizes of batches explain them is not known: those{of} are not known of enough steps."
+        " Whether the sizes of batches explain them is not known: "
+        f"those{whose} are not known of enough steps."
     )
 
 

@@ -34,10 +34,10 @@ class Reduction:
         self._first_step: int | None = None
         self._judged_to = -1
 
-    def add(self, found: Sequence[RankRows], holding: Container[int], waited: int, expected: int) -> None:
+    def add(self, pieces: Sequence[RankRows], holding: Container[int], waited: int, expected: int) -> None:
         """Take rows, and reduce the steps that are whole, see `StepHistory.advance`."""
-        self.rows += sum(len(own.keys) for own in found)
-        for part in _parts(found, self.history.table.size // 2):
+        self.rows += sum(len(rank_rows.keys) for rank_rows in pieces)
+        for part in _parts(pieces, self.history.table.size // 2):
             self.history.take(part)
             if self.history.advance(holding, waited, expected):
                 self._judge(before_step(self.history.done), expected)
@@ -65,32 +65,36 @@ def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | No
     rank will do.
     """
     history = StepHistory(limits, deep=True)
-    history.know({own.rank: Who(own.node, own.group, own.strategy, own.role) for own in ranks})
+    history.know(
+        {process.rank: Who(process.node, process.group, process.strategy, process.role) for process in ranks}
+    )
     return Reduction(history, Replay(None, limits, baseline), processes_of(ranks))
 
 
 def processes_of(rows: Iterable[RankRows]) -> dict[int, int]:
     """Return the process of each rank."""
-    return {own.rank: own.process_id for own in rows}
+    return {rank_rows.rank: rank_rows.process_id for rank_rows in rows}
 
 
 def last_common_step(newest: Sequence[RankRows]) -> int:
     """Return the last step that all ranks have, by the newest rows of each."""
-    return min((int(own.keys.max()) for own in newest), default=0) >> SEGMENT_BITS
+    return min((int(rank_rows.keys.max()) for rank_rows in newest), default=0) >> SEGMENT_BITS
 
 
-def _parts(found: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
+def _parts(pieces: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
     """Yield rows in the order of their keys, of at most `most` different ones at a time."""
-    keys = np.sort(np.concatenate([_NO_KEYS, *(own.keys for own in found)]), kind="stable")  # of sorted runs
+    keys = np.sort(
+        np.concatenate([_NO_KEYS, *(rank_rows.keys for rank_rows in pieces)]), kind="stable"
+    )  # of sorted runs
     keys = keys[np.diff(keys, prepend=-1) > 0]
     if len(keys) <= most:
-        yield [*found]
+        yield [*pieces]
         return
     edges = [*keys[most - 1 : -1 : most].tolist(), int(keys[-1])]
-    left = [*found]
+    left = [*pieces]
     for edge in edges:
-        yield [own.take(own.keys <= edge) for own in left if (own.keys <= edge).any()]
-        left = [own.take(own.keys > edge) for own in left]
+        yield [rank_rows.take(rank_rows.keys <= edge) for rank_rows in left if (rank_rows.keys <= edge).any()]
+        left = [rank_rows.take(rank_rows.keys > edge) for rank_rows in left]
 
 
 _NO_KEYS: Int64 = np.empty(0, np.int64)

@@ -82,23 +82,24 @@ def means(columns: Values, block: int, starts: Int64) -> Drawn:
     n, replicates = len(columns), len(starts)
     last = n - (starts.shape[1] - 1) * block
     sums, rest = (_sums_of_blocks(columns, length) for length in (block, last))
-    found = np.empty((replicates, columns.shape[1]))
-    for some in _some(replicates, n):
-        own = starts[some]
-        times = np.zeros((len(own), n))
-        np.add.at(times, (np.arange(len(own))[:, None], own[:, :-1]), 1)
-        found[some] = (times @ sums + rest[own[:, -1]]) / n
-    return Drawn(columns.mean(axis=0, dtype=float), found)
+    replicated = np.empty((replicates, columns.shape[1]))
+    for chunk in _some(replicates, n):
+        drawn = starts[chunk]
+        times = np.zeros((len(drawn), n))
+        np.add.at(times, (np.arange(len(drawn))[:, None], drawn[:, :-1]), 1)
+        replicated[chunk] = (times @ sums + rest[drawn[:, -1]]) / n
+    return Drawn(columns.mean(axis=0, dtype=float), replicated)
 
 
 def quantiles_of(series: Values, shares: tuple[float, ...], block: int, starts: Int64) -> Drawn:
     """Return quantiles (0..1) of a series (n,), and replicates."""
     n, replicates = len(series), len(starts)
-    found = np.empty((replicates, len(shares)))
-    for some in _some(replicates, n):
-        at = (starts[some][:, :, None] + np.arange(block)).reshape(-1, starts.shape[1] * block)[:, :n] % n
-        found[some] = np.quantile(series[at], shares, axis=1).T
-    return Drawn(np.quantile(series, shares), found)
+    replicated = np.empty((replicates, len(shares)))
+    for chunk in _some(replicates, n):
+        blocks = starts[chunk][:, :, None] + np.arange(block)
+        indices = blocks.reshape(-1, starts.shape[1] * block)[:, :n] % n
+        replicated[chunk] = np.quantile(series[indices], shares, axis=1).T
+    return Drawn(np.quantile(series, shares), replicated)
 
 
 def error_of_means(columns: Values, block: int) -> Float:
@@ -119,8 +120,8 @@ def drift(of_parts: Values) -> Float:
     Return by how much the next run may differ, as a standard deviation (…): by as much as the fifths of this
     one (5, …) differ from one another. What goes on around a run has no length at which it averages out.
     """
-    found: Float = of_parts.std(axis=0, ddof=1)
-    return found
+    deviation: Float = of_parts.std(axis=0, ddof=1)
+    return deviation
 
 
 def few_blocks(blocks: float) -> float:
@@ -142,10 +143,10 @@ def _sums_of_blocks(columns: Values, length: int) -> Float:
     n = len(columns)
     around = np.concatenate([columns, columns[:length]], dtype=float)
     ends = np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(around, axis=0)])
-    found: Float = ends[length : length + n] - ends[:n]
-    return found
+    sums: Float = ends[length : length + n] - ends[:n]
+    return sums
 
 
 def _some(replicates: int, n: int) -> Iterator[slice]:
-    each = max(1, _CELLS // n)
-    yield from (slice(first, first + each) for first in range(0, replicates, each))
+    per_chunk = max(1, _CELLS // n)
+    yield from (slice(first, first + per_chunk) for first in range(0, replicates, per_chunk))

@@ -58,8 +58,8 @@ def role_of(placement: Mapping[str, Any], peers: int | None = None) -> str | Non
     mesh, stages = placement.get("mesh") or {}, placement.get("stages") or []
     whole = peers == math.prod(size for _, size in mesh.values()) and not stages
     parts = [
-        f"{name}={at}"
-        for name, (at, size) in mesh.items()
+        f"{name}={index}"
+        for name, (index, size) in mesh.items()
         if size > 1 and name not in DATA_DIMENSIONS and not (whole and not _words(name) & _OTHERS)
     ]
     if stages and placement.get("of_stages", 0) > 1 and not {*mesh} & {*_PIPELINE}:
@@ -105,17 +105,17 @@ def beside_each_other(groups: Sequence[Window]) -> list[Window]:
     waited for in the others; as they are where there are none, or not all ranks report.
     """
     first = groups[0]
-    if not several(first) or any(len(each.ranks) != first.expected or each.missing for each in groups):
+    if not several(first) or any(len(group.ranks) != first.expected or group.missing for group in groups):
         return [*groups]
     synced: Bool = (first.flags & FLAG_NO_PEERS == 0).any(axis=1)
     arrived, held = (np.empty((*first.flags.shape, len(groups)), np.int64) for _ in range(2))
-    for at, each in enumerate(groups):
-        waited = waited_apart_ns(each, synced)
-        arrived[..., at] = each.d[:, :, :SYNC_WAIT].sum(axis=2) + waited
+    for index, group in enumerate(groups):
+        waited = waited_apart_ns(group, synced)
+        arrived[..., index] = group.d[:, :, :SYNC_WAIT].sum(axis=2) + waited
         middle = (waited.shape[1] - 1) // 2
         usual = np.partition(waited, middle, axis=1)[:, middle]
-        held[..., at] = np.maximum(waited - usual[:, None], 0)
-    return [replace(each, arrived=arrived, held=held) for each in groups]
+        held[..., index] = np.maximum(waited - usual[:, None], 0)
+    return [replace(group, arrived=arrived, held=held) for group in groups]
 
 
 def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
@@ -128,7 +128,7 @@ def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
     """
     assert window.arrived is not None and window.held is not None
     starts = np.concatenate(([0], last[:-1] + 1))
-    arrived, held = (np.add.reduceat(each, starts, axis=0) for each in (window.arrived, window.held))
+    arrived, held = (np.add.reduceat(by_row, starts, axis=0) for by_row in (window.arrived, window.held))
     without = arrived - np.minimum(np.add.reduceat(late, starts, axis=0)[:, :, None], held)
     saved: Int64 = (arrived.max(axis=1) - without.max(axis=1)).max(axis=1)
     return saved
@@ -147,17 +147,17 @@ def bubbles(window: Window) -> Float | None:
 def shares(window: Window) -> tuple[RoleShare, ...]:
     """Return the roles of `window`, in order of their lowest rank; of very many, the first."""
     known = bubbles(window)
-    of: dict[str, list[int]] = {}
+    places_of: dict[str, list[int]] = {}
     for place, role in enumerate(window.roles):
         if role is not None:
-            of.setdefault(role, []).append(place)
+            places_of.setdefault(role, []).append(place)
     return tuple(
         RoleShare(
             role=role,
             size=len(places),
             bubble=None if known is None else float(known[places].mean()),
         )
-        for role, places in [*of.items()][:_MOST]
+        for role, places in [*places_of.items()][:_MOST]
     )
 
 

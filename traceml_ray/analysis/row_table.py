@@ -108,12 +108,12 @@ class SetAside:
 
     def add(self, step: int, ns: int) -> None:
         """Add a row of a step that took `ns`; the rows of one step are one."""
-        at = bisect_right(self.entries, step, key=_FIRST)
-        before = self.entries[at - 1] if at else None
+        index = bisect_right(self.entries, step, key=_FIRST)
+        before = self.entries[index - 1] if index else None
         if before is not None and step <= before.last:
-            self.entries[at - 1] = before._replace(ns=before.ns + ns)
+            self.entries[index - 1] = before._replace(ns=before.ns + ns)
             return
-        self.entries.insert(at, Aside(step, step, 1, ns))
+        self.entries.insert(index, Aside(step, step, 1, ns))
         if len(self.entries) > MOST:
             self._join_nearest()
 
@@ -125,9 +125,9 @@ class SetAside:
     def _join_nearest(self) -> None:
         """Make one of the two entries with the fewest steps between them, the oldest of these."""
         entries = self.entries
-        at = min(range(len(entries) - 1), key=lambda i: entries[i + 1].first - entries[i].last)
-        one, two = entries[at], entries[at + 1]
-        entries[at : at + 2] = [Aside(one.first, two.last, one.steps + two.steps, one.ns + two.ns)]
+        index = min(range(len(entries) - 1), key=lambda i: entries[i + 1].first - entries[i].last)
+        one, two = entries[index], entries[index + 1]
+        entries[index : index + 2] = [Aside(one.first, two.last, one.steps + two.steps, one.ns + two.ns)]
 
 
 CELLS = 1 << 18
@@ -187,21 +187,21 @@ class RowTable:
 
     def places(self, ranks: Sequence[int] | Int64) -> npt.NDArray[np.intp]:
         """Return the lines of some ranks, which are here."""
-        at: npt.NDArray[np.intp] = np.searchsorted(self.ranks, ranks)
-        return at
+        lines: npt.NDArray[np.intp] = np.searchsorted(self.ranks, ranks)
+        return lines
 
     def add_ranks(self, ranks: Sequence[int]) -> None:
         """Make a line for each of `ranks` that has none."""
-        every = np.union1d(self.ranks, np.asarray(ranks, np.int64))
-        if len(every) == len(self.ranks):
+        all_ranks = np.union1d(self.ranks, np.asarray(ranks, np.int64))
+        if len(all_ranks) == len(self.ranks):
             return
-        at = np.searchsorted(every, self.ranks)
-        self.ranks = every
+        lines = np.searchsorted(all_ranks, self.ranks)
+        self.ranks = all_ranks
         for name in ("first", "last", "lead", "lead_ns", "device"):
             before = getattr(self, name)
-            setattr(self, name, np.full(len(every), -1, np.int64))
-            getattr(self, name)[at] = before
-        self._resize(max(self.size, self._end), at)
+            setattr(self, name, np.full(len(all_ranks), -1, np.int64))
+            getattr(self, name)[lines] = before
+        self._resize(max(self.size, self._end), lines)
 
     def put(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> int:
         """
@@ -222,12 +222,12 @@ class RowTable:
             keys, flags, rows = keys[late:], flags[:, late:], rows[:, late:]
         if not len(keys):
             return 0
-        at = self._columns(keys)
+        columns = self._columns(keys)
         usable = flags & FLAG_FIRST == 0
         aside = ~usable
         if is_wide(rows):
             usable &= ~self._off_clock(places, keys, flags, rows)
-        where = _cross(places, at)
+        where = _cross(places, columns)
         there = self._seen[where]
         if (aside := aside & ~there).any():
             self._note_aside(places, keys, aside, rows)
@@ -242,8 +242,8 @@ class RowTable:
         return new
 
     def _note_ends(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool) -> None:
-        some = usable.any(axis=1)
-        places, usable = places[some], usable[some]
+        have_usable = usable.any(axis=1)
+        places, usable = places[have_usable], usable[have_usable]
         first = keys[usable.argmax(axis=1)]
         last = keys[len(keys) - 1 - usable[:, ::-1].argmax(axis=1)]
         known = self.first[places]
@@ -253,14 +253,14 @@ class RowTable:
     def _note_aside(self, places: npt.NDArray[np.intp], keys: Int64, aside: Bool, rows: Int64) -> None:
         """Note the rows (m, k) that are new and in no statistic: the first of a rank, and the others."""
         for line, column in np.argwhere(aside):
-            at, key = places[line], int(keys[column])
+            place, key = places[line], int(keys[column])
             took = int(rows[line, column, :N_STAGES].sum())
-            lead = int(self.lead[at])
+            lead = int(self.lead[place])
             if lead < 0 or key < lead:
-                self.lead[at], key = key, lead
-                self.lead_ns[at], took = took, int(self.lead_ns[at])
+                self.lead[place], key = key, lead
+                self.lead_ns[place], took = took, int(self.lead_ns[place])
             if key >= 0:
-                self.aside.setdefault(int(self.ranks[at]), SetAside()).add(key >> SEGMENT_BITS, took)
+                self.aside.setdefault(int(self.ranks[place]), SetAside()).add(key >> SEGMENT_BITS, took)
 
     def _off_clock(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> Bool:
         """
@@ -278,9 +278,9 @@ class RowTable:
         """Return those of `keys` of which one of the ranks has no row yet."""
         keys = np.unique(keys)
         gone = keys <= self.forgotten
-        at = np.minimum(np.searchsorted(self.keys, keys), max(0, self._end - 1))
-        here = self.keys[at] == keys if self._end else np.zeros(len(keys), np.bool_)
-        seen = here & self._seen[places][:, at].all(axis=0) if self._end else here
+        columns = np.minimum(np.searchsorted(self.keys, keys), max(0, self._end - 1))
+        in_table = self.keys[columns] == keys if self._end else np.zeros(len(keys), np.bool_)
+        seen = in_table & self._seen[places][:, columns].all(axis=0) if self._end else in_table
         seen |= gone & (keys <= self.last[places].min())
         left: Int64 = keys[~seen]
         return left
@@ -309,23 +309,23 @@ class RowTable:
 
     def unread(self, columns: slice) -> Bool:
         """Return where (R, n) there is a row that does not count as its device's clock was not read in it."""
-        found: Bool = (
+        unread: Bool = (
             self._seen[:, columns] & ~self._usable[:, columns] & ~self._flagged(slice(None), columns)
         )
-        return found
+        return unread
 
     def _flagged(self, lines: Any, columns: slice) -> Bool:
         """Return where (R, n) there is a row that is in no statistic."""
-        found: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
-        return found
+        flagged: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
+        return flagged
 
     def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:
         """Return the newest `last` rows of a rank: keys (n,), flags (n,), rows (n, 6) or wide."""
-        at = int(np.searchsorted(self.ranks, rank))
-        if at == len(self.ranks) or self.ranks[at] != rank:
+        line = int(np.searchsorted(self.ranks, rank))
+        if line == len(self.ranks) or self.ranks[line] != rank:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
-        mine = np.flatnonzero(self._seen[at, : self._end])[-last:]
-        return self._keys[mine], self._flags[at, mine], self._d[at, mine]
+        mine = np.flatnonzero(self._seen[line, : self._end])[-last:]
+        return self._keys[mine], self._flags[line, mine], self._d[line, mine]
 
     def window(
         self,
@@ -345,8 +345,8 @@ class RowTable:
         lacks = seen & ~common
         if lacks.any():  # a row in no statistic is there all the same
             lacks &= ~self._flagged(lines, columns).any(axis=0)
-        found = np.flatnonzero(common)
-        inside = slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+        complete = np.flatnonzero(common)
+        inside = slice(int(complete[0]), int(complete[-1]) + 1) if len(complete) else slice(0, 0)
         cut = slice(columns.start + inside.start, columns.start + inside.stop)
         d, flags = self._d[lines, cut], self._flags[lines, cut]
         if not common[inside].all():
@@ -362,7 +362,7 @@ class RowTable:
             flags=(flags.copy() if flags.base is not None else flags).T,
             expected=expected,
             missing=tuple(sorted(missing)),
-            lacking=keys[inside][lacks[inside]] if len(found) else keys[lacks],
+            lacking=keys[inside][lacks[inside]] if len(complete) else keys[lacks],
             groups=groups,
             strategies=frozenset(filter(None, strategies)),
             roles=roles,
@@ -390,33 +390,37 @@ class RowTable:
         self.forgotten = int(self._keys[columns - 1])
         keep = self._end - columns
         self._keys[:keep] = self._keys[columns : self._end].copy()
-        for each in self._cells():
-            each[:, :keep] = each[:, columns : self._end].copy()
+        for cells in self._cells():
+            cells[:, :keep] = cells[:, columns : self._end].copy()
         self._seen[:, keep : self._end] = self._usable[:, keep : self._end] = False
         self._end = keep
 
     def _columns(self, keys: Int64) -> Places:
         """Return the columns of `keys`, made where they are new."""
-        at = np.searchsorted(self.keys, keys)
-        if at[-1] == self._end or (self._keys[at] != keys).any():
-            new = np.setdiff1d(keys, self.keys[at[0] :], assume_unique=True)
+        columns = np.searchsorted(self.keys, keys)
+        if columns[-1] == self._end or (self._keys[columns] != keys).any():
+            new = np.setdiff1d(keys, self.keys[columns[0] :], assume_unique=True)
             self._insert(new, int(np.searchsorted(self.keys, new[0])))
-            at = np.searchsorted(self.keys, keys)
-        return slice(int(at[0]), int(at[-1]) + 1) if at[-1] - at[0] == len(at) - 1 else at
+            columns = np.searchsorted(self.keys, keys)
+        return (
+            slice(int(columns[0]), int(columns[-1]) + 1)
+            if columns[-1] - columns[0] == len(columns) - 1
+            else columns
+        )
 
     def _insert(self, keys: Int64, first: int) -> None:
         """Make columns for new `keys`; those from `first` on move."""
         moved, end = self._keys[first : self._end].copy(), self._end + len(keys)
-        before = [each[:, first : self._end].copy() for each in self._cells()]
+        before = [cells[:, first : self._end].copy() for cells in self._cells()]
         if end > self._keys.size:
             self._resize(max(min(self.size, _MOST), 2 * end), np.arange(len(self.ranks)))
         self._keys[first:end] = np.sort(np.concatenate([moved, keys]))
         self._end = end
-        at = np.searchsorted(self.keys, moved)
-        for each, old in zip(self._cells(), before, strict=True):
+        columns = np.searchsorted(self.keys, moved)
+        for cells, old in zip(self._cells(), before, strict=True):
             if len(moved):
-                each[:, first:end] = 0
-                each[:, at] = old
+                cells[:, first:end] = 0
+                cells[:, columns] = old
 
     def _cells(self) -> tuple[npt.NDArray[np.generic], ...]:
         return self._d, self._flags, self._usable, self._seen
@@ -459,5 +463,5 @@ def begins(stages: npt.NDArray[Any], follows: npt.NDArray[np.bool_] | None = Non
     ends = np.cumsum(stages, axis=1)
     for row in [] if follows is None else np.flatnonzero(follows).tolist():
         ends[row] += ends[row - 1, -1]
-    found: npt.NDArray[Any] = ends - stages
-    return found
+    starts: npt.NDArray[Any] = ends - stages
+    return starts

@@ -151,7 +151,7 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
     if (
         finding.label == "co_critical"
         and hosts.pace_ns.any()
-        and len({each.places for each in finding.causes}) > 1
+        and len({other.places for other in finding.causes}) > 1
     ):
         return Finding("accounting_only", abstention.hosts_last(cause.stage))
     if finding.label != "straggler" or not _of_a_device(cause, evidence):
@@ -171,8 +171,8 @@ def _by_chance(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> 
     hosts, cause = evidence.hosts, finding.causes[0]
     assert hosts is not None
     of_host = hosts.follows | hosts.unknown
-    same_ranks = [each for each in finding.causes if each.places == cause.places]
-    waits = all(of_host[list(each.places), each.stage].any() for each in same_ranks)
+    same_ranks = [other for other in finding.causes if other.places == cause.places]
+    waits = all(of_host[list(other.places), other.stage].any() for other in same_ranks)
     waits &= not evidence.hosts_hold(cause)
     if finding.pattern != "lasting" or not (evidence.host_bound or waits):
         return ""

@@ -59,11 +59,11 @@ class Samples:
             old = self._size // 2
             kept = np.r_[0:old:2, old : self._size]
             self._t[: len(kept)], self._values[: len(kept)] = self._t[kept], self._values[kept]
-            self._processes = [self._processes[at] for at in kept.tolist()]
+            self._processes = [self._processes[index] for index in kept.tolist()]
         end = len(self._processes)
         seconds = 0.0 if self._last is None else (sample.t_ns - self._last.t_ns) / 1e9
-        values = [each.value(sample, self._last, seconds) for each in NODE_LIMITED]
-        values += [each.value(gpu) for gpu in sample.gpus or () for each in GPU_LIMITED]
+        values = [quantity.value(sample, self._last, seconds) for quantity in NODE_LIMITED]
+        values += [quantity.value(gpu) for gpu in sample.gpus or () for quantity in GPU_LIMITED]
         self._t[end] = sample.t_ns
         self._values[end] = NAN
         self._values[end, : len(values)] = values
@@ -75,10 +75,10 @@ class Samples:
     def between(self, first_ns: int, last_ns: int) -> Excerpt:
         """Return copies of the samples from `first_ns` to `last_ns` (ns since the epoch)."""
         t = self._t[: len(self._processes)]
-        at = np.flatnonzero((t >= first_ns) & (t <= last_ns))
-        values = self._values[at]
-        asked = [self._processes[i] for i in at.tolist()]
-        gpus = values[:, len(NODE_LIMITED) :].reshape(len(at), len(self._devices), len(GPU_LIMITED))
+        indices = np.flatnonzero((t >= first_ns) & (t <= last_ns))
+        values = self._values[indices]
+        asked = [self._processes[i] for i in indices.tolist()]
+        gpus = values[:, len(NODE_LIMITED) :].reshape(len(indices), len(self._devices), len(GPU_LIMITED))
         processes = [devices for devices in asked if devices]
         xids = [(gpu, xid) for t, gpu, xid in self._xids if first_ns <= t <= last_ns + XID_LATE_NS]
         return Excerpt(values[:, : len(NODE_LIMITED)], gpus, self._devices, processes, xids)

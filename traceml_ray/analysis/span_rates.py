@@ -46,19 +46,19 @@ def span_rates(sums: Iterable[SpanSum], first: int, last: int) -> SpanRates:
     A sum that reaches beyond them counts by the share of its steps that is inside.
     """
     sums = list(sums)
-    last = min(last, max((each.last_step for each in sums), default=-1))
-    found: dict[tuple[str, int], SpanRate] = {}
-    for each in sums:
-        inside = min(each.last_step, last) - max(each.first_step, first) + 1
+    last = min(last, max((span_sum.last_step for span_sum in sums), default=-1))
+    rates: dict[tuple[str, int], SpanRate] = {}
+    for span_sum in sums:
+        inside = min(span_sum.last_step, last) - max(span_sum.first_step, first) + 1
         if inside > 0:
-            share = inside / (each.last_step - each.first_step + 1) / (last - first + 1)
-            before = found.get((each.name, each.stage), _NONE)
-            found[each.name, each.stage] = SpanRate(
-                before.ns + share * each.total_ns,
-                before.times + share * each.count,
-                before.size + share * (each.bytes or 0),
+            share = inside / (span_sum.last_step - span_sum.first_step + 1) / (last - first + 1)
+            before = rates.get((span_sum.name, span_sum.stage), _NONE)
+            rates[span_sum.name, span_sum.stage] = SpanRate(
+                before.ns + share * span_sum.total_ns,
+                before.times + share * span_sum.count,
+                before.size + share * (span_sum.bytes or 0),
             )
-    return found
+    return rates
 
 
 def with_spans(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:

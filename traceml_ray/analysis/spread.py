@@ -37,10 +37,13 @@ class Spread(NamedTuple):
 
 def spread(values: Values, nodes: Sequence[str]) -> Spread:
     """Return the spread of `values` (R, C), R ≥ 1; `nodes` has the node of each rank."""
-    at = by_name(nodes)
-    per_node, sizes = np.empty((len(at), values.shape[1])), np.array([len(places) for places in at.values()])
+    places_of = by_name(nodes)
+    per_node, sizes = (
+        np.empty((len(places_of), values.shape[1])),
+        np.array([len(places) for places in places_of.values()]),
+    )
     for size in np.unique(sizes):  # nodes of one size all at once: a job has a thousand of them
-        where = np.array([places for places in at.values() if len(places) == size])
+        where = np.array([places for places in places_of.values() if len(places) == size])
         per_node[sizes == size] = quantiles(np.swapaxes(values[where], 0, 1), (0.5,))[0]
     median = quantiles(values, (0.5,))[0]
     known = np.where(np.isnan(values), -np.inf, values)
@@ -52,7 +55,7 @@ def spread(values: Values, nodes: Sequence[str]) -> Spread:
     return Spread(
         median=median,
         worst=np.where(np.isfinite(largest), worst, -1),
-        nodes=tuple(at),
+        nodes=tuple(places_of),
         per_node=per_node,
         global_skew_pct=np.where(several, over_pct(largest, median), np.nan),
         node_skew_pct=np.where(seen.sum(axis=0) > 1, over_pct(slowest, fastest), np.nan),
@@ -61,10 +64,10 @@ def spread(values: Values, nodes: Sequence[str]) -> Spread:
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
     """Return the places of each name."""
-    at: dict[str, list[int]] = {}
+    places_of: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        at.setdefault(name, []).append(place)
-    return at
+        places_of.setdefault(name, []).append(place)
+    return places_of
 
 
 def over_pct(value: Values, base: Values) -> Float:
@@ -77,14 +80,14 @@ def quantiles(values: Values, shares: Sequence[float]) -> Float:
     """Return the quantiles (0..1, linear between two values) of what is known along the first axis."""
     ordered = np.sort(values, axis=0)  # NaN comes last
     count = (~np.isnan(ordered)).sum(axis=0)
-    found = np.full((len(shares), *count.shape), np.nan)
-    for at, share in enumerate(shares):
+    values_at = np.full((len(shares), *count.shape), np.nan)
+    for row, share in enumerate(shares):
         place = share * np.maximum(count - 1, 0)
         low = np.floor(place).astype(np.int64)
         high = np.minimum(low + 1, np.maximum(count - 1, 0))
-        below, above = (np.take_along_axis(ordered, each[None], axis=0)[0] for each in (low, high))
-        found[at] = below + (above - below) * (place - low)
-    return found
+        below, above = (np.take_along_axis(ordered, indices[None], axis=0)[0] for indices in (low, high))
+        values_at[row] = below + (above - below) * (place - low)
+    return values_at
 
 
 def deviations(values: Values, middle: Values, unit: Values) -> UInt8:

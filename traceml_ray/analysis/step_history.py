@@ -83,17 +83,17 @@ class StepHistory(KeptSteps):
         """Return the first and the last key of each rank, -1 without any."""
         table = self.table
         first = np.where(table.lead >= 0, table.lead, table.first)
-        last, (at, unread) = table.last.copy(), self._unread_in(self._tail)
+        last, (starts, unread) = table.last.copy(), self._unread_in(self._tail)
         for line, step in np.argwhere(unread[..., 1] > 0):
-            last[line] = max(int(last[line]), int(table.keys[self._tail][at[step]]))
+            last[line] = max(int(last[line]), int(table.keys[self._tail][starts[step]]))
         ends = zip(first.tolist(), last.tolist(), strict=True)
         return dict(zip(table.ranks.tolist(), ends, strict=True))
 
-    def take(self, found: Sequence[RankRows]) -> None:
+    def take(self, rows_of_ranks: Sequence[RankRows]) -> None:
         """Take rows of some ranks."""
-        self.know({rows.rank: Who(rows.node, rows.group, rows.strategy, rows.role) for rows in found})
+        self.know({rows.rank: Who(rows.node, rows.group, rows.strategy, rows.role) for rows in rows_of_ranks})
         alike: dict[tuple[bytes, int], list[RankRows]] = {}
-        for rows in found:
+        for rows in rows_of_ranks:
             alike.setdefault((rows.keys.tobytes(), rows.rows.shape[1]), []).append(rows)
         for same in alike.values():
             flags, stages = np.stack([rows.flags for rows in same]), np.stack([rows.rows for rows in same])
@@ -185,8 +185,8 @@ class StepHistory(KeptSteps):
         counts: Int64 = (table.lead >> SEGMENT_BITS != table.first >> SEGMENT_BITS).astype(np.int64)
         counts[table.lead < 0] = 0
         for rank, aside in table.aside.items():
-            at = table.places([rank])[0]
-            counts[at] += aside.count({int(key[at]) >> SEGMENT_BITS for key in (table.lead, table.first)})
+            line = table.places([rank])[0]
+            counts[line] += aside.count({int(key[line]) >> SEGMENT_BITS for key in (table.lead, table.first)})
         for store in self.stores():
             counts[table.places(self._axis)] += store.count[:, : store.end].sum(axis=1, dtype=np.int64)
         return dict(zip(table.ranks.tolist(), (counts + self._unread()).tolist(), strict=True))
@@ -197,10 +197,10 @@ class StepHistory(KeptSteps):
 
     def _unread(self) -> Int64:
         """Return in how many steps each rank's device clock was not read (R,), though it goes on."""
-        found: Int64 = self._unread_in(self._tail)[1][..., 0].sum(axis=1)
+        counts: Int64 = self._unread_in(self._tail)[1][..., 0].sum(axis=1)
         for store in self.stores():
-            found[self.table.places(self._axis)] += store.unread()[..., 0].sum(axis=1).astype(np.int64)
-        return found
+            counts[self.table.places(self._axis)] += store.unread()[..., 0].sum(axis=1).astype(np.int64)
+        return counts
 
     @property
     def _tail(self) -> slice:
@@ -218,8 +218,8 @@ class StepHistory(KeptSteps):
             return np.empty(0, np.int64), np.empty((len(d), 0, 2), np.int64)
         starts = np.flatnonzero(np.diff(self.table.keys[columns] >> SEGMENT_BITS, prepend=-1))
         took = np.add.reduceat(np.where(unread, d.sum(axis=2), 0), starts, axis=1)
-        some, others = (np.logical_or.reduceat(each, starts, axis=1) for each in (unread, usable))
-        return starts, np.stack([some & ~others, np.clip(took, 0, self.limits.max_step_ns)], axis=2)
+        has_unread, others = (np.logical_or.reduceat(where, starts, axis=1) for where in (unread, usable))
+        return starts, np.stack([has_unread & ~others, np.clip(took, 0, self.limits.max_step_ns)], axis=2)
 
     def host_stages(self, rank: int, steps: Int64) -> Array | None:
         """
@@ -230,38 +230,38 @@ class StepHistory(KeptSteps):
         known = is_wide(rows) and (flags & FLAG_DEVICE_CLOCK != 0) & (rows[:, -1] >= 0)
         if not np.any(known):
             return None
-        own = keys[known] >> SEGMENT_BITS
-        at = np.searchsorted(steps, own)
-        here = np.append(steps, -1)[at] == own
-        found = np.full((len(steps), N_STAGES), np.nan)
-        found[at[here]] = 0
-        np.add.at(found, at[here], rows[known][here, N_STAGES:-1] / 1e6)
-        return found
+        steps_of_rows = keys[known] >> SEGMENT_BITS
+        indices = np.searchsorted(steps, steps_of_rows)
+        asked = np.append(steps, -1)[indices] == steps_of_rows
+        stages = np.full((len(steps), N_STAGES), np.nan)
+        stages[indices[asked]] = 0
+        np.add.at(stages, indices[asked], rows[known][asked, N_STAGES:-1] / 1e6)
+        return stages
 
     def timeline(self, rank: int) -> Timeline:
         """Return how long the steps of a rank took, the oldest in sums."""
-        at = int(self.table.places([rank])[0])
+        line = int(self.table.places([rank])[0])
         aside = self.table.aside.get(rank, SetAside()).entries
-        if self.table.lead[at] >= 0:
-            lead = int(self.table.lead[at]) >> SEGMENT_BITS
-            aside = [Aside(lead, lead, 1, int(self.table.lead_ns[at])), *aside]
+        if self.table.lead[line] >= 0:
+            lead = int(self.table.lead[line]) >> SEGMENT_BITS
+            aside = [Aside(lead, lead, 1, int(self.table.lead_ns[line])), *aside]
         first, last, took = (
             np.array([min(getattr(entry, name), _LARGEST) for entry in aside], np.int64) for name in _ASIDE
         )
         parts = [(first, last, took, first < 0)]
-        own = int(np.searchsorted(self._axis, rank))
+        row = int(np.searchsorted(self._axis, rank))
         for store in self.stores() if len(self._axis) else ():
-            unread_ms = store.unread()[own, :, 1]
-            some = np.flatnonzero((store.count[own, : store.end] > 0) | (unread_ms > 0))
-            ms = store.d[own, some].sum(axis=1, dtype=float) + unread_ms[some]
+            unread_ms = store.unread()[row, :, 1]
+            columns = np.flatnonzero((store.count[row, : store.end] > 0) | (unread_ms > 0))
+            ms = store.d[row, columns].sum(axis=1, dtype=float) + unread_ms[columns]
             took = np.rint(ms * 1e6).astype(np.int64)
-            parts.append((store.first[some], store.last[some], took, unread_ms[some] > 0))
+            parts.append((store.first[columns], store.last[columns], took, unread_ms[columns] > 0))
         places, unread = self._unread_in(self._tail)
-        steps, took = self.table.keys[self._tail][places] >> SEGMENT_BITS, unread[at, :, 1]
+        steps, took = self.table.keys[self._tail][places] >> SEGMENT_BITS, unread[line, :, 1]
         parts.append((steps[took > 0], steps[took > 0], took[took > 0], took[took > 0] < 0))
-        every = [np.concatenate(part) for part in zip(*parts, strict=True)]
-        order = np.argsort(every[1], kind="stable")
-        begins, ends, took, after = (column[order] for column in every)
+        joined = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        order = np.argsort(joined[1], kind="stable")
+        begins, ends, took, after = (column[order] for column in joined)
         begins[1:][after[1:]] = (
             ends[:-1][after[1:]] + 1
         )  # what is unread is between a column and the last one
@@ -273,9 +273,9 @@ class StepHistory(KeptSteps):
         late = self.table.unseen(places, keys[counts & (keys <= self.done)])
         if not len(late):
             return
-        for at in range(len(self._marks) - 1, -1, -1):
-            if self._can_go_back_to(self._marks[at].edge, int(late.min())):
-                self._continue_from(at)
+        for index in range(len(self._marks) - 1, -1, -1):
+            if self._can_go_back_to(self._marks[index].edge, int(late.min())):
+                self._continue_from(index)
                 return
         self.left_out += len(np.setdiff1d(late, self._late))  # several ranks may be too late for it
         self._late = np.union1d(self._late, late)[-_LATE:]
@@ -292,9 +292,9 @@ class StepHistory(KeptSteps):
         )
         return self.last_summed_up <= edge >> SEGMENT_BITS < begins
 
-    def _continue_from(self, at: int) -> None:
-        mark = self._marks[at]
-        self._marks = self._marks[: at + 1]
+    def _continue_from(self, index: int) -> None:
+        mark = self._marks[index]
+        self._marks = self._marks[: index + 1]
         self.done, self._behind, self._totals, self.absurd = mark
         self.cut(mark.edge >> SEGMENT_BITS)
         self.version += 1
@@ -345,18 +345,18 @@ class StepHistory(KeptSteps):
     def _alone(self, columns: slice) -> Block:
         """Return the rows of some columns of the table, each as far as it alone can tell."""
         d, flags, usable = self.table.cells(columns)
-        at, unread = self._unread_in(columns)
-        some: Bool = np.asarray(usable.any(axis=0))
-        some[-1] |= bool(len(at)) and not some.any()
-        d, flags, usable = d[:, some], flags[:, some], usable[:, some]
+        starts, unread = self._unread_in(columns)
+        has_usable: Bool = np.asarray(usable.any(axis=0))
+        has_usable[-1] |= bool(len(starts)) and not has_usable.any()
+        d, flags, usable = d[:, has_usable], flags[:, has_usable], usable[:, has_usable]
         usable = usable & (d >= 0).all(axis=2)
-        block = Block(self.table.keys[columns][some], len(d))
+        block = Block(self.table.keys[columns][has_usable], len(d))
         waited = d[:, :, SYNC_WAIT] + np.where(flags & FLAG_NO_SPLIT, d[:, :, BACKWARD], 0)
         block.d[usable] = (d[usable] / 1e6).astype(np.float32)
         block.busy[usable] = ((d.sum(axis=2) - waited)[usable] / 1e6).astype(np.float32)
         block.count[usable] = 1
-        if len(at):
-            after = np.minimum(np.searchsorted(np.flatnonzero(some), at), block.end - 1)
+        if len(starts):
+            after = np.minimum(np.searchsorted(np.flatnonzero(has_usable), starts), block.end - 1)
             device = block.have_device()[..., UNREAD].swapaxes(0, 1)
             np.add.at(device, after, unread.swapaxes(0, 1) * (1, 1e-6))
         return block
@@ -365,14 +365,14 @@ class StepHistory(KeptSteps):
         """Put the steps that all ranks have into `block`."""
         rows = comparable(window)
         self.merged = self.merged or rows.d is not window.d
-        at = np.searchsorted(block.keys, window.keys)
+        columns = np.searchsorted(block.keys, window.keys)
         who = self.table.places(window.ranks)
-        where = np.ix_(who, at)
+        where = np.ix_(who, columns)
         block.busy[where] = busy_ns(rows).T / 1e6
         block.d[where] = rows.d.transpose(1, 0, 2) / 1e6
         block.count[where] = 1
         if several(window):
-            block.rows[at[on_the_way(window, rows.synced)]] = 0
+            block.rows[columns[on_the_way(window, rows.synced)]] = 0
         idle = idle_ns(window)
         if idle is not None:
             block.have_device()[..., IDLE][where] = idle.transpose(1, 0, 2) / 1e6
@@ -382,17 +382,17 @@ class StepHistory(KeptSteps):
         groups = [group for group in window.by_group() if len(group.ranks)]
         names = [group.ranks.tobytes() for group in groups]
         chained = frontiers(window, rows, [self._behind.get(name) for name in names])
-        ends = {name: each.slack[-1, :, -1].copy() for name, each in zip(names, chained, strict=True)}
+        ends = {name: frontier.slack[-1, :, -1].copy() for name, frontier in zip(names, chained, strict=True)}
         before = {name: end for name, end in self._behind.items() if name not in ends}
         self._behind = {**dict([*before.items()][-_CHAINS:]), **ends}  # a rank may be away for a while
         totals: dict[Group | int, int] = {}
-        for group, each in zip(groups, chained, strict=True):
-            totals[int(group.ranks[0])] = self._totals.get(int(group.ranks[0]), 0) + each.total_ns
+        for group, frontier in zip(groups, chained, strict=True):
+            totals[int(group.ranks[0])] = self._totals.get(int(group.ranks[0]), 0) + frontier.total_ns
         self._totals = totals
         slowest = max(range(len(groups)), key=lambda i: totals[int(groups[i].ranks[0])])
-        block.exposed[at] = chained[slowest].exposed / 1e6
-        block.chained[at] = 1
-        block.warm[at] = warm
+        block.exposed[columns] = chained[slowest].exposed / 1e6
+        block.chained[columns] = 1
+        block.warm[columns] = warm
 
 
 def before_step(key: int) -> int:

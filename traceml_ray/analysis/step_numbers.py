@@ -43,7 +43,7 @@ def times(
     """
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
         wall_ms = None  # many steps were over before the first report
-    found: dict[str, Any] = {
+    common: dict[str, Any] = {
         "version": history.version,
         "last_step": history.last_step,
         "world": world,
@@ -55,18 +55,24 @@ def times(
         "wall_s": None if wall_ms is None else wall_ms / 1e3,
         "productive_pct": None,
     }
-    if wall_ms and found["all_read"]:
-        found["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
-    unknown = np.full(len(found["ranks"]), np.nan)
+    if wall_ms and common["all_read"]:
+        common["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
+    unknown = np.full(len(common["ranks"]), np.nan)
     if between is not None:
-        return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}, **_part(history, between)}
+        return {
+            **common,
+            "busy_ms": unknown,
+            "gpu_idle_pct": unknown,
+            "nodes": {},
+            **_part(history, between),
+        }
     stats = history.stats(None if whole else history.limits.window_steps)
     if stats is None:
-        return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
+        return {**common, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
     median, p95 = stats.step(0.5, 0.95)
     numbers = _numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())
     waiting = 100 * history.waiting(None if whole else history.limits.window_steps)
-    return {**found, **numbers, "waiting_pct": waiting, "gpu_idle_pct": 100 * stats.idle()}
+    return {**common, **numbers, "waiting_pct": waiting, "gpu_idle_pct": 100 * stats.idle()}
 
 
 def _part(history: StepHistory, between: Between) -> dict[str, Any]:
@@ -123,19 +129,19 @@ def _by_node(
     """
     median = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     fastest = np.array(min((ms for ms in median.values() if ms == ms), default=np.nan))
-    found = {}
+    by_node = {}
     for node, places in by_name(nodes).items():
         mine, middle = per_rank[places], np.array(median[node])
         worst = None if np.isnan(mine).all() else places[int(np.nanargmax(mine))]
         largest = np.array(np.nan if worst is None else per_rank[worst])
-        found[node] = {
+        by_node[node] = {
             "median_ms": float(middle),
             "worst_rank": None if worst is None else ranks[worst],
             "worst_ms": float(largest),
             "skew_pct": float(over_pct(largest, middle)) if len(places) > 1 else None,
             "slower_pct": float(over_pct(middle, fastest)) if len(median) > 1 else None,
         }
-    return found
+    return by_node
 
 
 def columns(
@@ -153,20 +159,20 @@ def columns(
     `z` are. `z` (lines, C) uint8, see `deviations`, is of `stage` or of busy time (`total`); of a large job a
     line is a node: in each column, its slowest rank. All else is (C,), `exposed` (C, 6) ms.
     """
-    at = STAGES.index(stage) if stage in STAGES else None
+    stage_index = STAGES.index(stage) if stage in STAGES else None
     token = [*history.layout(between), stage, world]
     from_step = int(since[1]) if since and list(since[0]) == token else None
-    made = history.columns(at, between=between, since=from_step)
+    made = history.columns(stage_index, between=between, since=from_step)
     by_node = len(history.ranks) + min(max(0, world - len(history.ranks)), MAX_LINES) > MAX_LINES
     ranks, nodes = history.ranks, history.nodes
     lines = [*by_name(nodes).values()] if by_node else [[place] for place in range(len(ranks))]
-    found = {"token": token, "since": from_step, **_drawn(made, at, lines, nodes, by_node)}
-    found["worst_rank"] = np.array([*ranks, -1])[found["worst_rank"]]
+    answer = {"token": token, "since": from_step, **_drawn(made, stage_index, lines, nodes, by_node)}
+    answer["worst_rank"] = np.array([*ranks, -1])[answer["worst_rank"]]
     if from_step is None:
         first = [places[0] for places in lines]
-        found |= {"by": "node" if by_node else "rank", "ranks": [ranks[place] for place in first]}
-        found["nodes"] = [nodes[place] for place in first]
-    return found
+        answer |= {"by": "node" if by_node else "rank", "ranks": [ranks[place] for place in first]}
+        answer["nodes"] = [nodes[place] for place in first]
+    return answer
 
 
 def _drawn(
@@ -178,7 +184,7 @@ def _drawn(
     low, middle, high = quantiles(made.busy, (0.1, 0.5, 0.9))
     apart = spread(made.busy, nodes)
     values: Values = made.values
-    of = middle if stage is None else quantiles(values, (0.5,))[0]
+    usual = middle if stage is None else quantiles(values, (0.5,))[0]
     if by_node:
         values = np.array([np.fmax.reduce(values[places], axis=0) for places in lines])
     steps = made.exposed.sum(axis=1)
@@ -198,7 +204,7 @@ def _drawn(
         "step_ms": steps,
         "steps_per_s": 1e3 / positive,
         "waiting_pct": 100 * made.waiting,
-        "z": deviations(values, of, middle)[: len(lines)],
+        "z": deviations(values, usual, middle)[: len(lines)],
     }
 
 
@@ -208,28 +214,28 @@ def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int)
     (C,), when `rank`, whose newest rows had come by `end_ns`, was through the last; None where not known.
     """
     first, last, step_ms = history.step_means(ALL, most)
-    found = {"first": first, "last": last, "step_ms": step_ms, "t_ns": None}
+    answer = {"first": first, "last": last, "step_ms": step_ms, "t_ns": None}
     if rank is not None and end_ns is not None and len(last):
         steps, t_ns = ended(history.timeline(rank), end_ns)
-        found["t_ns"] = np.interp(last, steps, t_ns - end_ns).astype(np.int64) + end_ns
-    return found
+        answer["t_ns"] = np.interp(last, steps, t_ns - end_ns).astype(np.int64) + end_ns
+    return answer
 
 
 def change(history: StepHistory, before: Between, since: Between) -> dict[str, Any]:
     """Return the exposed time of each stage in two parts of a run: how many `steps`, `stages` in mean ms."""
-    found = {}
+    parts = {}
     for name, between in (("before", before), ("since", since)):
         steps, exposed = history.mean_exposed(between)
         stages = dict(zip(STAGES, exposed.tolist(), strict=True)) if steps else None
-        found[name] = {"steps": steps, "stages": stages}
-    return found
+        parts[name] = {"steps": steps, "stages": stages}
+    return parts
 
 
 def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:
     """Return the busy time of some ranks in the newest steps: `ranks` that are known, `busy_ms` (m, K)."""
     known = [rank for rank in ranks if rank in history.who and rank in history.ranks]
-    found = history.columns(most=most).busy[np.searchsorted(history.ranks, known)]
-    return {"ranks": known, "busy_ms": found}
+    busy_ms = history.columns(most=most).busy[np.searchsorted(history.ranks, known)]
+    return {"ranks": known, "busy_ms": busy_ms}
 
 
 def of_rank(history: StepHistory, rank: int, most: int, between: Between | None = None) -> dict[str, Any]:
@@ -244,9 +250,9 @@ def of_rank(history: StepHistory, rank: int, most: int, between: Between | None 
         return {"steps": np.empty(0, np.int64)}
     mine = d[history.ranks.index(rank)]
     mean = dict(zip(STAGES, _mean(mine[None])[0].tolist(), strict=True))
-    found = {"steps": last, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
+    answer = {"steps": last, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
     host = history.host_stages(rank, last)
-    return {**found, "host": None if host is None else np.where((first == last)[:, None], host, np.nan)}
+    return {**answer, "host": None if host is None else np.where((first == last)[:, None], host, np.nan)}
 
 
 def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> dict[str, Any]:
@@ -262,15 +268,15 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
     total = _mean(single[..., None])[:, 0]
     if not len(steps):  # long ago: only sums are left
         shown = history.columns(between=ALL)
-        at = np.flatnonzero((shown.first <= first) & (shown.last >= last))
-        total = shown.busy[:, at[0]] if len(at) else np.full(len(history.ranks), np.nan)
+        columns = np.flatnonzero((shown.first <= first) & (shown.last >= last))
+        total = shown.busy[:, columns[0]] if len(columns) else np.full(len(history.ranks), np.nan)
     if world > MAX_LINES:
         same = [
             i for i, node in enumerate(history.nodes) if node == history.nodes[who] and total[i] == total[i]
         ]
         who = max(same, key=lambda i: float(total[i]), default=who)
     middle, median = quantiles(mean, (0.5,))[0], quantiles(total, (0.5,))[0]
-    each: Mapping[str, list[float]] = {
+    stages: Mapping[str, list[float]] = {
         name: [float(mean[who, i]), float(middle[i])] for i, name in enumerate(STAGES)
     }
     return {
@@ -280,7 +286,7 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
         "busy_ms": float(total[who]),
         "median_ms": float(median),
         "over": float(total[who] / median) if median > 0 else None,
-        "stages": each if len(steps) else {},
+        "stages": stages if len(steps) else {},
     }
 
 

@@ -31,7 +31,7 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
     steps = history.columns(between=ALL, most=limits.columns)
     _, _, d = history.stage_columns(ALL, limits.columns)
     first, last, exposed = steps.first[settled], steps.last[settled], steps.exposed[settled]
-    found = {
+    sample = {
         "world": world,
         "ranks": history.ranks,
         "nodes": history.nodes,
@@ -44,7 +44,7 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
     if len(first) < limits.steps:
         none = np.full((len(history.ranks), N_STAGES), np.nan)
         return {
-            **found,
+            **sample,
             "block": 1,
             "numbers": {},
             "replicates": np.empty((0, 0)),
@@ -52,7 +52,7 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
             "stages": none,
             "errors": none,
         }
-    return found | _drawn(exposed, steps.busy[:, settled], d[:, settled], limits)
+    return sample | _drawn(exposed, steps.busy[:, settled], d[:, settled], limits)
 
 
 def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict
     tails = resampling.quantiles_of(total, _TAILS, block, starts)
     replicates = _numbers(means.replicates, tails.replicates)
     parts = [_of(columns[part], total[part]) for part in resampling.parts_of(len(total))]
-    own = _filled(d).swapaxes(0, 1)
+    by_step = _filled(d).swapaxes(0, 1)
     return {
         "block": block,
         "numbers": dict(zip(NAMES, _of(columns, total).tolist(), strict=True)),
         "replicates": replicates,
         "drift": resampling.drift(np.array(parts)),
-        "stages": own.mean(axis=0, dtype=float),
-        "errors": error_of(own, block),
+        "stages": by_step.mean(axis=0, dtype=float),
+        "errors": error_of(by_step, block),
     }
 
 

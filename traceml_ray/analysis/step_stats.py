@@ -46,13 +46,13 @@ class Histograms:
 
     def quantile(self, share: float, more: Values) -> Float:
         """Return the quantile (0..1) of each histogram and of `more` values (n, count), ms (count,)."""
-        found = np.empty(len(self._counts))
-        for first in range(0, len(found), _AT_ONCE):
+        quantiles_ms = np.empty(len(self._counts))
+        for first in range(0, len(quantiles_ms), _AT_ONCE):
             part = slice(first, first + _AT_ONCE)
             counts = self._counts[part].astype(np.int64)
             self._add(counts, more[:, part])
-            found[part] = self._place(counts, share)
-        return found
+            quantiles_ms[part] = self._place(counts, share)
+        return quantiles_ms
 
     def quantile_of_all(self, share: float, more: Values) -> float:
         """Return the quantile of the values of all histograms together, and of `more` values, ms."""
@@ -87,11 +87,11 @@ class Histograms:
         """Return the quantile of each of some histograms (m, bins), NaN where one is empty."""
         below = np.cumsum(counts, axis=1)
         place = share * np.maximum(below[:, -1] - 1, 0)
-        at = (below > place[:, None]).argmax(axis=1)
-        row = np.arange(len(at))
-        before = np.where(at > 0, below[row, at - 1], 0)
-        inside = np.minimum(1, (place - before + 0.5) / np.maximum(counts[row, at], 1))
-        ms = np.where(at > 0, _LEAST_MS * np.exp((at - 1 + inside) * self.width), 0.0)
+        bins = (below > place[:, None]).argmax(axis=1)
+        row = np.arange(len(bins))
+        before = np.where(bins > 0, below[row, bins - 1], 0)
+        inside = np.minimum(1, (place - before + 0.5) / np.maximum(counts[row, bins], 1))
+        ms = np.where(bins > 0, _LEAST_MS * np.exp((bins - 1 + inside) * self.width), 0.0)
         return np.where(below[:, -1] > 0, ms, np.nan)
 
 
@@ -118,21 +118,24 @@ class Tally:
 
     def add(self, store: StepSums, part: slice) -> None:
         """Add some columns of `store`, of one step each."""
-        at = part.start + np.flatnonzero(store.warm[part])
-        if not len(at):
+        columns = part.start + np.flatnonzero(store.warm[part])
+        if not len(columns):
             return
-        self.first, self.last = self.first if self.steps else int(store.first[at[0]]), int(store.last[at[-1]])
-        self.steps += len(at)
-        self.rows += int(store.rows[at].sum())
-        self.exposed += store.exposed[at].sum(axis=0)
-        self.d += store.d[:, at].sum(axis=1, dtype=float)
-        self.counts += (store.count[:, at] > 0).sum(axis=1)
+        self.first, self.last = (
+            self.first if self.steps else int(store.first[columns[0]]),
+            int(store.last[columns[-1]]),
+        )
+        self.steps += len(columns)
+        self.rows += int(store.rows[columns].sum())
+        self.exposed += store.exposed[columns].sum(axis=0)
+        self.d += store.d[:, columns].sum(axis=1, dtype=float)
+        self.counts += (store.count[:, columns] > 0).sum(axis=1)
         if store.device is not None:
-            self.idle += store.device[:, at, IDLE].sum(axis=1, dtype=float)
-        self.step.add(store.exposed[at].sum(axis=1)[:, None])
-        self.busy.add(busy_of(store, at))
+            self.idle += store.device[:, columns, IDLE].sum(axis=1, dtype=float)
+        self.step.add(store.exposed[columns].sum(axis=1)[:, None])
+        self.busy.add(busy_of(store, columns))
         if self.stages is not None:
-            self.stages.add(stages_of(store, at))
+            self.stages.add(stages_of(store, columns))
 
     def wider(self, places: Array, ranks: int) -> None:
         """Make room for more ranks; those that are there move to `places`."""
@@ -145,19 +148,19 @@ class Tally:
             stages = places[:, None] * N_STAGES + np.arange(N_STAGES)
             self.stages.wider(stages.ravel(), ranks * N_STAGES)
         for _ in range(round(math.log2(_width(ranks) / self.busy.width))):
-            for each in filter(None, (self.step, self.busy, self.stages)):
-                each.coarser()
+            for histograms in filter(None, (self.step, self.busy, self.stages)):
+                histograms.coarser()
 
 
-def busy_of(store: StepSums, at: Int64) -> Array:
+def busy_of(store: StepSums, columns: Int64) -> Array:
     """Return the busy time in some columns, of one step each (n, R) ms; NaN where a rank has none."""
-    return np.where(store.count[:, at] > 0, store.busy[:, at], np.nan).T
+    return np.where(store.count[:, columns] > 0, store.busy[:, columns], np.nan).T
 
 
-def stages_of(store: StepSums, at: Int64) -> Array:
+def stages_of(store: StepSums, columns: Int64) -> Array:
     """Return the stages likewise (n, R * 6) ms."""
-    d = np.where((store.count[:, at] > 0)[..., None], store.d[:, at], np.nan)
-    return d.transpose(1, 0, 2).reshape(len(at), -1)
+    d = np.where((store.count[:, columns] > 0)[..., None], store.d[:, columns], np.nan)
+    return d.transpose(1, 0, 2).reshape(len(columns), -1)
 
 
 def _width(ranks: int) -> float:
@@ -168,21 +171,21 @@ def _width(ranks: int) -> float:
 
 class StepStats:
     """
-    Of the steps at the places `at` (n,) of `store`, and of those in `older`; times in ms, of R ranks. A rank
-    without any has NaN.
+    Statistics of the steps in `columns` (n,) of `store`, and of those in `older`; times in ms, of R ranks.
+    A rank without any of these steps has NaN.
     """
 
-    def __init__(self, store: StepSums, at: Int64, older: Tally | None) -> None:
-        self._store, self._at = store, at
+    def __init__(self, store: StepSums, columns: Int64, older: Tally | None) -> None:
+        self._store, self._columns = store, columns
         self._older = older if older is not None and older.steps else None
-        self.steps = len(at) + (older.steps if older else 0)
-        self.rows = int(store.rows[at].sum()) + (older.rows if older else 0)
+        self.steps = len(columns) + (older.steps if older else 0)
+        self.rows = int(store.rows[columns].sum()) + (older.rows if older else 0)
         """Rows of each rank: a step has one for each of its exchanges."""
-        sums = store.exposed[at].sum(axis=0) + (older.exposed if older else 0)
+        sums = store.exposed[columns].sum(axis=0) + (older.exposed if older else 0)
         self.exposed: Float = sums / max(1, self.steps)
         """Mean of each stage (6,)."""
         ends = [(older.first, older.last)] if self._older and older else []
-        ends += [(int(store.first[at[0]]), int(store.last[at[-1]]))] if len(at) else []
+        ends += [(int(store.first[columns[0]]), int(store.last[columns[-1]]))] if len(columns) else []
         self.between = (ends[0][0], ends[-1][1]) if ends else (0, 0)
         """The first and the last of them."""
 
@@ -193,26 +196,26 @@ class StepStats:
 
     def step(self, *shares: float) -> list[float]:
         """Return quantiles (0..1) of the whole step."""
-        ms = self._store.exposed[self._at].sum(axis=1)[:, None]
+        ms = self._store.exposed[self._columns].sum(axis=1)[:, None]
         if self._older is None:
-            return [float(each) for each in quantiles(ms, shares)[:, 0]]
+            return [float(quantile_ms) for quantile_ms in quantiles(ms, shares)[:, 0]]
         return [float(self._older.step.quantile(share, ms)[0]) for share in shares]
 
     def busy(self) -> Float:
         """Return the median busy time of each rank (R,)."""
-        ms = busy_of(self._store, self._at)
+        ms = busy_of(self._store, self._columns)
         return self._older.busy.quantile(0.5, ms) if self._older else quantiles(ms, (0.5,))[0]
 
     def busy_of_all(self, share: float) -> float:
         """Return a quantile of the busy time of all ranks together."""
-        ms = busy_of(self._store, self._at)
+        ms = busy_of(self._store, self._columns)
         if self._older is None:
             return float(quantiles(ms.reshape(-1, 1), (share,))[0, 0])
         return self._older.busy.quantile_of_all(share, ms)
 
     def stages(self) -> Float:
         """Return the median of each rank's stages (R, 6), of steps of which a report is made."""
-        ms, older = stages_of(self._store, self._at), self._older
+        ms, older = stages_of(self._store, self._columns), self._older
         if older is None:
             return quantiles(ms, (0.5,)).reshape(-1, N_STAGES)
         assert older.stages is not None
@@ -222,15 +225,15 @@ class StepStats:
         """Return the share of its time in which each rank's device waited for its host (R,); NaN: unknown."""
         sums: Float = np.zeros((len(self._store.busy), 2))
         if self._store.device is not None:
-            sums += self._store.device[:, self._at, IDLE].sum(axis=1, dtype=float)
+            sums += self._store.device[:, self._columns, IDLE].sum(axis=1, dtype=float)
         if self._older is not None:
             sums += self._older.idle
         return np.where(sums[:, 1] > 0, sums[:, 0] / np.maximum(sums[:, 1], 1e-9), np.nan)
 
     def mean_stages(self) -> Float:
         """Return the mean of each rank's stages (R, 6)."""
-        sums: Float = self._store.d[:, self._at].sum(axis=1, dtype=float)
-        counts = (self._store.count[:, self._at] > 0).sum(axis=1).astype(float)
+        sums: Float = self._store.d[:, self._columns].sum(axis=1, dtype=float)
+        counts = (self._store.count[:, self._columns] > 0).sum(axis=1).astype(float)
         if self._older is not None:
             sums, counts = sums + self._older.d, counts + self._older.counts
         return np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], np.nan)

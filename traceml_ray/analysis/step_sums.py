@@ -110,28 +110,30 @@ class StepSums:
         made.put(0, {name: column[: self.end] for name, column in self.columns().items()}, starts, _OF_A_STEP)
         return made
 
-    def go_on(self, of: StepSums) -> None:
+    def go_on(self, other: StepSums) -> None:
         """Add the first column of another one to the last, which is the beginning of the same step."""
-        self.like(of)
-        at, others = self.end - 1, of.columns()
+        self.like(other)
+        last_column, others = self.end - 1, other.columns()
         for name, mine in self.columns().items():
-            mine[at] = _OF_A_STEP.get(name, np.add)(mine[at], others[name][0])
+            mine[last_column] = _OF_A_STEP.get(name, np.add)(mine[last_column], others[name][0])
 
-    def extend(self, of: StepSums, part: slice) -> None:
+    def extend(self, other: StepSums, part: slice) -> None:
         """Add some columns of another one at the end."""
-        self.like(of)
-        begin, others = self.end, of.columns()
+        self.like(other)
+        begin, others = self.end, other.columns()
         self.grow(begin + part.stop - part.start)
         for name, mine in self.columns().items():
             mine[begin : self.end] = others[name][part]
 
-    def put(self, begin: int, of: Mapping[str, Array], starts: Int64, how: Mapping[str, np.ufunc]) -> None:
-        """Have, from column `begin` on, the columns of `of` put together, those from each of `starts` on."""
+    def put(
+        self, begin: int, columns: Mapping[str, Array], starts: Int64, how: Mapping[str, np.ufunc]
+    ) -> None:
+        """Replace the columns from `begin` on by sums over `columns`, split at `starts`."""
         self.cut(begin)
         self.grow(begin + len(starts))
         for name, mine in self.columns().items():
             ufunc, new = how.get(name, np.add), mine[begin : self.end]
-            ufunc.reduceat(of[name], starts, axis=0, dtype=mine.dtype, out=new)
+            ufunc.reduceat(columns[name], starts, axis=0, dtype=mine.dtype, out=new)
 
     def grow(self, end: int) -> None:
         """Have `end` columns."""
@@ -169,10 +171,10 @@ class Bins(StepSums):
         super().__init__(ranks, most=most, many=True)
         self.width = 1
 
-    def fold(self, of: StepSums, n: int) -> None:
-        """Add the first `n` columns of `of`, of one step each; where there is no room, bins become wider."""
-        self.like(of)
-        steps, begin, others = int(self.steps[: self.end].sum()) + n, max(0, self.end - 1), of.columns()
+    def fold(self, other: StepSums, n: int) -> None:
+        """Add the first `n` columns of `other`, one step each; if there is no room, bins become wider."""
+        self.like(other)
+        steps, begin, others = int(self.steps[: self.end].sum()) + n, max(0, self.end - 1), other.columns()
         while steps > self.width * self.most:
             self.width, begin = 2 * self.width, 0
         both = {
@@ -199,14 +201,14 @@ def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[
     worked = busy.sum(axis=0, dtype=float)
     first, last = store.first[part], store.last[part]
     if per > 1:
-        at = np.arange(0, part.stop - part.start, per)
-        count = np.add.reduceat(count, at, axis=1, dtype=np.uint32)
-        busy, values = (np.add.reduceat(each, at, axis=1) for each in (busy, values))
-        chained, exposed = np.add.reduceat(chained, at), np.add.reduceat(exposed, at, axis=0)
-        took, worked = np.add.reduceat(took, at), np.add.reduceat(worked, at)
-        first, last = first[at], last[np.minimum(at + per, len(last)) - 1]
+        starts = np.arange(0, part.stop - part.start, per)
+        count = np.add.reduceat(count, starts, axis=1, dtype=np.uint32)
+        busy, values = (np.add.reduceat(sums, starts, axis=1) for sums in (busy, values))
+        chained, exposed = np.add.reduceat(chained, starts), np.add.reduceat(exposed, starts, axis=0)
+        took, worked = np.add.reduceat(took, starts), np.add.reduceat(worked, starts)
+        first, last = first[starts], last[np.minimum(starts + per, len(last)) - 1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = [np.where(count > 0, each / count, np.nan) for each in (busy, values)]
+        mean = [np.where(count > 0, sums / count, np.nan) for sums in (busy, values)]
         step = np.where(chained[:, None] > 0, exposed / chained[:, None], np.nan)
         waiting = np.where(took > 0, 1 - worked / took, np.nan)
     return first.copy(), last.copy(), *mean, step, waiting
@@ -214,9 +216,9 @@ def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[
 
 def stages_in(store: StepSums, part: slice, per: int) -> tuple[Int64, Int64, Array]:
     """Return of some columns of `store`, `per` in one: first and last step (C,), mean stages (R, C, 6) ms."""
-    at = np.arange(0, part.stop - part.start, per)
-    count = np.add.reduceat(store.count[:, part], at, axis=1, dtype=np.uint32)[..., None]
-    d = np.add.reduceat(store.d[:, part], at, axis=1)
+    starts = np.arange(0, part.stop - part.start, per)
+    count = np.add.reduceat(store.count[:, part], starts, axis=1, dtype=np.uint32)[..., None]
+    d = np.add.reduceat(store.d[:, part], starts, axis=1)
     first, last = store.first[part], store.last[part]
     mean = np.where(count > 0, d / np.maximum(count, 1), np.nan)
-    return first[at], last[np.minimum(at + per, len(last)) - 1], mean
+    return first[starts], last[np.minimum(starts + per, len(last)) - 1], mean

@@ -50,9 +50,9 @@ def ended(line: Timeline, end_ns: int) -> tuple[Int64, Int64]:
     return line.last, end_ns - (line.took.sum() - np.cumsum(line.took))
 
 
-def _share(line: Timeline, at: int, steps: int) -> int:
+def _share(line: Timeline, index: int, steps: int) -> int:
     """Return how long so many of the steps that were added up took, ns."""
-    return int(line.took[at]) * steps // (int(line.last[at]) - int(line.first[at]) + 1)
+    return int(line.took[index]) * steps // (int(line.last[index]) - int(line.first[index]) + 1)
 
 
 def trained_since(line: Timeline, end_ns: int, warmup: int) -> int:

@@ -136,16 +136,16 @@ class FindingTrack:
         """(step, time, cost) so far, to take back steps that another finding explains better."""
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
 
-    def supports(self, found: Verdict) -> bool:
-        """Whether `found` names what this names, and maybe more."""
-        return contains(found, self.verdict)
+    def supports(self, current: Verdict) -> bool:
+        """Whether `current` names what this names, and maybe more."""
+        return contains(current, self.verdict)
 
-    def is_found(self, found: Verdict) -> bool:
-        """Whether `found` names just this; of a set of ranks, at least one in common."""
+    def is_found(self, current: Verdict) -> bool:
+        """Whether `current` names just this; of a set of ranks, at least one in common."""
         if self.verdict.meaning.names == "none":
-            return self.supports(found)
-        same = (self.verdict.label, set(self.verdict.stages)) == (found.label, set(found.stages))
-        return same and self.supports(found)
+            return self.supports(current)
+        same = (self.verdict.label, set(self.verdict.stages)) == (current.label, set(current.stages))
+        return same and self.supports(current)
 
     def lingers(self, evidence: Evidence, thresholds: Thresholds) -> bool:
         """Whether half of the excess that it was found by is still there."""
@@ -156,10 +156,10 @@ class FindingTrack:
         excess = evidence.by_pattern[pattern][places, stage].max(initial=0)
         return bool(excess >= thresholds.least(pattern) / 2)
 
-    def extend(self, evidence: Evidence, clock: Clock, found: Verdict | None) -> None:
-        """Add the new steps of a window that shows it; `found` is the verdict, where it names just this."""
-        if found is not None:
-            self._reword(found)
+    def extend(self, evidence: Evidence, clock: Clock, current: Verdict | None) -> None:
+        """Add the new steps of a window that shows it; `current` is the verdict, where it names just this."""
+        if current is not None:
+            self._reword(current)
         window, waited = evidence.window, clock.every * waited_ns(self.verdict, evidence)
         steps = window.steps
         since = steps >= self.began
@@ -190,12 +190,12 @@ class FindingTrack:
         self._shares.append(100 * float(waited[since].sum()) / max(step_ns, 1.0))
         self.ranks = window.expected
 
-    def _reword(self, found: Verdict) -> None:
+    def _reword(self, current: Verdict) -> None:
         """Take the newest verdict; of two stages or ranks of about equal cost the same one stays first."""
         mine = self.verdict
-        self._turned = 0 if (found.stage, found.rank) == (mine.stage, mine.rank) else self._turned + 1
+        self._turned = 0 if (current.stage, current.rank) == (mine.stage, mine.rank) else self._turned + 1
         if self._turned in (0, TURNS):
-            self.verdict, self._turned = found, 0
+            self.verdict, self._turned = current, 0
 
     @property
     def recurs(self) -> bool:
@@ -262,7 +262,7 @@ class FindingTrack:
         """Return the pattern (a place in PATTERNS) that it was found by, and its median excess in windows."""
         places = [place for place, _ in self.levels]
         place = max(set(places), key=places.count)
-        return place, float(np.median([level[at] for at, level in self.levels]))
+        return place, float(np.median([level[index] for index, level in self.levels]))
 
     def cost_range(self) -> tuple[float, float] | None:
         if not self._shares:
@@ -301,7 +301,7 @@ class Recurring:
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
     """Return the places in `window` of the named ranks; of all where none is named."""
-    places = [at for at, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
+    places = [place for place, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
     return places if verdict.ranks else list(range(len(window.ranks)))
 
 
@@ -318,11 +318,11 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     return window.by_step(evidence.waited_ns(*causes))
 
 
-def contains(found: Verdict, part: Verdict) -> bool:
-    """Whether `found` names what `part` names, and maybe more."""
-    if not (part.meaning.names == found.meaning.names == "ranks"):
-        return part.label == found.label  # which stage carries most of it differs between windows
-    return same_ranks(part, found) and part.stage in found.stages
+def contains(whole: Verdict, part: Verdict) -> bool:
+    """Whether `whole` names what `part` names, and maybe more."""
+    if not (part.meaning.names == whole.meaning.names == "ranks"):
+        return part.label == whole.label  # which stage carries most of it differs between windows
+    return same_ranks(part, whole) and part.stage in whole.stages
 
 
 def alike(one: Verdict, other: Verdict) -> bool:
@@ -343,15 +343,15 @@ def may_share_steps(one: Verdict, other: Verdict) -> bool:
     return "none" in (one.meaning.names, other.meaning.names) or overlap(one, other)
 
 
-def late_from(step: int, found: Verdict, evidence: Evidence, rest: Thresholds | None) -> int | None:
+def late_from(step: int, current: Verdict, evidence: Evidence, rest: Thresholds | None) -> int | None:
     """
-    Return the first step from `step` on that is late by `found`, None without any.
+    Return the first step from `step` on that is late by `current`, None without any.
 
     With `rest` given, the steps from there on must show it by themselves: cost `min_excess` of their time.
     """
     window = evidence.window
     since = window.steps >= step
-    waited = np.where(since, waited_ns(found, evidence), 0)
+    waited = np.where(since, waited_ns(current, evidence), 0)
     if rest is not None and waited.sum() < rest.min_excess * evidence.step_ns[since].sum():
         return None
     late = window.steps[since & late_steps(waited.astype(np.float64))]

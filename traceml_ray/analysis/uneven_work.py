@@ -148,8 +148,8 @@ def _lagged(values: Float, lag: int, sum_of_squares: float) -> float:
 
 def explained(work: Int64 | Float, amount: Float) -> Fit | None:
     """Return the fit where it counts; else None."""
-    found = fit(work, amount)
-    return found if found is not None and found.counts else None
+    fitted = fit(work, amount)
+    return fitted if fitted is not None and fitted.counts else None
 
 
 def known_amounts(amounts: Mapping[str, Float]) -> Amounts | None:
@@ -218,8 +218,8 @@ def reason_of(
     facts: dict[str, Any] = {"in_compute": shares.get("compute"), "steps": len(work)}
     facts["unknown_ranks"] = _unknown(amounts, ranks)
     if sizes is not None:
-        own = sized[sizes.steps][:, sizes.ranks]
-        facts |= {"sizes_known": True, "steps": len(own), **_by_sizes(own, sizes.values)}
+        sized_work = sized[sizes.steps][:, sizes.ranks]
+        facts |= {"sizes_known": True, "steps": len(sized_work), **_by_sizes(sized_work, sizes.values)}
     named, may_explain = facts.pop("named", None), facts.pop("may_explain", False)
     if named is not None and facts[named] >= _HOLDS:
         return Reason(what=named, share=facts[named], **facts)
@@ -258,7 +258,7 @@ def reason_of_more(
     share = min(1.0, (times - 1) / longer)
     if times - 1 < least or share < _IN_PART:
         return None
-    shares = {name: min(1.0, max(0.0, (each - 1) / longer)) for name, each in by_name.items()}
+    shares = {name: min(1.0, max(0.0, (ratio - 1) / longer)) for name, ratio in by_name.items()}
     return Reason(
         what=what,
         share=share,
@@ -321,10 +321,10 @@ def _by_sizes(work: Int64, amounts: Mapping[str, Float]) -> dict[str, Any]:
     """
     whole = work.sum(axis=2)
     fits = {name: fit(whole, amount) for name, amount in amounts.items()}
-    shares = {name: found.share for name, found in fits.items() if found is not None and found.counts}
+    shares = {name: fitted.share for name, fitted in fits.items() if fitted is not None and fitted.counts}
     if not shares:
-        known = [found for found in fits.values() if found is not None]
-        return {"may_explain": any(each.slope > 0 and each.share >= _HOLDS for each in known)}
+        known = [fitted for fitted in fits.values() if fitted is not None]
+        return {"may_explain": any(fitted.slope > 0 and fitted.share >= _HOLDS for fitted in known)}
     named = "tokens" if shares.get("tokens", 0.0) > shares.get("samples", 0.0) + _BEYOND else "samples"
     named = named if named in shares else next(iter(shares))
     compute = explained(work[..., [FORWARD, BACKWARD]].sum(axis=2), amounts[named])

@@ -203,13 +203,15 @@ def _of_groups(
     if len(groups) == 1:
         return _of_group(window, thresholds, whole_run, baseline, past)
     groups = beside_each_other(groups)
-    found = [(group, *_of_group(group, thresholds, whole_run)[:2]) for group in groups]
+    judged = [(group, *_of_group(group, thresholds, whole_run)[:2]) for group in groups]
     times = 1 / max(thresholds.keep_group, 1e-9)
     group, verdict, evidence = max(
-        found, key=lambda each: _matters(each[1], 1.0 if set(followed).isdisjoint(each[1].ranks) else times)
+        judged, key=lambda pair: _matters(pair[1], 1.0 if set(followed).isdisjoint(pair[1].ranks) else times)
     )
     if verdict.label == "healthy":
-        sure = min((each.confidence or "low" for _, each, _ in found), key=("low", "medium", "high").index)
+        sure = min(
+            (verdict.confidence or "low" for _, verdict, _ in judged), key=("low", "medium", "high").index
+        )
         why = wording.healthy_groups(len(groups))
         return Judged(msgspec.structs.replace(verdict, confidence=sure, why=why), None)
     return Judged(msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence)

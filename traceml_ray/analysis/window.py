@@ -123,8 +123,8 @@ class Window:
         """Return which steps (S,), or (S, R), have `rows` (K,), or (K, R), in each of their rows."""
         if len(self.starts) == len(rows):
             return rows
-        found: Bool = np.logical_and.reduceat(rows, self.starts, axis=0)
-        return found
+        complete: Bool = np.logical_and.reduceat(rows, self.starts, axis=0)
+        return complete
 
     @property
     def gaps(self) -> int:
@@ -201,25 +201,25 @@ class Window:
         sizes = [size for _, size in known]
         if max(sizes, default=self.expected) >= self.expected or (max(sizes) == 1 and None not in groups):
             return [self]
-        at: dict[Group | None, list[int]] = {group: [] for group in groups}
+        places_of: dict[Group | None, list[int]] = {group: [] for group in groups}
         for place, group in enumerate(self.groups):
-            at[group].append(place)
-        unknown = at.pop(None, [])
+            places_of[group].append(place)
+        unknown = places_of.pop(None, [])
         rest = max(self.expected - sum(sizes), len(unknown))
-        found, left = [], list(self.missing)
+        windows, left = [], list(self.missing)
         all_listed = len(left) >= self.expected - len(self.ranks)
         for (first, size), (following, _) in zip(known, [*known[1:], (1 << 62, 0)], strict=True):
-            places = at[first, size]
+            places = places_of[first, size]
             end = first + size
             compact = int(self.ranks[places[-1]]) < end <= following
             gone = [rank for rank in left if (first <= rank < end if compact else all_listed)]
             gone = gone if len(gone) == size - len(places) else []
             left = [rank for rank in left if rank not in gone] if gone else left
-            found.append(self._of(places, size, gone))
+            windows.append(self._of(places, size, gone))
         if rest > 0:
             clear = all_listed and len(left) == rest - len(unknown)
-            found.append(self._of(unknown, rest, left if clear else []))
-        return found
+            windows.append(self._of(unknown, rest, left if clear else []))
+        return windows
 
     def group_of(self, rank: int) -> Window:
         """Return the window of the group that `rank`, one of `ranks`, is in."""

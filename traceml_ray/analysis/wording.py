@@ -145,7 +145,9 @@ def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: Past
         )
     largest = max(float(evidence.persistent.max()), 0.0)
     if largest >= limits.min_excess:
-        place, out_of = (int(at) for at in np.argwhere(evidence.persistent == evidence.persistent.max())[0])
+        place, out_of = (
+            int(index) for index in np.argwhere(evidence.persistent == evidence.persistent.max())[0]
+        )
         why = doubt(evidence, [place], out_of, past, limits) or "more steps will tell"
         return (
             f"No rank is late beyond doubt. {_who(window, [place])} has the largest excess over its peers, "
@@ -178,7 +180,14 @@ def _idle(evidence: Evidence) -> str:
 
 
 def saving(
-    label: Label, ranks: int, stages: int, alone_pct: float, together_pct: float, *, at_most: bool, of: str
+    label: Label,
+    ranks: int,
+    stages: int,
+    alone_pct: float,
+    together_pct: float,
+    *,
+    at_most: bool,
+    whole_time: str,
 ) -> str:
     """
     Return what fixing a finding saves, in one sentence.
@@ -190,15 +199,15 @@ def saving(
         alone_pct: what fixing the first cause alone saves, %.
         together_pct: what fixing all causes saves, %.
         at_most: it may be less.
-        of: what these are shares of: "the step", "the run".
+        whole_time: what these are shares of: "the step", "the run".
     """
-    cost = f"{text.percent(together_pct)} of {of}"
+    cost = f"{text.percent(together_pct)} of {whole_time}"
     if label == "imbalance":
         return f"Waiting for it takes {cost}."
     if label == "group_wide":
         return f"The slow-down costs {cost}."
     if label == "co_critical" and not at_most:
-        first = f"Fixing the first alone saves {text.percent(alone_pct)} of {of}"
+        first = f"Fixing the first alone saves {text.percent(alone_pct)} of {whole_time}"
         return f"{first}, fixing all together {text.percent(together_pct)}."
     what = ("both" if stages < 3 else "all") if label == "ambiguous" else "it" if ranks == 1 else "them"
     most, less = "at most " * at_most, ", probably much less" * (label == "co_critical")
@@ -266,8 +275,8 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     looks: dict[str, list[str]] = {}
     for cause in finding.causes:
         looks.setdefault(_look(evidence, cause), []).append(_who(window, cause.places))
-    each = [f"on {text.listed(who)} look at {look}" for look, who in looks.items()]
-    return why, f"Fix them together: {'; '.join(each)}."
+    advice = [f"on {text.listed(who)} look at {look}" for look, who in looks.items()]
+    return why, f"Fix them together: {'; '.join(advice)}."
 
 
 def _imbalance(evidence: Evidence, finding: Finding) -> tuple[str, str]:
@@ -294,14 +303,18 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
     since = f" since step {drift.from_step:,}" if drift.timing.began else ""
     old = baseline.step_ns if drift.stage is None else baseline.level_ns[drift.stage]
     takes = "A step takes" if drift.stage is None else f"`{STAGES[drift.stage]}` takes"
-    each = " a step" * (drift.stage is not None)
+    per_step = " a step" * (drift.stage is not None)
     why = (
-        f"{takes} {text.ns(old + drift.extra_ns)}{each}{who}{since}, {text.ns(drift.extra_ns)} more than "
+        f"{takes} {text.ns(old + drift.extra_ns)}{per_step}{who}{since}, {text.ns(drift.extra_ns)} more than "
         f"the {text.ns(old)} of {baseline_is(baseline)}. Comparing ranks with each other does not show it."
     )
     if drift.stage is None:
         most = np.argsort(drift.stages_ns)[:-4:-1]
-        parts = [f"`{STAGES[at]}` {text.ns(drift.stages_ns[at])}" for at in most if drift.stages_ns[at] > 0]
+        parts = [
+            f"`{STAGES[index]}` {text.ns(drift.stages_ns[index])}"
+            for index in most
+            if drift.stages_ns[index] > 0
+        ]
         why += f" No stage carries it alone: {text.listed(parts)} more."
     advice = _SLOWER if drift.stage is None else _SHARED[STAGES[drift.stage]]
     return why + _unsplit(evidence) + _inferred(evidence.window), advice
@@ -333,8 +346,8 @@ def _whose(evidence: Evidence, cause: Cause, late_ns: float) -> str:
         what = "DataLoader" if stage == DATA else f"host, in `{STAGES[stage]}`"
         waits, their = ("'s GPU waits", "its") if one else (": GPUs wait", "their")
         return f" Host-bound: {who}{waits} {text.ns(late_ns)} a step for {their} {what}."
-    own = text.ns(float(np.median(window.d[:, list(cause.places), stage])))
-    return f" The device is slow there ({own} a step), not the host."
+    typical = text.ns(float(np.median(window.d[:, list(cause.places), stage])))
+    return f" The device is slow there ({typical} a step), not the host."
 
 
 def _by(evidence: Evidence, cause: Cause) -> str:
@@ -368,10 +381,10 @@ def _look(evidence: Evidence, *causes: Cause) -> str:
     node = _whole_node(evidence.window, causes[0].places)
     looks = [[f"what the ranks of {node} share (network, CPU, memory, cooling)"]] if node else []
     for cause in causes:
-        known = [each for look in looks for each in look]
+        known = [thing for look in looks for thing in look]
         stage = STAGES[evidence.seen_in(cause)]
-        own = _LOOK_HOST.get(stage) if evidence.hosts_hold(cause) else None
-        looks.append([each for each in own or _LOOK[stage] if each not in known])
+        host_look = _LOOK_HOST.get(stage) if evidence.hosts_hold(cause) else None
+        looks.append([thing for thing in host_look or _LOOK[stage] if thing not in known])
     return ", then at ".join(filter(None, map(text.listed, looks)))
 
 
@@ -390,8 +403,8 @@ def _merged(evidence: Evidence, cause: Cause) -> str:
     lacking = window.in_all(window.flags & flag != 0).mean(axis=0) > 0.5
     if not lacking.any():
         return ""
-    some = "" if lacking.all() else f" on {text.ranks(window.ranks[lacking].tolist())}"
-    return f" No {mark} was seen{some}, so `{STAGES[stage]}` includes {more}."
+    where = "" if lacking.all() else f" on {text.ranks(window.ranks[lacking].tolist())}"
+    return f" No {mark} was seen{where}, so `{STAGES[stage]}` includes {more}."
 
 
 def _unsplit(evidence: Evidence) -> str:
