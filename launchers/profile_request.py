@@ -29,7 +29,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     printing.advance("profile: waiting", None)
     check_goes_on(folder, wanted.run)
-    request(folder, wire.ControlRequest(wire.VERSION, asked, wanted), limit_s)
+    request(folder, wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, wanted)), limit_s)
     goes_on, seen_s = True, None
     while goes_on and time.monotonic() < deadline:
         goes_on = holder(folder) is not None

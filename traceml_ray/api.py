@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
@@ -23,7 +22,6 @@ from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
 from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import REQUEST_EVENT
 
 if TYPE_CHECKING:
     from typing import Self
@@ -360,8 +358,7 @@ class profile:  # noqa: N801 - used as a function is
         agent = bootstrap.current()
         if agent is not None:
             run = None if agent.identity is None else agent.identity.job_id
-            data = msgspec.structs.replace(request, run=run).event_data(self._id)
-            agent.add_event(wire.Event(REQUEST_EVENT, time.time_ns(), data=data))
+            agent.request(wire.MeasureRequest(self._id, msgspec.structs.replace(request, run=run)))
             return
         from traceml_ray.driver import session_here
 

@@ -170,7 +170,7 @@ def profiled(*names: str) -> Fault:
     def fault(run: Run) -> Steps:
         wanted = wire.ProfileRequest(steps=20)
         with connected(run) as sock:
-            sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "p", wanted)))
+            sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "p", wire.MeasureRequest("p", wanted))))
         until(lambda: (now := under_way(run.session)) is not None and now.ranks, "a capture", 20)
         yield
         for name in names:

@@ -35,7 +35,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.views.source import StoredSource
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import LAYERS_EVENT, MAX_LAYER_STEPS, LayersRequest
+from traceml_ray.wire.commands import MAX_LAYER_STEPS, LayersRequest
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -172,9 +172,8 @@ def commands(played: Played) -> list[wire.Command]:
 
 
 def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
-    wanted = LayersRequest(12).event_data("a")
-    event = wire.Event(LAYERS_EVENT, played.clock(), data=wanted)
-    played.aggregator.ingest(played.relays[0].message(events=[event]))
+    wanted = wire.MeasureRequest("a", layers=LayersRequest(12))
+    played.aggregator.ingest(played.relays[0].message(requests=[wanted]))
     played.play(5)
     (command,) = commands(played)
     assert command.args == {"id": "a", "run": "job", "ranks": "all", "steps": 12}

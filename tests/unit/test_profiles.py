@@ -128,6 +128,19 @@ def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the
         os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))
 
 
+def test_rank_and_relay_ask_for_the_same_as_a_driver(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0, 1)
+    request = wire.ProfileRequest("0")
+    by_rank, by_relay = (wire.MeasureRequest(who, request) for who in ("rank", "relay"))
+    aggregator.ingest(relay.message(rank.batch(40, requests=[by_rank]), requests=[by_relay]))
+    ask(aggregator, "start_profile", request=request, id="driver")
+    aggregator.judge()
+    profile = profiles.under_way(tmp_path)
+    while profile is None:
+        profile = profiles.under_way(tmp_path)
+    assert profile.requests == ["rank", "relay", "driver"]
+
+
 def test_request_that_is_one_too_many_is_refused_at_once(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path, Clock())
     for rank in range(MAX_WAITING):

@@ -35,13 +35,11 @@ def tail(message: wire.Message) -> list[object]:
     return msgspec.msgpack.decode(wire.encode(message))
 
 
-def test_request_of_a_profile_is_the_same_as_data_of_an_event():
-    request = wire.ProfileRequest("0,4-7", 5, memory=True, run="job")
-    data = request.event_data("asked")
-    event = wire.Event("profile_request", 1, data=data)
-    message = msgspec.structs.replace(relay_batch(), events=[event])
-    (received,) = wire.decode(wire.encode(message), wire.RelayBatch).events
-    assert wire.ProfileRequest.of_event(received.data) == (request, "asked")
+def test_request_of_a_profile_travels_in_the_messages_of_rank_and_relay():
+    request = wire.MeasureRequest("asked", wire.ProfileRequest("0,4-7", 5, memory=True, run="job"))
+    for batch in (rank_batch(), relay_batch()):
+        message = msgspec.structs.replace(batch, requests=[request])
+        assert wire.decode(wire.encode(message), type(message)).requests == [request]
 
 
 @every_message

@@ -22,6 +22,7 @@ class Batch(msgspec.Struct, gc=False):
     rows: int
     events: int
     spans: int
+    requests: int
     data: bytes
     piece: int | None = None
     """Where the first of its pieces of a trace begins."""

@@ -123,6 +123,10 @@ class RankAgent:
         """Have an event sent with the next batch; any thread may."""
         self.unsent.events.append(event)
 
+    def request(self, asked: wire.MeasureRequest) -> None:
+        """Have the aggregator know what the script asks for; any thread may."""
+        self.unsent.requests.append(asked)
+
     def close(self, events: list[wire.Event] | None = None) -> None:
         """Send what is left as the final batch; what is not stored yet goes to the spool. Bounded in time."""
         self.unsent.events.extend(events or [])
@@ -225,7 +229,7 @@ class RankAgent:
             **draft.fields,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
-        held = len(batch.events), len(batch.spans)
+        held = len(batch.events), len(batch.spans), len(batch.requests)
         piece = batch.pieces[0].offset if batch.pieces else None
         made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, records)
         if data is None:
@@ -277,7 +281,7 @@ class RankAgent:
     def _lose(self, batch: Batch) -> None:
         """Count what was in a batch that will not be sent."""
         self._dropped += batch.rows
-        lost = {"events": batch.events, "spans": batch.spans}
+        lost = {"events": batch.events, "spans": batch.spans, "requests": batch.requests}
         lost |= {KINDS[name].lost: amount for name, amount in batch.records.items()}
         for what, count in lost.items():
             self.instrumentation.errors.count(f"{what} lost with their batch", count)

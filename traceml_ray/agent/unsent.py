@@ -16,7 +16,7 @@ from traceml_ray.wire.codec import Part
 
 class Unsent:
     """
-    Of one rank process. Any thread may append to `events`; all else is the agent's thread's.
+    Of one rank process. Any thread may append to `events` and `requests`; all else is the agent's thread's.
 
     Args:
         errors: counts records that cannot be sent, by kind.
@@ -24,6 +24,7 @@ class Unsent:
 
     def __init__(self, errors: Errors) -> None:
         self.events: list[wire.Event] = []
+        self.requests: list[wire.MeasureRequest] = []
         self.spans: list[wire.SpanSum] = []
         self.memory_from: dict[str, str] = {}
         self.pieces: list[wire.TracePiece] = []
@@ -33,7 +34,7 @@ class Unsent:
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        return bool(self.events or self.spans or self.pieces) or any(self._records.values())
+        return bool(self.events or self.requests or self.spans or self.pieces) or any(self._records.values())
 
     def add(self, records: Iterable[Part]) -> None:
         """
@@ -55,6 +56,7 @@ class Unsent:
     def move_into(self, draft: BatchDraft) -> dict[str, int]:
         """Move what fits into the next batch; return how much of each kind of record that is."""
         draft.fill("events", self.events)
+        draft.fill("requests", self.requests)
         draft.fill("spans", self.spans)
         amounts = draft.fill_records(self._records)
         draft.fill("pieces", self.pieces)

@@ -47,7 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
             check_goes_on(folder, arguments.run)
-            request(folder, wire.ControlRequest(wire.VERSION, asked, layers=wanted), LIMIT_S)
+            request(
+                folder,
+                wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, layers=wanted)),
+                LIMIT_S,
+            )
             with printing.progress_bar("layers"):
                 layers = measured(
                     answers.answer,

@@ -10,7 +10,6 @@ import msgspec
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import LAYERS_EVENT
 
 SEND_S = 30.0
 """How long a command is part of all replies, in s: by then every relay has asked."""
@@ -45,14 +44,6 @@ class LayerRequests:
                 return f"{MAX_WAITING} requests wait already; ask again in {SEND_S:g} s"
             self._waiting.append((request, asked, self._ticks()))
             return None
-
-    def take(self, event: wire.Event) -> None:
-        """Take an event of a node, if it is a request."""
-        if event.kind == LAYERS_EVENT:
-            try:
-                self.ask(*wire.LayersRequest.of_event(event.data))
-            except ValueError as error:
-                self._errors.note("layers request", error)
 
     def turn(self) -> None:
         """

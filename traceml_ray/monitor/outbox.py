@@ -176,6 +176,7 @@ def _besides_rows(data: bytes) -> Counter[str]:
         "event": len(batch.events),
         "span": len(batch.spans),
         "process sample": int(batch.process is not None),
+        "request": len(batch.requests),
         **{
             (KINDS[name].lost if name in KINDS else "records of other versions"): _amount(name, records)
             for name, records in batch.records.items()

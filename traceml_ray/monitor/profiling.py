@@ -31,7 +31,6 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import REQUEST_EVENT
 
 STEPS = 3
 """Of each such profile,"""
@@ -156,14 +155,6 @@ class Profiling:
         so. With the writer's lock.
         """
         return self._captures.ask(Wanted(request, "it was requested.", (asked,)))
-
-    def take(self, event: wire.Event) -> None:
-        """Take an event of a node, if it is a request."""
-        if event.kind == REQUEST_EVENT:
-            try:
-                self.ask(*wire.ProfileRequest.of_event(event.data))
-            except ValueError as error:
-                self._errors.note("profile request", error)
 
     def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
         """Take what a rank says of its capture; with the writer's lock. An error is counted."""

@@ -36,7 +36,6 @@ from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
 from traceml_ray.signals.nodes.sampler import SamplerThread, xid_events
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import LAYERS_EVENT, REQUEST_EVENT
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""
@@ -108,6 +107,8 @@ class RelayCore:
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
         self._reported = 0
         """Errors that the newest packet counts."""
+        self._requests: list[wire.MeasureRequest] = []
+        """What persons ask for, to be sent."""
         self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
         self._ender: RankConnection | None = None
@@ -240,14 +241,12 @@ class RelayCore:
 
     def _hand_on(self, asked: wire.ControlRequest) -> None:
         """Have the aggregator know what a person asks for."""
-        now = time.time_ns()
-        if asked.profile is not None:
-            event = wire.Event(REQUEST_EVENT, now, data=asked.profile.event_data(asked.request))
-        elif asked.layers is not None:
-            event = wire.Event(LAYERS_EVENT, now, data=asked.layers.event_data(asked.request))
+        if asked.measure is None:
+            self._add_events([wire.Event("bundle_request", time.time_ns(), data={"request": asked.request})])
+        elif len(self._requests) < _MOST:
+            self._requests.append(asked.measure)
         else:
-            event = wire.Event("bundle_request", now, data={"request": asked.request})
-        self._add_events([event])
+            self._errors.count("request: no room")
 
     def _replied(self, reply: wire.RelayReply) -> None:
         self._intake.obey(reply.commands)
@@ -277,7 +276,7 @@ class RelayCore:
     def _has_content(self) -> bool:
         """Whether there is anything to pack but a sample."""
         outbox, intake = self._outbox, self._intake
-        content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events
+        content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or self._requests
         printed = self._output.waiting
         return bool(content or printed or sum(errors.total() for errors in self._counted()) != self._reported)
 
@@ -298,6 +297,7 @@ class RelayCore:
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
         most = _count_within(intake.events[:_MOST], _EVENT_BYTES)
         events, intake.events = intake.events[:most], intake.events[most:]
+        requests, self._requests = self._requests, []
         message = wire.RelayBatch(
             v=wire.VERSION,
             node=self._node,
@@ -312,6 +312,7 @@ class RelayCore:
             events=events + self._errors.causes() + self._connections.errors.causes(),
             errors={name: n for errors in counted for name, n in errors.items()},
             of_ranks={name: encoded(output) for name, output in printed.items()},
+            requests=requests,
         )
         self._outbox.pack(wire.encode(message))
 

@@ -160,6 +160,7 @@ class RelayIntake:
         for event in batch.events:
             process = writer.processes.get(str(event.data.get("process_id")))
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
+        self._take_requests(batch.requests)
         self._take_records(node_id, received.records, node_id)
 
     def _take_records(self, owner: int | str, records: Records, node_id: str | None) -> None:
@@ -206,7 +207,16 @@ class RelayIntake:
             self.memory.add_span(process.id, span)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
+        self._take_requests(batch.requests)
         self.profiling.take_batch(process, batch)
+
+    def _take_requests(self, requests: list[wire.MeasureRequest]) -> None:
+        """Take what persons ask for; what cannot be done is counted."""
+        for asked in requests:
+            if asked.profile is not None:
+                self.profiling.ask(asked.profile, asked.id)
+            if asked.layers is not None:
+                self.layers.ask(asked.layers, asked.id)
 
     def _process(self, name: str, now: int) -> RankProcess | None:
         """Return the rank process of that name, made when it is new; None when there are too many."""
@@ -220,8 +230,6 @@ class RelayIntake:
         if event.kind != "standing":  # of use for the judge only
             self.writer.add_event(event, process, node_id)
         self.bundling.take(event, process)
-        self.profiling.take(event)
-        self.layers.take(event)
         if process is not None:
             self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 

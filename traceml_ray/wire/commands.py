@@ -2,6 +2,8 @@
 What travels about layers: what a person asks for.
 
 What travels about profiles: what a person asks for, how far a rank is with it, and its trace in pieces.
+
+What a person asks for is a `MeasureRequest`, from wherever it comes.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from traceml_ray.identity import rank_filter
-from traceml_ray.wire.codec import FEW, Count, Int64, Name, Part, Value, ready
+from traceml_ray.wire.codec import FEW, Count, Int64, Name, Part, ready
 
 MAX_LAYER_STEPS = 1000
-LAYERS_EVENT = "layers_request"
-"""The event by which a relay hands on what a person asks for."""
 
 
 class LayersRequest(Part, frozen=True):
@@ -33,18 +33,6 @@ class LayersRequest(Part, frozen=True):
             raise ValueError(f"steps={steps} must be an integer from 1 to {MAX_LAYER_STEPS}")
         return cls(steps, run)
 
-    def event_data(self, asked: str) -> dict[str, Value]:
-        """Return the data of `LAYERS_EVENT`, with the id of the request."""
-        return {"steps": self.steps, "run": self.run, "request": asked}
-
-    @classmethod
-    def of_event(cls, data: Mapping[str, Value]) -> tuple[LayersRequest, str]:
-        """Return what `event_data` was made of. Raises ValueError."""
-        steps, run = data.get("steps"), data.get("run")
-        if not isinstance(steps, int) or not isinstance(run, str | None):
-            raise ValueError(f"no request for layers: {str(data)[:100]}")
-        return cls.checked(steps, run), str(data.get("request"))
-
 
 class LayersCommand(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of the command `layers`, see `wire.Command`."""
@@ -60,8 +48,6 @@ OPTIONS = ("memory", "stacks", "shapes")
 """What may be recorded besides, see `ProfileRequest`."""
 LATE = "was over when the request came"
 """In the reason of a rank that was past the first step: a profile is begun anew where one says so."""
-REQUEST_EVENT = "profile_request"
-"""The event by which a rank or a relay hands on what a person asks for."""
 
 CaptureState = Literal["armed", "recording", "sending", "refused", "failed"]
 """Of one rank, as it knows it; see `store.profiles.State`."""
@@ -99,18 +85,14 @@ class ProfileRequest(Part, frozen=True):
             raise ValueError(f"steps={steps} must be an integer from 1 to {MAX_PROFILE_STEPS}")
         return cls.of(values)
 
-    def event_data(self, asked: str) -> dict[str, Value]:
-        """Return the data of `REQUEST_EVENT`, with the id of the request."""
-        fields = msgspec.structs.asdict(self).items()
-        data = {name: int(value) if isinstance(value, bool) else value for name, value in fields}
-        return {**data, "request": asked}
 
-    @classmethod
-    def of_event(cls, data: Mapping[str, Value]) -> tuple[ProfileRequest, str]:
-        """Return what `event_data` was made of. Raises ValueError."""
-        fields = dict(data)
-        asked = str(fields.pop("request", ""))
-        return cls.of(fields), asked
+class MeasureRequest(Part, frozen=True):
+    """A profile, or the time of layers, that a person asks for: in a rank, or over the relay's socket."""
+
+    id: Name
+    """It will be in the manifest of a profile."""
+    profile: ProfileRequest | None = None
+    layers: LayersRequest | None = None
 
 
 class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from traceml_ray.wire.commands import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
 from traceml_ray.wire.commands import Capture as Capture
 from traceml_ray.wire.commands import LayersCommand as LayersCommand
 from traceml_ray.wire.commands import LayersRequest as LayersRequest
+from traceml_ray.wire.commands import MeasureRequest as MeasureRequest
 from traceml_ray.wire.commands import ProfileCommand as ProfileCommand
 from traceml_ray.wire.commands import ProfileRequest as ProfileRequest
 from traceml_ray.wire.commands import TracePiece as TracePiece
@@ -105,8 +106,7 @@ class Event(Part, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `profile_request`,
-    `profile`, `note`, …
+    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `profile`, `note`, …
     """
 
     kind: str
@@ -202,6 +202,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     placement: Placement | None = None
     """None: the job is only data parallel, as far as is known."""
     records: Annotated[Records, FEW] = {}
+    requests: Annotated[list[MeasureRequest], FEW] = []
+    """What the script asks for."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -293,6 +295,8 @@ class RelayBatch(Message, tag="relay", frozen=True):
     """Of the node."""
     of_ranks: Annotated[dict[str, Annotated[Records, FEW]], FEW] = {}
     """By rank process: what the relay itself has read of it."""
+    requests: Annotated[list[MeasureRequest], FEW] = []
+    """What persons on this node ask for."""
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):
@@ -368,14 +372,14 @@ class Finished(Message, tag="finished", frozen=True):
 
 class ControlRequest(Message, tag="request", frozen=True):
     """
-    A person to the relay, over the rank socket: a bundle is wanted, a profile, or the time of layers. The
+    A person to the relay, over the rank socket: a bundle is wanted, or something is to be measured. The
     reply is Finished (noted).
     """
 
     request: Name
-    """Its id, which will be in the manifest of what is made."""
-    profile: ProfileRequest | None = None
-    layers: LayersRequest | None = None
+    """Id of the bundle, which will be in its manifest."""
+    measure: MeasureRequest | None = None
+    """What is wanted instead of a bundle."""
 
 
 class RunEnd(Message, tag="run", frozen=True):
