@@ -82,6 +82,16 @@ def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, st
     assert history.counts() == dict.fromkeys(range(ranks), len(every[0].keys))
 
 
+def test_a_step_longer_than_any_clock_tells_is_shown_as_the_longest():
+    rows = processes(synced_rows(1, 3000))
+    rows[0].rows[:, :] = np.iinfo(np.int64).max
+    history = StepHistory(LIMITS)
+    history.take(rows)
+    history.advance((0,), 0, 1)
+    with np.errstate(invalid="raise"):
+        assert (history.timeline(0).took > 0).all()
+
+
 def test_ranks_that_come_later_leave_the_statistics_of_the_others():
     every = processes(synced_rows(80, 9000))
     history = StepHistory(LIMITS)

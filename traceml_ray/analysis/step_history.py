@@ -38,6 +38,8 @@ _HOST_ROWS = 1 << 12
 _ASIDE = "first", "last", "ns"
 _LARGEST = (1 << 63) - 1
 """More than any sum of times comes to, but for nonsense."""
+_LARGEST_SUM = 2.0**62
+"""Largest time of a step that is shown, in ns. A row that makes no sense may have more in its six stages."""
 
 
 class Mark(NamedTuple):
@@ -254,7 +256,7 @@ class StepHistory(KeptSteps):
             unread_ms = store.unread()[row, :, 1]
             columns = np.flatnonzero((store.count[row, : store.end] > 0) | (unread_ms > 0))
             ms = store.d[row, columns].sum(axis=1, dtype=float) + unread_ms[columns]
-            took = np.rint(ms * 1e6).astype(np.int64)
+            took = np.rint(np.minimum(ms * 1e6, _LARGEST_SUM)).astype(np.int64)
             parts.append((store.first[columns], store.last[columns], took, unread_ms[columns] > 0))
         places, unread = self._unread_in(self._tail)
         steps, took = self.table.keys[self._tail][places] >> SEGMENT_BITS, unread[line, :, 1]
