@@ -41,7 +41,8 @@ class Terminal:
     ) -> None:
         self.screen = TerminalScreen(width, height)
         self.sent = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        # A kernel throws away what is not shown yet when a job is stopped: half a character may be left.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._ours, theirs = pty.openpty()
         self._size(width, height)
         self.modes = termios.tcgetattr(theirs)
