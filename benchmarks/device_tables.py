@@ -65,8 +65,9 @@ FAULTS = (
     f"cost < {FREE:.0%} | of these `straggler` |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 HEALTHY = (
-    f"| windows without a fault | | healthy | abstains | rotating | ranks named | stalls cost ≥ {COSTLY:.0%} "
-    "| healthy | abstains | rotating | ranks named |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| windows without a fault | | healthy | abstains | `imbalance` | ranks named "
+    f"| stalls cost ≥ {COSTLY:.0%} | healthy | abstains | `imbalance` | ranks named |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -83,7 +84,7 @@ def of_healthy(name: str, tally: Tally) -> str:
     """Return the line of a table of windows without a fault; those that stalls make slower by themselves."""
     cells = []
     for labels in (tally.labels, tally.stalls):
-        kinds = [labels[kind] for kind in ("healthy", "accounting_only", "rotating")]
+        kinds = [labels[kind] for kind in ("healthy", "accounting_only", "imbalance")]
         cells += [labels.total(), *kinds, labels.total() - sum(kinds)]
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
 
@@ -120,7 +121,7 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
             yield of_healthy(", ".join(filter(None, (kind, which))), tally), tally
 
 
-def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
+def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, Tally | None]]:
     """Yield the lines of the tables of random jobs: of the kind that limits are chosen by, and another."""
     tallies: dict[str, tuple[Tally, Tally, Tally]] = {}
     for source, make in (("random", random_job), ("other random", other_job), ("coupled", coupled_job)):
@@ -130,9 +131,9 @@ def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
             kind = "host-bound" if ratio > HOST_BOUND_FROM else "device-bound"
             one, several, without = tallies.setdefault(f"{source}, {kind}", (Tally(), Tally(), Tally()))
             rank, note = int(rng.integers(job.ranks)), _described(number, job, ratio)
-            play(one, job, single_faults(job, rank), 1, seed + number, note)
-            play(several, job, several_faults(rank), 1, seed + number, note)
-            play(without, job, [None], 6, seed + jobs + number, note)
+            play(one, job, single_faults(job, rank), 1, seed + number, note, steps=steps)
+            play(several, job, several_faults(rank), 1, seed + number, note, steps=steps)
+            play(without, job, [None], 6, seed + jobs + number, note, steps=steps)
     yield FAULTS, None
     for name, (one, several, _) in sorted(tallies.items()):
         yield of_faults(f"{name}, one stage", one), one
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="how long a window of 8,192 ranks takes")
     parser.add_argument("--jobs", type=int, default=150, help="random jobs of each distribution")
     parser.add_argument("--seeds", type=int, default=4, help="windows of each fault and job")
+    parser.add_argument("--steps", type=int, default=50, help="of a window of random jobs")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="of the random jobs")
     parser.add_argument("--notes", action="store_true", help="list what is not right")
     args = parser.parse_args()
@@ -186,7 +188,7 @@ def main() -> None:
     if args.time:
         print("\n".join(times(8192)))
         return
-    lines = held_out(args.jobs, args.seed) if args.held_out else tables(args.seeds)
+    lines = held_out(args.jobs, args.seed, args.steps) if args.held_out else tables(args.seeds)
     for line, tally in lines:
         print(line, flush=True)
         if args.notes and tally is not None:

@@ -197,7 +197,7 @@ class Tally:
         self.windows += 1
         named = verdict.rank is not None
         labels = self.stalls if fault is None and cost >= COSTLY else self.labels
-        labels["rotating" if verdict.pattern == "rotating" else verdict.label] += 1
+        labels[verdict.label] += 1
         if fault is None:
             if verdict.meaning.kind == "finding":
                 self.notes.append(f"{note}, stalls cost {cost:.0%}: {_line(verdict)}")
@@ -241,13 +241,14 @@ def play(
     thresholds: Thresholds = DEFAULTS,
     *,
     plain: bool = False,
+    steps: int = 50,
 ) -> None:
-    """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
+    """Judge the windows of `faults` of so many `steps`, `seeds` of each; `plain`: without the hosts' part."""
     alone = list(faults) == [None]
-    of_each = windows(job, faults if alone else [*faults, None], seeds, seed=seed)
+    of_each = windows(job, faults if alone else [*faults, None], seeds, steps, seed)
     calm = of_each[-1]
     if alone and job.tails:
-        [calm] = windows(replace(job, tails=0.0), [None], seeds, seed=seed)
+        [calm] = windows(replace(job, tails=0.0), [None], seeds, steps, seed)
     for fault, played in zip(faults, of_each, strict=False):
         for window, usual in zip(played, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window

@@ -129,8 +129,8 @@ def test_device_bound_jobs_without_a_fault_are_healthy():
                 play(tally, noisy, [None], seeds, number)
     assert tally.windows >= 1000
     # Where noise is largest, unequal times cost a little more than a tenth: that is no rank's.
-    assert tally.labels["healthy"] + tally.labels["rotating"] == tally.windows
-    assert tally.labels["rotating"] <= 0.02 * tally.windows
+    assert tally.labels["healthy"] + tally.labels["imbalance"] == tally.windows
+    assert tally.labels["imbalance"] <= 0.02 * tally.windows
 
 
 def test_host_bound_jobs_without_a_fault_name_no_rank():
