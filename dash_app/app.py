@@ -55,10 +55,10 @@ def _matching_targets(run: RunState, route: Route, wanted: list[str]) -> Iterato
     number = whole_number(wanted[-1])
     if number is not None and wanted[0] != "step" and number in run.ranks:
         yield _rank(run, number), route.to("rank", number)
-    for node in sorted(run.nodes, key=lambda node: natural(node["label"])):
-        names = f"node {node['label']} {node['hostname']} {node['address']}".casefold()
+    for node in sorted(run.nodes, key=lambda node: natural(node.label)):
+        names = f"node {node.label} {node.hostname} {node.address}".casefold()
         if all(word in names for word in wanted):
-            yield f"node {node['label']}", route.to("node", node["node_id"])
+            yield f"node {node.label}", route.to("node", node.node_id)
     for rank in run.ranks:
         name = _rank(run, rank)
         if rank != number and all(word in name.casefold() for word in wanted):

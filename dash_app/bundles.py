@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -24,18 +24,18 @@ def data(cache: SessionCache) -> Sequence[BundleInfo]:
     return (cache.ask(query.GetBundles()) or [])[::-1]
 
 
-def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:
+def rows(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any:
     """Return the bundles as a table; of a session that is `live`, with a button that asks for one."""
     session = f"?session={quote(name)}" if (name := route.get("session")) else ""
     columns: Columns = {
-        "began": lambda one: when(one["time"]),
-        "reason": lambda one: one["reason"],
-        ">rank": lambda one: rank_link(one["rank"], route),
-        ">step": lambda one: step_link(one["step"], route),
-        "why": lambda one: marked(one["why"]),
-        ">size": lambda one: text.size(one["bytes"]),
+        "began": lambda one: when(one.time),
+        "reason": lambda one: one.reason,
+        ">rank": lambda one: rank_link(one.rank, route),
+        ">step": lambda one: step_link(one.step, route),
+        "why": lambda one: marked(one.why),
+        ">size": lambda one: text.size(one.bytes),
         "download": lambda one: html.A(
-            one["name"], href=f"{PATH}{quote(one['name'])}.tar{session}", download=f"{one['name']}.tar"
+            one.name, href=f"{PATH}{quote(one.name)}.tar{session}", download=f"{one.name}.tar"
         ),
     }
     none = "None: no rank has died, hung or run out of memory."

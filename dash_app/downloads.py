@@ -29,7 +29,7 @@ def serve(server: Flask, session: SessionPages) -> None:
     def download(name: str) -> Response:
         source = session.of(request.args.get("session")).source
         bundles = query.ask_one(source.reply, query.GetBundles())
-        bundle = next((bundle for bundle in bundles if bundle["name"] == name), None)
+        bundle = next((bundle for bundle in bundles if bundle.name == name), None)
         if bundle is None:
             return Response("There is no such bundle.\n", 404, mimetype="text/plain")
         return Response(_tar(source, bundle), mimetype="application/x-tar")
@@ -73,13 +73,13 @@ def accepted(asked: str, fields: Collection[str]) -> Response:
 
 def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:
     """Yield a tar of a bundle; of a file that is shorter by now, zeros follow."""
-    for name, size in bundle["files"].items():
-        entry = tarfile.TarInfo(f"{bundle['name']}/{name}")
+    for name, size in bundle.files.items():
+        entry = tarfile.TarInfo(f"{bundle.name}/{name}")
         entry.size = size
         yield entry.tobuf()
         sent = 0
         while sent < size:
-            asked = query.ReadBundle(bundle["name"], name, sent, min(_CHUNK, size - sent))
+            asked = query.ReadBundle(bundle.name, name, sent, min(_CHUNK, size - sent))
             chunk = query.ask_one(source.reply, asked) or bytes(asked.n)
             sent += len(chunk)
             yield chunk

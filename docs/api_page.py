@@ -47,6 +47,7 @@ SETTINGS = {
 }
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
+OUTPUT = {"traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine")}
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
@@ -91,6 +92,7 @@ def page() -> str:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     parts += [shape(node, default=False) for path, names in RATES.items() for node in found(path, names)]
+    parts += [shape(node) for path, names in OUTPUT.items() for node in found(path, names)]
     parts.append("## What is found\n")
     parts += [shape(node) for path, names in FINDINGS.items() for node in found(path, names)]
     parts.append("## What files say about memory\n")

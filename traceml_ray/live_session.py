@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -50,12 +50,12 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.output.answer import GetOutput
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.store.results import (
     BundleInfo,
-    LastOutput,
     LiveVerdict,
     NodeInfo,
     RankInfo,
@@ -306,7 +306,7 @@ class Session:
     in the same way: its file answers, where that is on this node. What a session can only do while it runs
     (`dump`, `profile`, `download`, …) then raises StartError at once.
 
-    Answers are plain dicts, with the fields, and units, of `traceml_ray.store.results` and
+    Answers are structs or plain dicts, with the fields, and units, of `traceml_ray.store.results` and
     `traceml_ray.store.summary_shape`. `findings`, `memory`, `layers`, `compare`, `profile` and `profiles`
     return objects with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes
     plain dicts of any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
@@ -339,12 +339,11 @@ class Session:
         processes = [process for process in self._ask(query.GetRanks(run)).values() if process.identity]
         if every_attempt and processes and (identity := processes[0].identity):
             processes = of_run(self._ask(query.GetProcesses()), identity.job_id)
-        ranks: Any = [
-            {**msgspec.structs.asdict(process.identity), "stored": process.stored}
+        return [
+            RankInfo(**msgspec.structs.asdict(process.identity), stored=process.stored)
             for process in processes
             if process.identity
         ]
-        return cast("list[RankInfo]", ranks)
 
     def runs(self) -> list[RunInfo]:
         """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
@@ -422,7 +421,7 @@ class Session:
             self._ask(query.Dump(asked))  # repeated: says why there will be none
             return self.bundles()
 
-        return self._wait_for("bundle", bundles, lambda bundle: asked in bundle["requests"], timeout)
+        return self._wait_for("bundle", bundles, lambda bundle: asked in bundle.requests, timeout)
 
     def profile(
         self,
@@ -484,7 +483,7 @@ class Session:
         without_relay = set(waiting)
         while waiting and time.monotonic() < deadline:
             without_relay -= self._with_relay(without_relay, deadline)
-            listed = {node["node_id"] for node in self.nodes() if node["alive"]}
+            listed = {node.node_id for node in self.nodes() if node.alive}
             waiting = {
                 process: name
                 for process, name in waiting.items()

@@ -15,6 +15,7 @@ from traceml_ray.reports import drawing
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -357,17 +358,17 @@ def _spans(spans: Sequence[Mapping[str, Any]]) -> Any:
     return table(columns, spans, empty="No span was marked in this run.", label="Spans")
 
 
-def _output(output: Mapping[str, Any] | None) -> Any:
+def _output(output: LastOutput | None) -> Any:
     """Return the lines that a rank printed last, those of stderr marked."""
-    if output is None or not output["lines"]:
-        why = output and output["missing"]
+    if output is None or not output.lines:
+        why = output and output.missing
         return html.P(f"No line is known{f' ({why})' if why else ''}.", className="empty")
     lines: list[Any] = []
-    for line in output["lines"]:
-        if line["skipped"]:
-            lines.append(html.I(f"… {text.count(line['skipped'], 'more line')}\n"))
-        marked = line["stream"] == "stderr"
-        lines.append(html.Span(f"{line['text']}\n", className="stderr" if marked else ""))
+    for line in output.lines:
+        if line.skipped:
+            lines.append(html.I(f"… {text.count(line.skipped, 'more line')}\n"))
+        marked = line.stream == "stderr"
+        lines.append(html.Span(f"{line.text}\n", className="stderr" if marked else ""))
     return html.Pre(lines, className="output", tabIndex=0, **aria(label="Last lines of stdout and stderr"))
 
 

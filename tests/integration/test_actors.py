@@ -49,7 +49,7 @@ def test_actors_store_what_ranks_send_and_end_on_request(cluster: PrivateRay, se
     rank.settle()
     until(lambda: session.ledger().get("stored") == 4 * ROWS, "stored while it runs")
     with SessionFile(session.folder / DATABASE) as file:
-        assert [node["hostname"] for node in nodes_of(file)] == [socket.gethostname()]
+        assert [node.hostname for node in nodes_of(file)] == [socket.gethostname()]
     rank.send(final=True)
     assert session.finish() == wire.Finished(wire.VERSION, "written")
     assert session.keys() == [step << 8 for step in range(5 * ROWS)]

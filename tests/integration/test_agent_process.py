@@ -88,9 +88,7 @@ class Node:
         """The last lines of a rank, with their stream."""
         self.heard()
         self._aggregator.commit()
-        return [
-            (line["stream"], line["text"]) for line in ask(self._aggregator, "output", rank=rank)[0]["lines"]
-        ]
+        return [(line.stream, line.text) for line in ask(self._aggregator, "output", rank=rank)[0].lines]
 
     def _decoded(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for data in self.heard()]

@@ -90,9 +90,9 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="runs already; interval"):
         traceml_ray.start("found", interval=2)
     [node] = session.nodes()
-    assert node["alive"]
-    assert node["node_id"] == ray.get_runtime_context().get_node_id()
-    folder = relay_folder("found", node["node_id"])
+    assert node.alive
+    assert node.node_id == ray.get_runtime_context().get_node_id()
+    folder = relay_folder("found", node.node_id)
     assert folder.exists()
     session.stop()
     assert names_of("found") == []

@@ -84,16 +84,16 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
         running = fit(4, [0, 0, 0, 60], stop, tmp_path)  # every CPU of the cluster
         until(lambda: running.done() or label(session) == ("straggler", "data", 3), "the verdict", 100)
 
-        nodes = {node["node_id"]: node for node in session.nodes()}
+        nodes = {node.node_id: node for node in session.nodes()}
         assert len(nodes) == 2
-        assert [len(node["ranks"]) for node in nodes.values()] == [2, 2]
+        assert [len(node.ranks) for node in nodes.values()] == [2, 2]
         ranks = session.ranks()
-        triples = sorted((who["global_rank"], who["local_rank"], who["node_rank"]) for who in ranks)
+        triples = sorted((who.global_rank, who.local_rank, who.node_rank) for who in ranks)
         assert [rank for rank, _, _ in triples] == list(range(4))
         for node_rank in range(2):
-            here = [who for who in ranks if who["node_rank"] == node_rank]
-            assert sorted(who["local_rank"] for who in here) == [0, 1]
-            assert len({who["node_id"] for who in here}) == 1
+            here = [who for who in ranks if who.node_rank == node_rank]
+            assert sorted(who.local_rank for who in here) == [0, 1]
+            assert len({who.node_id for who in here}) == 1
 
         for relay in actor_processes("NodeRelay")[:2]:
             relay.kill()
@@ -110,9 +110,9 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
         back = cluster.add(1, node_ip_address=joined.node_ip_address)  # the same machine, a new node
         until(lambda: _alive(session) == 3, "a relay on the node that came back")
         both = [_node(session, node.node_id) for node in (joined, back)]
-        assert [node["alive"] for node in both] == [False, True]
-        assert both[0]["address"] == both[1]["address"]
-        assert both[0]["label"] != both[1]["label"]
+        assert [node.alive for node in both] == [False, True]
+        assert both[0].address == both[1].address
+        assert both[0].label != both[1].label
 
         until(lambda: running.done() or label(session) == ("straggler", "data", 3), "the verdict again")
         stop.touch()
@@ -126,8 +126,8 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
         assert kinds.count("node_lost") == 1
         verdict = summary["verdict"]
         assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 3)
-        where = next(who["node_id"] for who in ranks if who["global_rank"] == 3)
-        assert nodes[where]["address"] in verdict["node"]  # the hostnames are all the same
+        where = next(who.node_id for who in ranks if who.global_rank == 3)
+        assert nodes[where].address in verdict["node"]  # the hostnames are all the same
 
 
 @pytest.mark.long
@@ -139,13 +139,13 @@ def test_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
     with traceml_ray.start("lost", out=tmp_path) as session:
         running = fit(3, [10], stop, tmp_path, failures=2)
         until(lambda: running.done() or _stored(session) > 100, "rows", 100)
-        used = {who["node_id"] for who in session.ranks()}
+        used = {who.node_id for who in session.ranks()}
         assert len(used) == 3
         gone = next(node.node_id for node in cluster.others if node.node_id in used)
         before = _stored(session)
         cluster.remove(next(node for node in cluster.others if node.node_id == gone))
-        until(lambda: not _node(session, gone)["alive"], "the node is lost", 40)
-        until(lambda: running.done() or session.ranks()[0]["attempt"] == 1, "a second attempt", 100)
+        until(lambda: not _node(session, gone).alive, "the node is lost", 40)
+        until(lambda: running.done() or session.ranks()[0].attempt == 1, "a second attempt", 100)
         assert _stored(session) >= before
         until(lambda: _attempt_rows(session) > 50, "its rows", 60)
         stop.touch()
@@ -174,11 +174,11 @@ def _alive(session: Any) -> int:
     except traceml_ray.StartError:
         return 0
     now = time.time_ns()
-    return sum(node["alive"] and now - (node["last_seen_ns"] or 0) < 3e9 for node in nodes)
+    return sum(node.alive and now - (node.last_seen_ns or 0) < 3e9 for node in nodes)
 
 
-def _node(session: Any, node_id: str) -> dict[str, Any]:
-    return next(node for node in session.nodes() if node["node_id"] == node_id)
+def _node(session: Any, node_id: str) -> Any:
+    return next(node for node in session.nodes() if node.node_id == node_id)
 
 
 def _stored(session: Any) -> int:
@@ -186,4 +186,4 @@ def _stored(session: Any) -> int:
 
 
 def _attempt_rows(session: Any) -> int:
-    return min((who["stored"] for who in session.ranks() if who["attempt"] == 1), default=0)
+    return min((who.stored for who in session.ranks() if who.attempt == 1), default=0)

@@ -45,6 +45,6 @@ def test_cluster_without_the_package_receives_it(tmp_path: Path, monkeypatch: py
         with traceml_ray.start("with", out=tmp_path, ship=True) as session:
             session.wait_ready()
             [node] = session.nodes()
-            assert node["alive"]
+            assert node.alive
         assert (session.folder / "summary.json").exists()
         assert not ray.get(is_there.remote())

@@ -239,7 +239,7 @@ def test_exception_in_the_loop_is_unchanged_and_the_headline(session: Session, t
     assert verdict["exit_reason"] == "ValueError: planted"
     assert {rank["processes"] for rank in summary["ranks"].values()} == {1}
     (last,) = summary["output"]
-    assert {"last line of rank 1", "and of C"} <= {line["text"] for line in last["lines"]}
+    assert {"last line of rank 1", "and of C"} <= {line.text for line in last.lines}
     kinds = {event["kind"]: event for event in summary["events"]}
     assert kinds["stopped"]["rank"] == 0
     assert kinds["worker_failure"]["message"] == "rank 1: ValueError: planted"

@@ -193,10 +193,10 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     stacks = (bundle.path / "stacks.txt").read_text()
     assert [f"train.py:{rank} in step" in stacks for rank in range(WORLD)] == [True] * WORLD
     (info,) = ask(played.aggregator, "bundles")
-    assert info["requests"] == ["abc"]
+    assert info.requests == ["abc"]
     finish(played, -15)
-    names = [listed["name"] for listed in ask(played.aggregator, "bundles")]
-    assert names[0] == info["name"] and names[1].endswith("-terminated")
+    names = [listed.name for listed in ask(played.aggregator, "bundles")]
+    assert names[0] == info.name and names[1].endswith("-terminated")
 
 
 def request(played: Played, name: str) -> None:
@@ -204,7 +204,7 @@ def request(played: Played, name: str) -> None:
 
 
 def requests(played: Played) -> list[list[str]]:
-    return [info["requests"] for info in ask(played.aggregator, "bundles")]
+    return [info.requests for info in ask(played.aggregator, "bundles")]
 
 
 def test_each_request_gets_a_bundle_and_those_that_come_quickly_share_one(played: Played) -> None:
@@ -406,7 +406,7 @@ def test_web_app_lists_downloads_and_requests_bundles(played: Played) -> None:
         for _ in range(2):  # what a page asks is there with the next poll
             bundles = look(pages, page)["bundles"]
             pages.poll()
-        assert [entry["name"] for entry in bundles] == [bundle.path.name]
+        assert [entry.name for entry in bundles] == [bundle.path.name]
     path, token = f"/bundles/{bundle.path.name}.tar", {"Authorization": "Bearer secret"}
     assert client.get(path).status_code == client.post("/bundles").status_code == 401
     with tarfile.open(fileobj=io.BytesIO(client.get(path, headers=token).data)) as tar:

@@ -52,8 +52,8 @@ def live(tmp_path: Path):
 
 
 def known(aggregator, node: int = 0) -> tuple[int, int]:
-    node_entry = next(entry for entry in ask(aggregator, "nodes") if entry["node_id"] == f"node-{node}")
-    return node_entry["clock_offset_ns"], node_entry["clock_bound_ns"]
+    node_entry = next(entry for entry in ask(aggregator, "nodes") if entry.node_id == f"node-{node}")
+    return node_entry.clock_offset_ns, node_entry.clock_bound_ns
 
 
 @pytest.mark.parametrize("ahead", [5.0, -5.0, 0.0])

@@ -68,12 +68,12 @@ def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock
         "its node was lost",
     )
     assert "(host-1)" in verdict["why"]
-    nodes = {node["node_id"]: node for node in ask(aggregator, "nodes")}
-    assert [(node["alive"], node["ranks"]) for node in nodes.values()] == [
+    nodes = {node.node_id: node for node in ask(aggregator, "nodes")}
+    assert [(node.alive, node.ranks) for node in nodes.values()] == [
         (True, [0, 2]), (False, [1, 3]), (True, []),
     ]  # fmt: skip
-    assert nodes["node-1"]["last_seen"] < nodes["node-1"]["lost_at"]
-    assert nodes["node-2"]["last_seen"] is None
+    assert nodes["node-1"].last_seen < nodes["node-1"].lost_at
+    assert nodes["node-2"].last_seen is None
     summary = ask(aggregator, "summary")
     assert [node["lost"] for node in summary["session"]["nodes"]] == [False, True]
     assert summary["ranks"]["3"]["ended"] == "died"
@@ -140,7 +140,7 @@ def test_machine_that_comes_back_is_another_node_with_its_own_label(
     assert summary["session"]["nnodes"] == 2
     snapshot("report", render(summary, Path("<folder>")))
     snapshot("cli", render_status(stored(tmp_path), Path("<folder>"), None, clock()))
-    assert [node["ranks"] for node in ask(aggregator, "nodes")] == [[1], [0], []]
+    assert [node.ranks for node in ask(aggregator, "nodes")] == [[1], [0], []]
     assert ask(aggregator, "verdict")["label"] == "healthy"
 
 
@@ -167,7 +167,7 @@ def test_node_that_was_out_of_sight_is_alive_again(tmp_path: Path, clock: Clock)
     aggregator.node_state("never-seen", "host-9", "10.0.0.9", False)
     aggregator.commit()
     (node,) = ask(aggregator, "nodes")
-    assert (node["alive"], node["lost_at"]) == (True, None)
+    assert (node.alive, node.lost_at) == (True, None)
 
 
 def test_rows_held_by_a_lost_node_are_not_waited_for(tmp_path: Path, clock: Clock) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from played import Played, look
 from plotly.io.json import to_json_plotly
@@ -28,11 +29,10 @@ from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.reports.layout import WIDTH, laid_out
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
-from traceml_ray.signals.output.lines import Line, joined
+from traceml_ray.signals.output.lines import LastOutput, OutputLine, joined
 from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.signals.output.tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.signals.output.view import OutputView, lines_of
-from traceml_ray.store.results import LastOutput, OutputLine
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
@@ -444,8 +444,8 @@ def test_a_file_that_several_write_into_is_nobodys(tmp_path: Path) -> None:
     files.close()
 
 
-def at(t_ns: int, *texts: str, unfinished: bool = False) -> list[Line]:
-    return [Line("stdout", t_ns, text, unfinished, 0) for text in texts]
+def at(t_ns: int, *texts: str, unfinished: bool = False) -> list[OutputLine]:
+    return [OutputLine("stdout", t_ns, text, unfinished, 0) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -458,13 +458,15 @@ def at(t_ns: int, *texts: str, unfinished: bool = False) -> list[Line]:
         (at(3, "52%", unfinished=True), at(2, "50%", unfinished=True), at(3, "52%", unfinished=True)),
     ],
 )
-def test_lines_of_both_ways_are_joined(in_file: list[Line], seen: list[Line], both: list[Line]) -> None:
+def test_lines_of_both_ways_are_joined(
+    in_file: list[OutputLine], seen: list[OutputLine], both: list[OutputLine]
+) -> None:
     assert joined(in_file, seen) == both
 
 
 def answered(aggregator: Any, rank: int, **asked: Any) -> list[tuple[str, str, bool, int]]:
     (answer,) = ask(aggregator, "output", rank=rank, **asked)
-    return [(line["stream"], line["text"], line["unfinished"], line["skipped"]) for line in answer["lines"]]
+    return [(line.stream, line.text, line.unfinished, line.skipped) for line in answer.lines]
 
 
 def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
@@ -476,7 +478,7 @@ def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
     last = [("stdout", "epoch 2", False, 4), ("stdout", "epoch 3", False, 0)]
     assert answered(played.aggregator, 0) == [*first, *last, ("stdout", "7%", True, 0)]
     assert answered(played.aggregator, 1, most=2) == [first[1], last[1], ("stdout", "9%", True, 0)]
-    assert ask(played.aggregator, "output", rank=7)[0]["missing"] == "the rank has not reported"
+    assert ask(played.aggregator, "output", rank=7)[0].missing == "the rank has not reported"
 
 
 def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
@@ -503,8 +505,8 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
         writer.fold()
     with writer.reader() as file:
         lines = lines_of(file, [quiet.id, loud.id], 3)
-        assert [line["text"] for line in lines[quiet.id]] == ["said once", "99%"]
-        assert [line["text"] for line in lines[loud.id]] == ["line 97", "line 98", "line 99"]
+        assert [line.text for line in lines[quiet.id]] == ["said once", "99%"]
+        assert [line.text for line in lines[loud.id]] == ["line 97", "line 98", "line 99"]
         ((entries,),) = file._all("SELECT count(*) FROM output")
     assert entries < 60
     writer.close()
@@ -519,19 +521,19 @@ def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Pat
     played.dies(1, -9)
     pages.poll()
     look(pages, "rank", rank=1)  # the first look asks
-    assert [line["text"] for line in look(pages, "rank", rank=1)["output"]["lines"]] == printed[0].lines
+    assert [line.text for line in look(pages, "rank", rank=1)["output"].lines] == printed[0].lines
     page = to_json_plotly(Refresher(pages).refresh("/rank/1", "", {}))
     assert page.index("Last output") < page.index("Stages, against") and "7 more lines" in page
     played.end(1)
     (last,) = ask(played.aggregator, "summary")["output"]
-    assert (last["rank"], [line["text"] for line in last["lines"]]) == (1, printed[0].lines)
+    assert (last.rank, [line.text for line in last.lines]) == (1, printed[0].lines)
     report = (tmp_path / "report.txt").read_text()
     assert (
         "Last output of rank 1\n          … 7 more lines\n  stderr  Fatal error\n  stderr  no room\n"
         in report
     )
     (bundle,) = (tmp_path / "bundles").iterdir()
-    assert json.loads((bundle / "manifest.json").read_text())["output"] == [last]
+    assert json.loads((bundle / "manifest.json").read_text())["output"] == [msgspec.to_builtins(last)]
     with SessionFile(bundle / "session.sqlite") as file:
         assert len(lines_of(file, [1, 2], 9)) == 2
 
@@ -539,7 +541,7 @@ def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Pat
 def test_a_block_is_shown_as_its_answer_and_an_older_summary_has_none() -> None:
     view = OutputView()
     line = OutputLine(stream="stderr", t_ns=1, text="x" * 200, unfinished=False, skipped=2)
-    answer: list[LastOutput] = [{"rank": 3, "lines": [line], "missing": None}]
+    answer = [LastOutput(rank=3, lines=[line], missing=None)]
     (section,) = view.sections(view.of_block(view.block(answer)))
     (lines,) = map(laid_out, section.blocks)
     assert lines[:2] == ["Last output of rank 3", "          … 2 more lines"]

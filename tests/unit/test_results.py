@@ -13,7 +13,7 @@ from unit.test_reports import Run
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.summary import nodes_of, runs_of, summarize
+from traceml_ray.reports.summary import runs_of, summarize
 from traceml_ray.stages import DATA
 from traceml_ray.store import query, results, summary_shape
 from traceml_ray.store.session_file import SessionFile
@@ -65,11 +65,10 @@ def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
         assert list(faults(summary, summary_shape.Summary)) == []
 
 
-def test_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:
+def test_stored_summary_and_runs_have_their_shapes(run: Run) -> None:
     run.finish(1, run.failure(3, 1, 0.5, "ValueError: no"))
     with SessionFile(run.folder / "session.sqlite") as session:
         assert list(faults(summarize(session, Thresholds()), summary_shape.Summary)) == []
-        assert list(faults(nodes_of(session), list[results.NodeInfo])) == []
         assert list(faults(runs_of(session), list[results.RunInfo])) == []
 
 
@@ -77,7 +76,7 @@ def test_shapes_are_all_reached_from_what_a_session_returns() -> None:
     modules = results, summary_shape
     named = {name for module in modules for name, value in vars(module).items() if is_typeddict(value)}
     text = "".join(Path(str(module.__file__)).read_text() for module in modules)
-    roots = {"BundleInfo", "NodeInfo", "RankInfo", "LiveVerdict", "Status", "Summary"}
+    roots = {"LiveVerdict", "Status", "Summary"}
     assert {name for name in named - roots if text.count(name) < 2} == set()
 
 

@@ -220,7 +220,7 @@ def test_question_is_answered_at_each_moment_or_says_what_to_do(
     assert cluster.now - before <= 2, "nothing waits"
     if moment not in ("before the first rank", "folder is gone", "on another node", "another has its name"):
         assert session.verdict()["label"] == session.status()["verdict"]
-        assert min(rank["stored"] for rank in session.ranks()) >= 20
+        assert min(rank.stored for rank in session.ranks()) >= 20
 
 
 @pytest.mark.parametrize("moment", [name for name, (_, _, why) in MOMENTS.items() if why is not None])

@@ -49,7 +49,7 @@ def manifest_of(
         run=facts.run.get("id"),
         time=cast("str", moment(t_ns)),
         t_ns=t_ns,
-        output=[cast("dict[str, Any]", output) for output in printed],
+        output=printed,
         causes=list(causes),
         deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if all_deaths else [],
         ranks=ranks_block(facts, all_deaths),
@@ -112,20 +112,20 @@ def stacks_of(facts: RunFacts, t_ns: int) -> str:
 def bundle_infos(folder: Path) -> list[BundleInfo]:
     """Return what is to be said of the bundles in a session folder, the oldest first."""
     return [
-        {
-            "name": bundle.path.name,
-            "path": str(bundle.path),
-            "bytes": sum(bundle.files.values()),
-            "files": bundle.files,
-            "requests": [cause.request for cause in bundle.manifest.causes if cause.request is not None],
-            "reason": bundle.manifest.reason,
-            "time": bundle.manifest.time,
-            "why": bundle.manifest.why,
-            "run": bundle.manifest.run,
-            "rank": bundle.manifest.rank,
-            "node": bundle.manifest.node,
-            "step": bundle.manifest.step,
-        }
+        BundleInfo(
+            name=bundle.path.name,
+            path=str(bundle.path),
+            bytes=sum(bundle.files.values()),
+            files=bundle.files,
+            requests=[cause.request for cause in bundle.manifest.causes if cause.request is not None],
+            reason=bundle.manifest.reason,
+            time=bundle.manifest.time,
+            why=bundle.manifest.why,
+            run=bundle.manifest.run,
+            rank=bundle.manifest.rank,
+            node=bundle.manifest.node,
+            step=bundle.manifest.step,
+        )
         for bundle in bundles_of(folder)
     ]
 
@@ -133,11 +133,11 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
 def render_bundles(bundles: Sequence[BundleInfo], folder: Path) -> str:
     """Return the list of bundles as text."""
     columns: Columns = {
-        "began (UTC)": lambda one: text.date(one["time"]),
-        "reason": lambda one: one["reason"],
-        "why": lambda one: one["why"],
-        ">size": lambda one: text.size(one["bytes"]),
-        "folder": lambda one: one["name"],
+        "began (UTC)": lambda one: text.date(one.time),
+        "reason": lambda one: one.reason,
+        "why": lambda one: one.why,
+        ">size": lambda one: text.size(one.bytes),
+        "folder": lambda one: one.name,
     }
     if not bundles:
         return f"no bundles in {folder / FOLDER}\n"

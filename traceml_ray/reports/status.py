@@ -41,7 +41,7 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
     earlier = next((run["earlier"] for run in runs if run["id"] == status["run"]), ())
     parts.append(facts(("Restarts", restarted(earlier))))
     parts.append(_ranks(ranks, labels, now) or ["No rank has reported."])
-    lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
+    lost = [labels[node.node_id] for node in nodes if node.lost_ns]
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(laid_out(ledger_facts(ledger)))
     errors, missing = _counted(status["errors"], nodes, processes)
@@ -123,7 +123,7 @@ def _ask(send: Send) -> tuple[Any, ...]:
 
 
 def _labels(nodes: list[NodeInfo]) -> dict[str, str]:
-    return {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
+    return {node.node_id: node.label + " (lost)" * bool(node.lost_ns) for node in nodes}
 
 
 def _counted(
@@ -158,7 +158,7 @@ def _errors(
 ) -> dict[str, int]:
     """Return the swallowed errors by source and place; a rank's are those of all its processes."""
     sources = [("aggregator", aggregator_errors)]
-    sources += [(f"relay of {node['hostname']}", node["errors"]) for node in nodes]
+    sources += [(f"relay of {node.hostname}", node.errors) for node in nodes]
     sources += [(f"rank {process.rank}", process.errors) for process in processes]
     counts: Counter[str] = Counter()
     for source, errors in sources:

@@ -55,6 +55,7 @@ from traceml_ray.signals.views import VIEWS
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import NodeInfo
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
@@ -228,21 +229,21 @@ def runs_of(session: SessionFile) -> list[dict[str, Any]]:
     return [_run(entry) for entry in session.runs()]
 
 
-def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
+def nodes_of(session: SessionFile) -> list[NodeInfo]:
     """Return the nodes of the cluster, with the ranks of the run that were seen there last."""
     nodes, labels = session.cluster(), label_nodes(session.cluster(), session.processes())
     ranks_of_node: dict[str, list[int]] = {}
     for rank, process in session.ranks().items():
         ranks_of_node.setdefault(node_key(process), []).append(rank)
     return [
-        {
+        NodeInfo(
             **asdict(node),
-            "alive": node.lost_ns is None,
-            "label": labels[node.node_id],
-            "ranks": ranks_of_node.get(node.node_id, []),
-            "last_seen": moment(node.last_seen_ns),
-            "lost_at": moment(node.lost_ns),
-        }
+            alive=node.lost_ns is None,
+            label=labels[node.node_id],
+            ranks=ranks_of_node.get(node.node_id, []),
+            last_seen=moment(node.last_seen_ns),
+            lost_at=moment(node.lost_ns),
+        )
         for node in nodes
     ]
 

@@ -18,6 +18,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.files import free_name, read_part, stamp
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.store.session import read_json
 
 FOLDER = "bundles"
@@ -84,7 +85,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Of that rank, as `Type: text`,"""
     traceback: str | None
     """and the last calls of it."""
-    output: list[dict[str, Any]] = []
+    output: list[LastOutput] = []
     """What the ranks that are named printed last: `rank`, and `lines` as of `Session.output`."""
     causes: list[BundleCause]
     """All that happened, in order of arrival."""

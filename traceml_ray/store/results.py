@@ -1,7 +1,7 @@
 """
-What a session answers: the shapes of dicts that `Session` returns; that of `summary` is in `summary_shape`.
+The shapes of what `Session` returns; that of `summary` is in `summary_shape`.
 
-These are plain dicts, as they come from JSON. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
+Some are structs, the others plain dicts. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
 nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is 0 to 1. What is not
 known is None, never 0.
 """
@@ -49,32 +49,7 @@ class WholeLedger(Ledger):
     """Rows that are stored as statistics only."""
 
 
-class OutputLine(TypedDict):
-    """A line that a rank printed."""
-
-    stream: str
-    """stdout or stderr."""
-    t_ns: int
-    """When it was read, half a second after it was printed at most; on the aggregator's clock."""
-    text: str
-    """Without what steers a terminal; what looks like a secret is `***`."""
-    unfinished: bool
-    """It has no end yet: a progress bar, a question."""
-    skipped: int
-    """Lines before it that were not kept: so many came at once."""
-
-
-class LastOutput(TypedDict):
-    """What a rank printed last."""
-
-    rank: int
-    lines: list[OutputLine]
-    """In order of time."""
-    missing: str | None
-    """Why there are none, or none of a stream, where that is known."""
-
-
-class BundleInfo(TypedDict):
+class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What was kept of an incident."""
 
     name: str
@@ -97,7 +72,7 @@ class BundleInfo(TypedDict):
     """Ids of the requests that it answers."""
 
 
-class NodeInfo(TypedDict):
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the cluster, for as long as it is in it: one that comes back is another node."""
 
     node_id: str
@@ -123,7 +98,7 @@ class NodeInfo(TypedDict):
     """What its relay swallowed, by place."""
 
 
-class RankInfo(TypedDict):
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which process is which rank: the fields of `RankIdentity`, and how many of its rows are stored."""
 
     global_rank: int

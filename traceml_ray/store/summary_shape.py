@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.store.results import (
     BriefFindings,
     ExpertInfo,
     FirstStepsInfo,
-    LastOutput,
     RoleInfo,
     RunInfo,
     SuspectInfo,

@@ -407,16 +407,16 @@ def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
 def output(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSection:
     """Return the last output of a rank, the newest line last; stderr lines are marked."""
     last_output = snapshot.output
-    if last_output is None or rank not in (None, last_output["rank"]):
+    if last_output is None or rank not in (None, last_output.rank):
         return PaneSection("LAST OUTPUT", lambda _: [], 0)
     shown: list[Text] = []
-    for line in last_output["lines"]:
-        if line["skipped"]:
-            shown.append(Text(f"… {text.count(line['skipped'], 'more line')}", QUIET))
-        err = line["stream"] == "stderr"
-        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(line["text"])))
+    for line in last_output.lines:
+        if line.skipped:
+            shown.append(Text(f"… {text.count(line.skipped, 'more line')}", QUIET))
+        err = line.stream == "stderr"
+        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(line.text)))
     if not shown:
-        shown = [Text(f"No line is known{f' ({why})' if (why := last_output['missing']) else ''}.", QUIET)]
+        shown = [Text(f"No line is known{f' ({why})' if (why := last_output.missing) else ''}.", QUIET)]
     note = Text("! stderr", QUIET)
-    title = f"LAST OUTPUT OF RANK {last_output['rank']}"
+    title = f"LAST OUTPUT OF RANK {last_output.rank}"
     return PaneSection(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)

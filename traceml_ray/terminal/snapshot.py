@@ -16,9 +16,9 @@ from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
-from traceml_ray.store.results import LastOutput
 from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import ShardingInfo
 from traceml_ray.views.events import events_of, incident

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from traceml_ray import text
 from traceml_ray.reports.run_facts import overhead_of
@@ -33,7 +34,7 @@ def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, A
         "overhead": overhead_of(processes),
         "errors": _errors(cache, run, viewer),
         "restarts": sum(max(0, n - 1) for n in starts.values()),
-        "relays": [{**node, "age_s": age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
+        "relays": [{**asdict(node), "age_s": age_s(cache.clock(), node.last_seen_ns)} for node in nodes],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
     }
 
@@ -42,7 +43,7 @@ def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, 
     """Return the swallowed errors by source and place."""
     sources: list[tuple[str, Mapping[str, int]]] = [("aggregator", cache.status.get("errors") or {})]
     sources.append((viewer, cache.errors))
-    sources += [(f"relay of {node['label']}", node["errors"]) for node in (run.nodes if run else ())]
+    sources += [(f"relay of {node.label}", node.errors) for node in (run.nodes if run else ())]
     sources += [(f"rank {one.rank}", one.errors) for one in (run.ranks.values() if run else ())]
     return {f"{source}, {place}": n for source, errors in sources for place, n in dict(errors).items()}
 

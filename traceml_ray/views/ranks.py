@@ -99,18 +99,21 @@ _NO_NODE_TIMES: dict[str, Any] = dict.fromkeys(
 )
 
 
+_ABOUT_NODE = "node_id", "label", "hostname", "address", "alive", "ranks"
+
+
 def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
     times_by_node = times["nodes"] if times else {}
-    listed = {node["label"] for node in run.nodes}
+    listed = {node.label for node in run.nodes}
+    known = [{name: getattr(node, name) for name in _ABOUT_NODE} for node in run.nodes]
     cards = []
-    for node in [*run.nodes, *(_unlisted(run, label) for label in times_by_node if label not in listed)]:
+    for node in [*known, *(_unlisted(run, label) for label in times_by_node if label not in listed)]:
         node_times = times_by_node.get(node["label"], _NO_NODE_TIMES)
         shown = {name: number(node_times[name]) for name in _NO_NODE_TIMES if name != "worst_rank"}
         load = _load(run.samples.get(node["node_id"], {}))
-        about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
-        about["named"] = node["label"] in run.named["nodes"]
-        cards.append({**about, "worst_rank": node_times["worst_rank"], **shown, **load})
+        named = node["label"] in run.named["nodes"]
+        cards.append({**node, "named": named, "worst_rank": node_times["worst_rank"], **shown, **load})
     return sorted(cards, key=lambda card: (card["alive"], not card["named"], natural(card["label"])))
 
 

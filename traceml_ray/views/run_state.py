@@ -68,7 +68,7 @@ class RunState:
         asked.append(query.GetVerdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
             self._asked_ranks = now
-            node_ids = tuple(node["node_id"] for node in self.nodes)
+            node_ids = tuple(node.node_id for node in self.nodes)
             asked += [
                 query.GetRanks(self.id),
                 query.GetNodes(self.id),
@@ -92,7 +92,7 @@ class RunState:
             self.ranks, self.nodes = ranks, nodes
             self.world = world_size(ranks, None)
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
-            self.labels = {node["node_id"]: node["label"] for node in nodes}
+            self.labels = {node.node_id: node.label for node in nodes}
             self.samples = {node: as_dict(sample) for node, sample in answer_to[query.GetNodeSamples]}
         self.signals = {view.name: answer_to[view.question] for view in POLLED}
         return self.update_times(answer_to[query.GetTimes]) or new

@@ -156,7 +156,7 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     meta = cache.status
     entry = _entry(cache, run)
     parallel = mode(process.strategy for process in run.ranks.values()) if run else None
-    nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
+    nodes = sum(bool(node.ranks) for node in run.nodes) if run else None
     return {
         "id": meta.get("session") or cache.source.target,
         "launcher": entry.get("launcher") or meta.get("launcher"),

@@ -196,7 +196,7 @@ def outputs(charted: Charted) -> Markup:
     shown = []
     for output in charted.signals["output"][:_MAX_OUTPUTS]:
         lines = [f"{mark}  {line}" if mark else line for mark, line in output_lines(output).lines]
-        shown += [tag("h3", f"Rank {output['rank']}"), _lines(lines)] if lines else []
+        shown += [tag("h3", f"Rank {output.rank}"), _lines(lines)] if lines else []
     return panel("Last output", shown, wide=True)
 
 

@@ -1,9 +1,9 @@
-"""What is asked about last lines. The shape of the answer is in `store.results`."""
+"""What is asked about last lines. The shape of the answer is in `signals.output.lines`."""
 
 from __future__ import annotations
 
+from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.results import LastOutput
 from traceml_ray.wire.codec import Count, Int64
 
 REPORTED_LINES = 12

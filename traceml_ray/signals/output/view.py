@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from traceml_ray.signals.output.answer import GetOutput
-from traceml_ray.signals.output.lines import last_lines
+from traceml_ray.signals.output.lines import LastOutput, OutputLine, last_lines
 from traceml_ray.signals.output.records import OUTPUT
 from traceml_ray.signals.output.sections import output_lines
 from traceml_ray.signals.section import Section
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.results import LastOutput, OutputLine
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire.codec import ready
 
 
 class OutputView(View[list[LastOutput]]):
@@ -28,17 +30,17 @@ class OutputView(View[list[LastOutput]]):
             return outputs_of(run.file, run.failed, asked.most)
         process = run.ranks.get(asked.rank)
         if process is None:
-            return [{"rank": asked.rank, "lines": [], "missing": "the rank has not reported"}]
+            return [LastOutput(asked.rank, [], "the rank has not reported")]
         lines = lines_of(run.file, [process.id], asked.most).get(process.id, [])
-        return [{"rank": asked.rank, "lines": lines, "missing": _missing(run.file.meta(), process)}]
+        return [LastOutput(asked.rank, lines, _missing(run.file.meta(), process))]
 
     def block(self, answer: list[LastOutput]) -> Any:
-        """Return the answer, which is of plain values."""
-        return answer
+        """Return the answer as plain values."""
+        return msgspec.to_builtins(answer)
 
     def of_block(self, block: Any) -> list[LastOutput]:
-        """Return the block, which is the answer; an older summary has none."""
-        return list(block or [])
+        """Return the lines of a block; an older summary has none."""
+        return msgspec.convert(block or [], ready(list[LastOutput]))
 
     def sections(self, answer: list[LastOutput]) -> Sequence[Section]:
         """Return the lines of each rank."""
@@ -52,7 +54,7 @@ def outputs_of(file: SessionFile, processes: Mapping[int, RankProcess], most: in
     """
     lines = lines_of(file, [process.id for process in processes.values()], most)
     return [
-        {"rank": rank, "lines": lines[process.id], "missing": None}
+        LastOutput(rank, lines[process.id], None)
         for rank, process in processes.items()
         if process.id in lines
     ]
@@ -63,19 +65,8 @@ def lines_of(file: SessionFile, processes: Iterable[int], most: int) -> dict[int
     Return the last lines of each of `processes` (ids) that printed any, `most` of each stream. Raises
     `SessionFileError`.
     """
-    return {
-        process: [
-            {
-                "stream": line.stream,
-                "t_ns": line.t_ns,
-                "text": line.text,
-                "unfinished": line.unfinished,
-                "skipped": line.skipped,
-            }
-            for line in last_lines(outputs, most)
-        ]
-        for process, outputs in file.records_of(OUTPUT, {*processes}).items()
-    }
+    stored = file.records_of(OUTPUT, {*processes})
+    return {process: last_lines(outputs, most) for process, outputs in stored.items()}
 
 
 def _missing(meta: Mapping[str, Any], process: RankProcess) -> str | None:
