@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo says-demo test long nightly api snapshots lint ruff types lines fuzz chaos frameworks bench compat screenshots plotly clean
+.PHONY: help demo says-demo test long nightly api docs snapshots lint ruff types lines fuzz chaos frameworks bench results compat screenshots plotly clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -45,8 +45,10 @@ help:
 	@echo "make nightly  what takes longer than a change may wait: tests marked long, and fuzz (an hour and more)"
 	@echo "make fuzz    foreign bytes into every decoder, random cases for every property; EXAMPLES=10000 for longer"
 	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
-	@echo "make api     docs/api.md, written anew from the sources"
+	@echo "make api     the reference pages of docs/, written anew from the sources"
+	@echo "make docs    the documentation as a site, build/site/index.html; broken links are errors"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
+	@echo "make results  every benchmark of benchmarks/RESULTS.md in full, one after the other (hours); ONLY='scale.py soak.py'"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
 	@echo "make compat  the tests on the oldest and on the newest torch and Ray, each in a .venv-… of its own"
@@ -131,11 +133,16 @@ snapshots: $(INSTALLED)
 	@git --no-pager diff --stat -- tests/snapshots
 
 api: $(INSTALLED)
-	$(PY) docs/api_page.py docs/api.md README.md
+	$(PY) docs/api_page.py docs/api.md docs/concepts/verdicts.md
+	$(PY) docs/reference_pages.py docs/reference
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/unit -m hypothesis --timeout=0 $(PYTEST_ARGS)
+
+# Hours. What fails is said at the end; figures are in build/results/.
+results: $(INSTALLED)
+	@$(PY) benchmarks/results.py build/results $(ONLY)
 
 bench: $(INSTALLED)
 	@for run in overhead.py "captures.py --rounds 20" startup.py nodes.py "scale.py 8 64 512" \
@@ -151,7 +158,12 @@ compat-%:
 	@$(call run_tests,.venv-$*/bin/python,-q $(COMPAT_TESTS))
 	@.venv-$*/bin/python benchmarks/figures.py
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo "$(CURDIR)/build/site/index.html"
+
 screenshots: $(INSTALLED)
+	$(PY) docs/symptom_pictures.py docs/img >build/scenes.txt
 	$(PY) docs/screenshots.py docs/img
 
 plotly:

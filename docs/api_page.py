@@ -1,8 +1,8 @@
 """
-Writes `docs/api.md` from the sources (signatures, docstrings, settings, shapes of answers, labels of a
-verdict), and the table of labels in the README.
+Writes `docs/api.md` from the sources (signatures, docstrings, shapes of answers, labels of a
+verdict), and the table of labels of docs/concepts/verdicts.md.
 
-    python docs/api_page.py docs/api.md README.md
+    python docs/api_page.py docs/api.md docs/concepts/verdicts.md
 
 The package is not imported, so that the page is the same whatever is installed.
 """
@@ -41,10 +41,6 @@ ERRORS = {
     "traceml_ray/settings.py": ("SettingError",),
     "traceml_ray/identity.py": ("IdentityError", "RankFilterError"),
 }
-SETTINGS = {
-    "traceml_ray/settings.py": ("Settings",),
-    "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits", "CompareLimits"),
-}
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
 OUTPUT = {"traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine")}
@@ -80,9 +76,8 @@ def page() -> str:
         parts += [entry(node) for path, names in files.items() for node in found(path, names)]
     parts.append("## Errors\n")
     parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
-    parts.append("## Settings\n")
-    parts += [shape(node, default=True) for path, names in SETTINGS.items() for node in found(path, names)]
-    parts.append("## Labels of a verdict\n\nWhat each means: [README](../README.md#how-to-read-a-verdict).\n")
+    parts.append("## Settings\n\nEach setting and threshold: [settings](reference/settings.md).\n")
+    parts.append("## Labels of a verdict\n\nWhat each means: [verdicts](concepts/verdicts.md).\n")
     columns = ("kind", "severity", "names", "next")
     parts.append(
         table(("label", *columns), ((f"`{n}`", *(getattr(m, c) for c in columns)) for n, m in LABELS.items()))
@@ -196,10 +191,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def readme(text: str) -> str:
-    """Return the README with its table of labels as it is now."""
+def with_labels(text: str) -> str:
+    """Return the page of verdicts with its table of labels as it is now."""
     now = table(("verdict", "it means"), ((f"`{name}`", label.means) for name, label in LABELS.items()))
     return re.sub(r"\| verdict \| it means \|\n(\|.*\n)+", lambda _: now, text)
+
+
+def meaning_of_docstring(docstring: str) -> str:
+    """Return the first paragraph of a docstring as one line."""
+    return " ".join(docstring.partition("\n\n")[0].split())
 
 
 def meaning(node: ast.stmt | None) -> str:
@@ -210,4 +210,4 @@ def meaning(node: ast.stmt | None) -> str:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(page())
-    Path(sys.argv[2]).write_text(readme(Path(sys.argv[2]).read_text()))
+    Path(sys.argv[2]).write_text(with_labels(Path(sys.argv[2]).read_text()))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 CHARACTER_WIDTH = 12.2
+HEADINGS = r"^(Verdict|Why|Also|Next|Steps|Steps are|Restarts)\b"
 LABELS = r"^(Verdict|Why|Next|Steps|Skew|Where the time.*|Nodes|Ranks)"
 
 
@@ -21,6 +22,16 @@ def draw(report: Path, out: Path) -> None:
     text.highlight_regex(re.compile(LABELS, re.MULTILINE), "bold cyan")
     text.highlight_regex(r"straggler: rank \d+ \(\S+\) in \w+", "bold red")
     text.highlight_regex(r"█+", "yellow")
+    save(text, out, "traceml-ray report", 100)
+
+
+def draw_head(report: Path, out: Path) -> None:
+    """Write what stands before the first table of the report: title, verdict, why and next."""
+    lines = report.read_text().splitlines()
+    end = next((n for n, line in enumerate(lines) if line.startswith("Skew")), len(lines))
+    text = Text("\n".join(lines[:end]).rstrip())
+    text.highlight_regex(re.compile(HEADINGS, re.MULTILINE), "bold cyan")
+    text.highlight_regex(re.compile(r"(?<=^Verdict) .*$", re.MULTILINE), "bold red")
     save(text, out, "traceml-ray report", 100)
 
 

@@ -1,1 +1,1 @@
-"""Callbacks for training frameworks: not needed to be watched, but they know more. See README."""
+"""Callbacks for training frameworks: optional, but they know more. See docs/read/python.md."""

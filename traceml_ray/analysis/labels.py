@@ -1,4 +1,4 @@
-"""The labels of a verdict, one table: rules, episodes, reports, pages, README and docs follow from it."""
+"""The labels of a verdict, one table: rules, episodes, reports, pages and docs follow from it."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class ReasonInfo(TypedDict):
 
 
 class VerdictInfo(TypedDict):
-    """What is wrong, where, what it costs, and what to do. The README says what each label means."""
+    """What is wrong, where, what it costs, and what to do. Labels: docs/concepts/verdicts.md."""
 
     label: Label
     stage: str | None
