@@ -20,10 +20,9 @@ from traceml_ray.printing import show
 from traceml_ray.store.profiles import StoredProfile, read_profile
 from traceml_ray.traces.breakdown import breakdown, encode
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.key_averages import key_averages
+from traceml_ray.traces.key_averages import key_averages, to_csv
 from traceml_ray.traces.merged_trace import merge
 from traceml_ray.traces.sources import sources_of_profile
-from traceml_ray.traces.tables import to_csv
 
 Job = Literal["breakdown", "trace", "table"]
 MOST_S = 600.0

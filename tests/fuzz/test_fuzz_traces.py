@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from recorded import WALL_NS, operation
 
 from traceml_ray.reports.profiles import render_difference, render_operations
-from traceml_ray.traces import breakdown, tables
+from traceml_ray.traces import breakdown
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.difference import difference
-from traceml_ray.traces.key_averages import key_averages
+from traceml_ray.traces.difference import RecordingError, difference
+from traceml_ray.traces.key_averages import key_averages, to_csv, to_json
 from traceml_ray.traces.merged_trace import merge
 from traceml_ray.traces.sources import Source, sources_of_files
-from traceml_ray.traces.spent import RecordingError
 
 SECONDS = 60.0
 MEMORY_MIB = 512
@@ -84,10 +83,10 @@ def made_of(folder: Path) -> None:
             assert 0 < len(str(error)) < 2000
             return
         json.loads(gzip.decompress((folder / "merged").read_bytes()))
-        json.loads(tables.to_json(operations))
-        assert tables.to_csv(operations).startswith(b"node_id,") and render_operations(
-            "x", operations
-        ).endswith("\n")
+        json.loads(to_json(operations))
+        assert to_csv(operations).startswith(b"node_id,") and render_operations("x", operations).endswith(
+            "\n"
+        )
 
 
 @pytest.mark.parametrize("name", FILES)

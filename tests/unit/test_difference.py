@@ -13,10 +13,9 @@ from recorded import WALL_NS, operation, written
 
 from traceml_ray.reports.profiles import render_difference
 from traceml_ray.store.profiles import ProfileStep
-from traceml_ray.traces import interval_sets as sets
-from traceml_ray.traces.difference import Difference, difference
+from traceml_ray.traces import difference as sets
+from traceml_ray.traces.difference import OUTSIDE, Difference, RecordingError, difference
 from traceml_ray.traces.sources import Source
-from traceml_ray.traces.spent import OUTSIDE, RecordingError
 
 MS = 1_000_000
 ROW = [10 * MS, 10 * MS, 0, 40 * MS, 30 * MS, 10 * MS]
@@ -206,5 +205,5 @@ def test_sets_of_time_are_sets(one: list[tuple[int, int]], other: list[tuple[int
     ):
         assert {t for begin, end in made.tolist() for t in range(begin, end)} == points
         assert sets.length(made) == len(points)
-        assert {t for t in range(50) if sets.inside(np.array([t]), made)[0]} == points
+        assert {t for t in range(50) if sets.within(np.array([t]), made)[0]} == points
         assert (made[1:, 0] >= made[:-1, 1]).all() and (made[:, 1] > made[:, 0]).all()

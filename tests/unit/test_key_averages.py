@@ -14,9 +14,18 @@ from recorded import WALL_NS, operation, profiled, training, written
 
 from traceml_ray.identity import rank_filter
 from traceml_ray.reports.profiles import render_operations
-from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
+from traceml_ray.traces.key_averages import (
+    ColumnError,
+    FormatError,
+    Operation,
+    key_averages,
+    select,
+    sort,
+    to_csv,
+    to_json,
+    to_parquet,
+)
 from traceml_ray.traces.sources import Source, sources_of_files
 from traceml_ray.traces.trace import read_trace
 
@@ -181,15 +190,15 @@ def test_table_is_sorted_and_filtered(tmp_path: Path) -> None:
 
 def test_files_hold_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operations = _table(tmp_path)
-    rows: list[dict[str, Any]] = json.loads(tables.to_json(operations))
+    rows: list[dict[str, Any]] = json.loads(to_json(operations))
     assert rows[0]["self_cpu_ms"] == 0.06 and rows[0]["device_ms"] is None and rows[0]["node_id"] == "ab12"
-    as_csv = [*csv.DictReader(io.StringIO(tables.to_csv(operations).decode(), newline=""))]
+    as_csv = [*csv.DictReader(io.StringIO(to_csv(operations).decode(), newline=""))]
     assert [row["name"] for row in as_csv] == [row.name for row in operations]
     assert as_csv[0]["device_ms"] == "" and float(as_csv[0]["cpu_ms"]) == 0.06
     parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "t.parquet").write_bytes(tables.to_parquet(operations))
+    (tmp_path / "t.parquet").write_bytes(to_parquet(operations))
     assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == rows
-    assert tables.to_parquet([])
+    assert to_parquet([])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(tables.FormatError, match="pip install pyarrow"):
-        tables.to_parquet(operations)
+    with pytest.raises(FormatError, match="pip install pyarrow"):
+        to_parquet(operations)

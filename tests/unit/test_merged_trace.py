@@ -16,8 +16,7 @@ from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, Stored
 from traceml_ray.traces import sources
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.merged_trace import MergedSummary, merge
-from traceml_ray.traces.sources import Source
-from traceml_ray.traces.step_rows import intervals
+from traceml_ray.traces.sources import Source, intervals
 
 MS = 1_000_000
 

@@ -14,7 +14,7 @@ import pytest
 from sessions import Rank, Relay, aggregation
 
 from traceml_ray import cli
-from traceml_ray.store import read_only
+from traceml_ray.store import reader
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
@@ -33,7 +33,7 @@ def out(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / "tmp").chmod(0o777)
         monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
         yield folder
-        read_only._copies.remove()
+        reader._copies.remove()
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def test_commands_read_a_session_whose_last_transaction_was_cut_off(
     (line,) = caplog.messages  # once, however often it is opened
     assert line.startswith(f"traceml-ray: {cut / DATABASE}: ") and line.endswith(str(copies))
     assert {path.name: path.read_bytes() for path in cut.iterdir()} == before
-    read_only._copies.remove()
+    reader._copies.remove()
     assert not [*(out / "tmp").iterdir()]
 
 
@@ -151,7 +151,7 @@ def test_missing_room_for_a_copy_is_an_error_that_names_it(
 
 
 def test_copies_are_bounded(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_only, "MAX_COPIES", 1)
+    monkeypatch.setattr(reader, "MAX_COPIES", 1)
     whole = finished(out / "whole")
     for name in ("a", "b"):
         killed_in_a_transaction(whole, out / name)

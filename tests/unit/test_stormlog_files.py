@@ -15,13 +15,13 @@ from traceml_ray.analysis.memory.recordings import (
     Recording,
     RefusedFileError,
 )
-from traceml_ray.importers.stormlog_files import read
+from traceml_ray.importers.stormlog import read_stormlog
 
 LEVELS = [100 * MIB, 120 * MIB, None, 90 * MIB]
 
 
 def only(path: Path) -> Recording:
-    (recording,) = read(path).recordings
+    (recording,) = read_stormlog(path).recordings
     return recording
 
 
@@ -84,7 +84,7 @@ def test_several_events_about_one_sample_count_once(tmp_path: Path) -> None:
 def test_processes_ranks_and_devices_of_one_file_are_apart(tmp_path: Path) -> None:
     records = events([MIB], rank=0, world=2) + events([MIB], rank=0, world=2, device=1)
     records += events([MIB], rank=1, world=2)
-    recordings = read(write(tmp_path / "x.json", records)).recordings
+    recordings = read_stormlog(write(tmp_path / "x.json", records)).recordings
     assert sorted((one.rank, one.device) for one in recordings) == [(0, 0), (0, 1), (1, 0)]
 
 
@@ -165,7 +165,7 @@ def test_timeline_of_a_cpu_is_resident_memory(tmp_path: Path) -> None:
 
 def test_timeline_whose_lists_differ_in_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedFileError, match="not of one length: timestamps 5, allocated 5, reserved 1"):
-        read(timeline(tmp_path, reserved=[1.0]))
+        read_stormlog(timeline(tmp_path, reserved=[1.0]))
 
 
 def changed(**fields: Any) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ def test_wrong_value_is_refused_with_its_place(
     tmp_path: Path, name: str, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RefusedFileError) as error:
-        read(write(tmp_path / name, changed(**fields)))
+        read_stormlog(write(tmp_path / name, changed(**fields)))
     assert reason in str(error.value)
     assert not isinstance(error.value, NoSamplesError)
 
@@ -202,14 +202,14 @@ def test_missing_field_is_named(tmp_path: Path) -> None:
         del record["device_id"]
     for name in ("x.json", "x.jsonl", "x.csv"):
         with pytest.raises(RefusedFileError, match="device_id"):
-            read(write(tmp_path / name, records))
+            read_stormlog(write(tmp_path / name, records))
 
 
 @pytest.mark.parametrize("contents", ["", "[1, 2", "\x00\x01", "{'a': 1}", "[" * 100_000, '{"events": [}'])
 def test_file_that_is_no_json_is_refused(tmp_path: Path, contents: str) -> None:
     (tmp_path / "x.json").write_text(contents)
     with pytest.raises(RefusedFileError, match="it is no JSON"):
-        read(tmp_path / "x.json")
+        read_stormlog(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_file_that_is_no_json_is_refused(tmp_path: Path, contents: str) -> None:
 def test_file_about_something_else_holds_no_samples(tmp_path: Path, name: str, contents: str) -> None:
     (tmp_path / name).write_text(contents)
     with pytest.raises(NoSamplesError):
-        read(tmp_path / name)
+        read_stormlog(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv"])
 def test_last_line_that_is_being_written_is_left_out(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, events([MIB] * 5))
     path.write_bytes(path.read_bytes()[:-300])
-    file = read(path)
+    file = read_stormlog(path)
     assert [len(recording.t_ns) for recording in file.recordings] == [4]
     assert "last line is not whole" in file.notes[0]
 
@@ -247,4 +247,4 @@ def test_line_that_is_broken_in_the_middle_is_named(tmp_path: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], lines[2][:50] + "\n", *lines[3:]]))
     with pytest.raises(RefusedFileError, match="record 3:"):
-        read(path)
+        read_stormlog(path)

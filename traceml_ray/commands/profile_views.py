@@ -15,18 +15,26 @@ from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.printing import say, show
 from traceml_ray.reports.profiles import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
-from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.difference import MEDIAN, Difference, difference
-from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
+from traceml_ray.traces.difference import MEDIAN, Difference, RecordingError, difference
+from traceml_ray.traces.key_averages import (
+    ColumnError,
+    FormatError,
+    Operation,
+    key_averages,
+    select,
+    sort,
+    to_csv,
+    to_json,
+    to_parquet,
+)
 from traceml_ray.traces.merged_trace import merge
 from traceml_ray.traces.sources import Source, sources_of_files, sources_of_profile
-from traceml_ray.traces.spent import RecordingError
 
 _MERGED = "merged-trace.json.gz"
 _TOP = 30
 _SORT = "self_cpu_ms"
-_WRITERS = {"csv": tables.to_csv, "parquet": tables.to_parquet}
+_WRITERS = {"csv": to_csv, "parquet": to_parquet}
 
 
 class ViewError(ValueError):
@@ -67,7 +75,7 @@ def _run_view(
         _print_views(chosen, profile, arguments)
         if profile is not None and not named:
             _note(chosen, profile, arguments)
-    except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
+    except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, FormatError) as error:
         say(error)
         return 2
     return 0
@@ -156,7 +164,7 @@ def _print_views(sources: Sequence[Source], profile: Profile | None, arguments: 
             show(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
     if arguments.json:
         (shown,) = document.values() if len(document) == 1 else (document,)
-        show(tables.to_json(shown).decode(), end="")
+        show(to_json(shown).decode(), end="")
 
 
 def _pair(given: str) -> tuple[int, int | Literal["median"]]:

@@ -14,7 +14,7 @@ from traceml_ray.analysis.memory.recordings import (
     RefusedFileError,
 )
 from traceml_ray.identity import rank_in_name
-from traceml_ray.importers import stormlog_files
+from traceml_ray.importers import stormlog
 from traceml_ray.store import memory_recordings
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
@@ -88,14 +88,14 @@ def _reader(path: Path) -> Read:
     """Return how a file is read. Another kind of file is added here; a folder read as one, in `_walk`."""
     if path.suffix.lower() == ".sqlite":
         return memory_recordings.read
-    if path.suffix.lower() in stormlog_files.SUFFIXES:
-        return stormlog_files.read
+    if path.suffix.lower() in stormlog.SUFFIXES:
+        return stormlog.read_stormlog
     return _unknown
 
 
 def _unknown(path: Path) -> FileContents:
     path.stat()
-    kinds = ", ".join(sorted(stormlog_files.SUFFIXES))
+    kinds = ", ".join(sorted(stormlog.SUFFIXES))
     raise RefusedFileError(f"it is neither a session ({DATABASE}) nor one of {kinds}")
 
 

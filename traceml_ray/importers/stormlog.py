@@ -1,29 +1,90 @@
 """
-What Stormlog records of memory, as `Recording`s: its events, schema 2 to 4 and those without a version.
+What Stormlog records of memory, as `Recording`s: its events, schema 2 to 4 and those without a version, as
+JSON, JSONL and CSV, and `telemetry_timeline.json`, with what `stormlog diagnose` writes beside it.
 
 Two things are not taken over as they are written. On CUDA, ROCm and MPS `device_used_bytes` is the larger of
 the allocator's own two numbers, not what the driver says: where it never differs from them it is left out,
 since what lies outside of the allocator is then not known. On a CPU, allocated, reserved and used are all the
 process's resident memory.
+
+Marks of collectives are events, or phases, whose type, context or metadata names one. They have no values of
+their own: what they repeat of a sample is not a sample. A timeline has times and bytes alone: whose they are
+stands in `manifest.json`, whether they are of a device in `environment.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
+import csv
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from traceml_ray.analysis.memory.recordings import (
+    MAX_FILE_BYTES,
+    FileContents,
     Floats,
+    NoSamplesError,
     Recording,
     RefusedFileError,
     column,
 )
+from traceml_ray.analysis.memory.shapes import Collective
+from traceml_ray.files import read_file
 from traceml_ray.identity import MAX_RANKS
-from traceml_ray.importers.stormlog_marks import collectives, operation
-from traceml_ray.wire.codec import Count
+from traceml_ray.wire.codec import Count, ready
+
+_OPERATION = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier")
+_ANY = re.compile(r"[nr]ccl|collective|communication")
+UNNAMED = "collective"
+"""Operation of a mark that says only that it was a collective."""
+_NAMES = {
+    name.replace("_", ""): name
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+}
+_ENTER, _EXIT = "phase_enter", "phase_exit"
+_UNKNOWN_RANK = 0
+"""Until ranks are known, see `merge`."""
+
+
+class MarkedEvent(Protocol):
+    """What of an event says whether it marks a collective."""
+
+    timestamp_ns: int
+    event_type: str
+    context: str | None
+    metadata: Any
+
+
+def operation(event: MarkedEvent) -> str | None:
+    """Return the collective that an event marks; None: it marks none. Of a sample only the context counts."""
+    texts = [event.context or ""]
+    if event.event_type != "sample":
+        texts += [event.event_type, bytes(event.metadata).decode(errors="replace")]
+    words = " ".join(texts).lower().replace("-", "_")
+    named = _OPERATION.search(words)
+    if named is not None:
+        return _NAMES[named[0].replace("_", "")]
+    return UNNAMED if _ANY.search(words) else None
+
+
+def collectives(marks: Iterable[tuple[MarkedEvent, str]]) -> list[Collective]:
+    """Return marks (event, operation) in order of time as collectives; a phase is one from begin to end."""
+    times: list[tuple[str, int, int]] = []
+    entered: dict[str, int] = {}
+    for event, name in marks:
+        if event.event_type == _ENTER:
+            entered[name] = event.timestamp_ns
+        elif event.event_type == _EXIT and name in entered:
+            times.append((name, entered.pop(name), event.timestamp_ns))
+        else:
+            times.append((name, event.timestamp_ns, event.timestamp_ns))
+    times += [(name, begin_ns, begin_ns) for name, begin_ns in entered.items()]
+    return [Collective(_UNKNOWN_RANK, name, None, first, last) for name, first, last in times]
+
 
 VERSIONS = (2, 3, 4)
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -213,3 +274,295 @@ def _device(of_process: Sequence[StormlogEvent]) -> dict[str, Floats]:
         "device_total_bytes": (event.device_total_bytes for event in of_process),
     }
     return measured({name: column(of_events) for name, of_events in values.items()})
+
+
+_MOST_BESIDE = 1 << 20
+_T = TypeVar("_T", bound=msgspec.Struct)
+_Bytes = Annotated[float, msgspec.Meta(ge=0, lt=1e18)] | None
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=9e9)]
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """Who was sampled; a world of one is also written where no ranks are known."""
+
+    session_id: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    job_id: str | None = None
+    rank: Rank | None = None
+    world_size: Size | None = None
+
+
+_NOBODY = _Identity()
+
+
+class _Timeline(msgspec.Struct):
+    """Seconds and bytes, value by value."""
+
+    timestamps: list[_Seconds]
+    allocated: list[_Bytes]
+    reserved: list[_Bytes] | None = None
+    device_used: list[_Bytes] | None = None
+    device_total: list[_Bytes] | None = None
+    rank: Rank | None = None
+    world_size: Size | None = None
+    metadata: _Identity = _NOBODY
+    distributed_identity: _Identity = _NOBODY
+
+    def identity(self) -> tuple[int | None, int | None]:
+        """Return rank and world size as the file has them."""
+        sources_of_identity = self, self.metadata, self.distributed_identity
+        rank = next((source.rank for source in sources_of_identity if source.rank is not None), None)
+        return rank, next(
+            (source.world_size for source in sources_of_identity if source.world_size is not None), None
+        )
+
+
+class _Manifest(msgspec.Struct):
+    session: _Identity = msgspec.field(default_factory=_Identity)
+
+
+class _System(msgspec.Struct):
+    detected_backend: str | None = None
+
+
+class _Environment(msgspec.Struct):
+    system: _System = msgspec.field(default_factory=_System)
+
+
+def read_timeline(data: bytes, path: Path) -> FileContents:
+    """
+    Return the timeline `data` of the file at `path` as a recording.
+
+    Raises:
+        NoSamplesError: it is empty.
+        RefusedFileError: its lists do not fit together.
+        msgspec.MsgspecError: it is no timeline.
+    """
+    timeline = msgspec.json.decode(data, type=ready(_Timeline))
+    lists = {name: values for name, values in msgspec.structs.asdict(timeline).items() if _is_list(values)}
+    lengths = {name: len(values) for name, values in lists.items()}
+    if not timeline.timestamps:
+        raise NoSamplesError("the timeline is empty")
+    if len({*lengths.values()}) > 1:
+        lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise RefusedFileError(f"its lists are not of one length: {lengths_text}")
+    seconds = np.array(lists.pop("timestamps"), np.float64)
+    order = np.argsort(seconds, kind="stable")
+    columns = {name: column(values)[order] for name, values in lists.items()}
+    t_ns = np.round(seconds[order] * 1e9).astype(np.int64)
+    return FileContents("Stormlog timeline", [_timeline_recording(t_ns, columns, timeline, path)])
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, list)
+
+
+def _timeline_recording(t_ns: Any, columns: dict[str, Floats], timeline: _Timeline, path: Path) -> Recording:
+    who = _beside(path, "manifest.json", _Manifest).session
+    on_cpu = _beside(path, "environment.json", _Environment).system.detected_backend == "cpu"
+    named = {f"{name}_bytes": values for name, values in columns.items()}
+    if on_cpu:
+        named = {"rss_bytes": columns["allocated"]}
+    elif {*columns} == {"allocated", "reserved"} and _same(columns["allocated"], columns["reserved"]):
+        del named["reserved_bytes"]
+    rank, world = timeline.identity()
+    if rank is None and (who.world_size or 1) > 1:
+        rank, world = who.rank, who.world_size
+    return Recording(
+        process=f"{who.session_id}/{who.host}/{who.pid}" if who.session_id else str(path),
+        node=node(who.host),
+        device=None if on_cpu else 0,
+        t_ns=t_ns,
+        columns=measured(named),
+        rank=rank,
+        world_size=None if rank is None or world is None or world <= rank else world,
+        run=job(who.job_id),
+        wall=bool(t_ns[0] >= EARLIEST_WALL_NS),
+    )
+
+
+def _same(one: Floats, other: Floats) -> bool:
+    return np.array_equal(one, other, equal_nan=True)
+
+
+def _beside(path: Path, name: str, kind: type[_T]) -> _T:
+    """Return what is known from a file beside the timeline; what is not there or makes no sense is not."""
+    try:
+        return msgspec.json.decode(read_file(path.with_name(name), _MOST_BESIDE), type=ready(kind))
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return kind()
+
+
+SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
+_NOTHING = "there are no samples of memory in it"
+_CUT = "its last line is not whole and left out"
+_TEXT = frozenset({"event_type", "collector", "host", "session_id", "job_id", "backend", "context"})
+_COUNTERS = (
+    "allocator_allocated_bytes",
+    "allocator_reserved_bytes",
+    "device_used_bytes",
+    "memory_allocated",
+)
+"""Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
+_READ = {"schema_version", "timestamp", *StormlogEvent.__struct_fields__, *Legacy.__struct_fields__} - {
+    "metadata"
+}
+_MAX_REASON = 200
+_NOT_THERE = msgspec.Raw()
+
+
+class _Kind(msgspec.Struct, gc=False):
+    """What tells which schema a record has."""
+
+    schema_version: Any = None
+    timestamp: Any = None
+    timestamp_ns: Any = None
+
+
+class _Document(msgspec.Struct):
+    """A JSON file that is an object: one of these holds the samples."""
+
+    events: msgspec.Raw = _NOT_THERE
+    telemetry_events: msgspec.Raw = _NOT_THERE
+    timestamps: msgspec.Raw = _NOT_THERE
+    allocated: msgspec.Raw = _NOT_THERE
+    timestamp: msgspec.Raw = _NOT_THERE
+    timestamp_ns: msgspec.Raw = _NOT_THERE
+
+
+Decode = Callable[[type], list[Any]]
+"""Returns the records of a file as structs of that type."""
+
+
+def read_stormlog(path: Path) -> FileContents:
+    """
+    Return what a JSON, JSONL or CSV file holds.
+
+    Raises:
+        NoSamplesError: it is whole, but holds no samples of memory.
+        RefusedFileError: anything else that is wrong with it.
+        OSError: it cannot be read.
+    """
+    data = read_file(path, MAX_FILE_BYTES)
+    kind = path.suffix.lower()
+    try:
+        if kind == ".csv":
+            return _csv(data)
+        return _jsonl(data) if kind == ".jsonl" else _json(data, path)
+    except msgspec.ValidationError as error:
+        raise RefusedFileError(_reason(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, csv.Error, RecursionError) as error:
+        raise RefusedFileError(f"it is no {kind[1:].upper()}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:_MAX_REASON]
+
+
+def _contents(decode: Decode, notes: Sequence[str] = ()) -> FileContents:
+    """Return the records that `decode` returns. Raises `RefusedFileError` for a schema that is not known."""
+    records: list[_Kind] = decode(_Kind)
+    if not any(record.timestamp_ns is not None or record.timestamp is not None for record in records):
+        raise NoSamplesError(_NOTHING)
+    lowest, highest = VERSIONS[0], VERSIONS[-1]
+    for number, record in enumerate(records, 1):
+        if record.schema_version not in (None, *VERSIONS):
+            version = str(record.schema_version)[:20]
+            raise RefusedFileError(f"record {number} has schema {version}; {lowest} to {highest} are read")
+    if records[0].schema_version is None and records[0].timestamp_ns is None:
+        events = [old.event() for old in decode(Legacy)]
+    else:
+        events = decode(StormlogEvent)
+    return FileContents("Stormlog events", recordings(events), [*notes])
+
+
+def _json(data: bytes, path: Path) -> FileContents:
+    if data.lstrip()[:1] != b"{":
+        return _list(data)
+    document = msgspec.json.decode(data, type=ready(_Document))
+    for held in (document.events, document.telemetry_events):
+        if bytes(held)[:1] == b"[":
+            return _list(bytes(held))
+    if document.timestamps and document.allocated:
+        return read_timeline(data, path)
+    if document.timestamp or document.timestamp_ns:
+        return _list(b"[%b]" % data)
+    raise NoSamplesError(_NOTHING)
+
+
+def _list(data: bytes) -> FileContents:
+    def decode(kind: type) -> list[Any]:
+        records: list[Any] = msgspec.json.decode(data, type=ready(list[kind]))  # type: ignore[valid-type]
+        return records
+
+    try:
+        decode(_Kind)
+    except msgspec.ValidationError:  # no list of objects
+        msgspec.json.decode(data, type=ready(msgspec.Raw))
+        raise NoSamplesError(_NOTHING) from None
+    return _contents(decode)
+
+
+def _jsonl(data: bytes) -> FileContents:
+    lines = [line for line in data.splitlines(keepends=True) if line.strip()]
+    notes = []
+    if lines and not lines[-1].endswith((b"\n", b"\r")):  # it was being written
+        try:
+            msgspec.json.decode(lines[-1])
+        except msgspec.DecodeError:
+            lines.pop()
+            notes.append(_CUT)
+    return _contents(lambda kind: _each(lines, msgspec.json.Decoder(ready(kind)).decode), notes)
+
+
+def _csv(data: bytes) -> FileContents:
+    text = data.decode("utf-8-sig")
+    rows = [row for row in csv.reader(text.splitlines(keepends=True)) if row]
+    header = rows.pop(0) if rows else []
+    if not ({"timestamp_ns", "timestamp"} & {*header} and {*_COUNTERS} & {*header}):
+        raise NoSamplesError(_NOTHING)
+    notes = []
+    if rows and not text.endswith(("\n", "\r")) and len(rows[-1]) < len(header):  # it was being written
+        rows.pop()
+        notes.append(_CUT)
+    unknown = {name: None for name in _COUNTERS if name in header}
+    read_stormlog = [
+        (column_index, name, name in _TEXT) for column_index, name in enumerate(header) if name in _READ
+    ]
+    records = [unknown | _cells(row, read_stormlog) for row in rows]
+    return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, ready(kind))), notes)
+
+
+def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
+    """Return records decoded one by one. Raises `RefusedFileError`, which says which one cannot be."""
+    decoded = []
+    for number, record in enumerate(records, 1):
+        try:
+            decoded.append(decode(record))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RefusedFileError(f"record {number}: {_reason(error)}") from None
+    return decoded
+
+
+def _cells(row: Sequence[str], columns: Iterable[tuple[int, str, bool]]) -> dict[str, object]:
+    """Return the cells of a row that hold something; `columns` are (place, name, whether it is text)."""
+    width = len(row)
+    return {
+        name: row[column_index] if is_text else _number(row[column_index])
+        for column_index, name, is_text in columns
+        if column_index < width and row[column_index] != ""
+    }
+
+
+def _number(text: str) -> object:
+    """Return a number, also a whole one that a program wrote as "12.0"; other text as it is."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if value.is_integer() else value

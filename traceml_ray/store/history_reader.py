@@ -21,8 +21,8 @@ from traceml_ray.analysis.row_table import Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.store.kept import unpack
 from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.packing import unpack
 from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
 from traceml_ray.store.session_file import SessionFile
 

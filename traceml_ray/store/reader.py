@@ -1,18 +1,154 @@
-"""Questions to the database of a session file, and what goes wrong with them."""
+"""
+Questions to the database of a session file, and what goes wrong with them; how it is opened by a reader, also
+where nothing may be written: on a read-only mount, of another user.
+
+SQLite writes even to read: it undoes a transaction that was cut off (a `-journal` is left), and makes the
+shared memory of a file in WAL mode. Where it may not, a file without a journal is read as one that nobody
+changes; one with a journal is copied together with it, and the copy is repaired and read.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
+import os
+import shutil
 import sqlite3
+import tempfile
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceml_ray.store.read_only import connect_to_read
-from traceml_ray.store.schema import SessionFileError, transaction
+from traceml_ray.store.schema import SessionFileError, connect, transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.11 has it
+
+
+MAX_COPIES = 4
+"""Kept at the same time by this process."""
+_JOURNALS = ("-journal", "-wal")
+_TRIES = 3
+"""How many times a file is copied if another machine keeps writing to it."""
+_log = logging.getLogger(__name__)
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """
+    Open the session file at `path`. Says in the log (stderr) that what is read is a copy.
+
+    Raises `SessionFileError` as `connect` does, and when there is no room for a copy.
+    """
+    try:
+        return connect(path)
+    except SessionFileError as error:
+        if not isinstance(error.__cause__, sqlite3.OperationalError) or _may_write(path):
+            raise
+        refused = error
+    try:
+        if not any(_size(_beside(path, suffix)) for suffix in _JOURNALS):
+            return connect(path, immutable=True)
+        copy = _copies.of(path)
+    except OSError as error:
+        wrong = f"a copy cannot be made in {tempfile.gettempdir()}: {error.strerror}"
+        raise SessionFileError(f"{refused}; {wrong} (TMPDIR says where)") from error
+    try:
+        return connect(copy)
+    except SessionFileError as error:
+        raise SessionFileError(str(error).replace(str(copy), str(path))) from error
+
+
+@dataclass
+class _Copy:
+    folder: tempfile.TemporaryDirectory[str]
+    of: tuple[tuple[int, ...], ...]
+    """The state of the files that it was made of."""
+    path: Path
+
+
+class _Copies:
+    """Copies of session files with their journals, in private folders that go with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[Path, _Copy] = {}
+
+    def of(self, path: Path) -> Path:
+        """Return the copy of a file as it is now. Raises OSError, `SessionFileError`."""
+        with self._lock:
+            path = path.absolute()
+            known = self._made.pop(path, None)
+            if known is not None and known.of != _state(path):
+                known.folder.cleanup()
+                known = None
+            copy = self._made[path] = known or _copy(path)
+            while len(self._made) > MAX_COPIES:
+                self._made.pop(next(iter(self._made))).folder.cleanup()
+            return copy.path
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        with self._lock:
+            while self._made:
+                self._made.popitem()[1].folder.cleanup()
+
+
+_copies = _Copies()
+atexit.register(_copies.remove)
+
+
+def _copy(path: Path) -> _Copy:
+    """Copy a file with its journals, all as they were at one moment."""
+    folder = tempfile.TemporaryDirectory(prefix="traceml-copy-")
+    copy = Path(folder.name, path.name)
+    try:
+        for _ in range(_TRIES):
+            before = _state(path)
+            for suffix in ("", *_JOURNALS):
+                _beside(copy, suffix).unlink(missing_ok=True)
+                if _size(_beside(path, suffix)):
+                    shutil.copyfile(_beside(path, suffix), _beside(copy, suffix))
+            if _state(path) == before:
+                _log.warning(
+                    "traceml-ray: %s: a writer was killed in the middle of it, and it is read-only here: "
+                    "what is read is a repaired copy in %s", path, folder.name
+                )  # fmt: skip
+                return _Copy(folder, before, copy)
+        raise SessionFileError(f"{path}: the session file changes while it is copied; try again later")
+    except BaseException:
+        folder.cleanup()
+        raise
+
+
+def _may_write(path: Path) -> bool:
+    """Return whether SQLite may write to the file and beside it: on a read-only mount not even root may."""
+    return all(os.access(place, os.W_OK, effective_ids=True) for place in (path, path.parent))
+
+
+def _state(path: Path) -> tuple[tuple[int, ...], ...]:
+    """Return what changes whenever somebody writes to the file or its journals."""
+    state: list[tuple[int, ...]] = []
+    for suffix in ("", *_JOURNALS):
+        try:
+            now = _beside(path, suffix).stat()
+            state.append((now.st_ino, now.st_size, now.st_mtime_ns))
+        except FileNotFoundError:
+            state.append(())
+    return tuple(state)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 class Reader:

@@ -3,7 +3,7 @@ Keeps a session file within a bound: beyond it, the oldest rows are folded away.
 
 What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
 number of steps, their mean and the time at which things were are of these rows, too; of each run there is
-what a report makes of rows (`kept`), so that its statistics, verdict and episodes go on from there. Named
+what a report makes of rows (`packing`), so that its statistics, verdict and episodes go on from there. Named
 spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory;
 of samples of memory the first of ten seconds, too, and those with what is counted only now and then. Of
 measurements of clocks one of ten minutes is kept.
@@ -25,8 +25,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import N_STAGES
-from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.packing import MAX_RANKS, pack, unpack
 from traceml_ray.store.rank_processes import current_ranks, training, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert, write

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -22,17 +22,158 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.row_table import from_wire
-from traceml_ray.analysis.window import RankRows
-from traceml_ray.stages import N_STAGES
+from traceml_ray.analysis.window import Int64, RankRows
+from traceml_ray.signals.kind import Kind, R
+from traceml_ray.signals.throughput.records import MAX_SIZES, StepSizes
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, from_row
-from traceml_ray.store.records import RecordReader
+from traceml_ray.store.reader import Reader
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
-from traceml_ray.store.schema import SessionFileError
-from traceml_ray.store.step_reader import StepReader
-from traceml_ray.store.work_reader import WorkReader
+from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.wire.codec import ready
+
+
+class RecordReader(Reader):
+    """Reads what all rank processes, or nodes, of a session have sent of a signal."""
+
+    def records(
+        self, kind: Kind[R], since: int = 0, processes: Collection[int] | None = None
+    ) -> Iterator[tuple[int, int, R]]:
+        """
+        Yield (cursor, process, record) of what came after cursor `since`, in order of arrival; where only
+        some records are kept, those there are now, in the order of their slots. `processes`: only of these
+        (numbers). Raises `SessionFileError`.
+        """
+        there = {row[1] for row in self._all(f"PRAGMA table_info({kind.table})")}
+        fields = [name if name in there else f"NULL AS {name}" for name in kind.fields]
+        query = f"SELECT id, {kind.owner}, {', '.join(fields)} FROM {kind.table} WHERE id > ?"
+        if processes is not None:
+            query += f" AND {kind.owner} IN ({', '.join(str(int(process)) for process in processes)})"
+        kept: list[tuple[int, int, R]] = []
+        with legible(self.path):
+            for cursor, owner, *values in self._iterate(
+                f"{query} ORDER BY id", since if kind.keep == "all" else -1
+            ):
+                if kind.keep == "all":
+                    yield cursor, owner, kind.of_row(values)
+                else:
+                    kept.append((cursor, owner, kind.of_row(values)))
+        yield from sorted(kept, key=lambda row: kind.slot(row[2]))
+
+    def records_of(self, kind: Kind[R], processes: Collection[int] | None = None) -> dict[int, list[R]]:
+        """Return the records of `processes` (numbers; None: all), by process. Raises `SessionFileError`."""
+        records_of_process: dict[int, list[R]] = {}
+        for _, process, record in self.records(kind, processes=processes):
+            records_of_process.setdefault(process, []).append(record)
+        return records_of_process
+
+
+_PROBED = 64
+_WIDER, _TIMES = 4, 4
+"""Factor and number of times by which the search is widened for ranks whose batches came early or late."""
+_LONGEST = 4096
+"""Steps that one sum of a span may be of: a batch holds those of a second."""
+Chunk = tuple[bytes, ...]
+
+
+class StepReader(Reader):
+    """Chunks are in order of arrival, nearly that of their steps: the middle one tells which half to take."""
+
+    def step_chunks(self, processes: Collection[int], step: int) -> dict[int, list[Chunk]]:
+        """Return the chunks that hold rows of `step`, by rank process; a process without any is left out."""
+        chunks_of_process: dict[int, list[Chunk]] = {}
+        if not processes:
+            return chunks_of_process
+        middle, reach = self._place(processes, step), _WIDER * len(processes) + _PROBED
+        query = (
+            "SELECT process, keys, flags, rows, host_rows, leads FROM chunk "
+            "WHERE id BETWEEN ? AND ? AND process BETWEEN ? AND ? ORDER BY id"
+        )
+        for _ in range(_TIMES):
+            chunks_of_process = {}
+            around = middle - reach, middle + reach, min(processes), max(processes)
+            for process, *chunk in self._iterate(query, *around):
+                first, last = _ends(chunk[0])
+                if process in processes and first <= step <= last:
+                    chunks_of_process.setdefault(process, []).append(tuple(chunk))
+            if len(chunks_of_process) == len(processes):
+                break
+            reach *= _WIDER
+        return chunks_of_process
+
+    def first_step(self, processes: Collection[int]) -> int | None:
+        """Return the first step whose rows are in the file one by one; None without any."""
+        if not processes:
+            return None
+        rows = self._probed(self._place(processes, -1))
+        return next((_ends(keys)[0] for _, process, keys in rows if process in processes), None)
+
+    def step_spans(self, processes: Collection[int], step: int) -> list[dict[str, Any]]:
+        """Return the sums of spans that `step` is in, of some rank processes."""
+        spans = self._dicts(
+            "SELECT process, name, stage, count, total_ns, first_step, last_step FROM span "
+            "WHERE last_step >= ?1 AND last_step < ?1 + ?2 AND first_step <= ?1 ORDER BY total_ns DESC",
+            *(step, _LONGEST),
+        )
+        return [span for span in spans if span["process"] in processes]
+
+    def _place(self, processes: Collection[int], step: int) -> int:
+        """Return the id of about the first chunk that has `step`, or a later one."""
+        low, high = 0, self._top("chunk")
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_before(middle, processes, step):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _is_before(self, chunk_id: int, processes: Collection[int], step: int) -> bool:
+        """Return whether what is at an id came before `step` did; an earlier run has lower processes."""
+        rows = self._probed(chunk_id)
+        own_keys = next((keys for _, process, keys in rows if process in processes), None)
+        if own_keys is not None:
+            return _ends(own_keys)[1] < step
+        return bool(rows) and rows[0][1] < min(processes)
+
+    def _probed(self, chunk_id: int) -> list[tuple[Any, ...]]:
+        return self._all(
+            "SELECT id, process, keys FROM chunk WHERE id >= ? ORDER BY id LIMIT ?", chunk_id, _PROBED
+        )
+
+
+def _ends(keys: bytes) -> tuple[int, int]:
+    """Return the first and the last step of a chunk."""
+    both = np.frombuffer(keys, "<i8")[[0, -1]] >> SEGMENT_BITS
+    return int(both[0]), int(both[1])
+
+
+_SIZES = ", ".join(StepSizes.__struct_fields__)
+
+
+class WorkReader(Reader):
+    """Reads the sizes of batches of some steps."""
+
+    def step_sizes(self, processes: Collection[int], steps: Int64) -> dict[int, list[StepSizes]]:
+        """
+        Return what is stored of the sizes of batches of some rank processes in `steps` (S,), ascending, by
+        rank process.
+        """
+        query = (
+            f"SELECT process, {_SIZES} FROM step_sizes "
+            "WHERE last_step >= ?1 AND last_step < ?2 AND first_step <= ?3 ORDER BY id"
+        )
+        pieces: dict[int, list[StepSizes]] = {}
+        with legible(self.path):
+            for part in np.split(steps, np.flatnonzero(np.diff(steps) > MAX_SIZES) + 1):
+                first, last = (int(part[0]), int(part[-1])) if len(part) else (0, -1)
+                for process, *values in self._iterate(query, first, last + MAX_SIZES, last):
+                    if process in processes:
+                        piece = msgspec.convert(values, ready(StepSizes))
+                        pieces.setdefault(int(process), []).append(piece)
+        return pieces
 
 
 class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
@@ -210,7 +351,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return None if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def kept(self) -> bytes | None:
-        """Return what folded rows of the run come to, see `kept`; None where there are none."""
+        """Return what folded rows of the run come to, see `packing`; None where there are none."""
         bodies = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
         return bytes(bodies[0][0]) if bodies else None
 

@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,64 @@ from traceml_ray.signals.output.retention import OutputRetention
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
-from traceml_ray.store.pending import OF_NODES, Pending, row_bytes
 from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
+
+_APPENDED = (
+    *("process_sample", "clock", "span", "event", "verdict", "chunk"),
+    *(kind.table for kind in KINDS.values() if kind.keep == "all"),
+)
+_REPLACED_LISTS = tuple(kind.table for kind in KINDS.values() if kind.keep != "all")
+OF_NODES = {"clock", *(kind.table for kind in KINDS.values() if kind.of == "node")}
+"""What of these comes after the end of the session is left out."""
+
+
+@dataclass
+class Pending:
+    """What the next transaction will write."""
+
+    inserts: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: {t: [] for t in _APPENDED})
+    processes: dict[int, RankProcess] = field(default_factory=dict)
+    progressed: dict[int, RankProcess] = field(default_factory=dict)
+    meta: set[str] = field(default_factory=set)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    relays: dict[str, int] = field(default_factory=dict)
+    replaced: dict[str, dict[int, tuple[Any, ...]]] = field(
+        default_factory=lambda: {t: {} for t in _REPLACED_LISTS}
+    )
+    """Records of which only some are kept, by table, and by their place there."""
+    row_bytes: int = 0
+    """Of the rows in `inserts`."""
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether there is anything but samples and addresses of nodes."""
+        inserts = any(rows for table, rows in self.inserts.items() if table not in OF_NODES)
+        return bool(inserts or self.processes or self.progressed or any(self.replaced.values()))
+
+    def follow(self, later: Pending) -> None:
+        """Add what arrived while the disk refused this."""
+        for table, rows in self.inserts.items():
+            rows.extend(later.inserts[table])
+        self.processes |= later.processes
+        self.progressed |= later.progressed
+        self.meta |= later.meta
+        self.nodes |= later.nodes
+        self.relays |= later.relays
+        for table, places in self.replaced.items():
+            places |= later.replaced[table]
+        self.row_bytes += later.row_bytes
+
+
+def row_bytes(chunk: tuple[Any, ...]) -> int:
+    """Return the bytes of the rows in an entry of table `chunk`."""
+    _, _, _, keys, flags, rows, host_rows, leads = chunk
+    size = len(keys) + len(flags) + len(rows)
+    return size + len(host_rows) + len(leads or b"") if host_rows else size
+
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""

@@ -10,12 +10,10 @@ import msgspec
 from traceml_ray import __version__
 from traceml_ray.stages import STAGES
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.difference import MEDIAN, Difference, compare
+from traceml_ray.traces.difference import MEDIAN, Difference, RecordingError, Spent, compare, spent_in
 from traceml_ray.traces.key_averages import Operation, operations_of_trace, sort
-from traceml_ray.traces.nesting import nest
 from traceml_ray.traces.sources import Source
-from traceml_ray.traces.spent import RecordingError, Spent, spent_in
-from traceml_ray.traces.trace import read_trace
+from traceml_ray.traces.trace import nest, read_trace
 from traceml_ray.wire.codec import ready
 
 MAX_BYTES = 64 << 20

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from traceml_ray.traces.sources import Source
-from traceml_ray.traces.step_rows import step_at
+from traceml_ray.traces.sources import Source, step_at
 from traceml_ray.traces.trace import DEVICE, Trace
 
 _ON_HOST = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl|hccl):|c10d::|_?c10d_functional::|record_param_comms$")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from traceml_ray.store.profiles import StoredProfile, change, read_profile
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.difference import Difference, difference
+from traceml_ray.traces.difference import Difference, RecordingError, difference
 from traceml_ray.traces.sources import sources_of_profile
-from traceml_ray.traces.spent import RecordingError
 
 
 def explain(stored: StoredProfile) -> list[str]:

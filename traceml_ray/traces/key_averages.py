@@ -1,19 +1,23 @@
-"""torch's table of operations, `key_averages()`, over the traces of many ranks."""
+"""
+torch's table of operations, `key_averages()`, over the traces of many ranks; and as a file: JSON, CSV,
+parquet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from traceml_ray.identity import RankFilter
-from traceml_ray.traces.nesting import Nesting, nest
 from traceml_ray.traces.sources import Source
-from traceml_ray.traces.trace import DEVICE, MEMORY, Ints, Trace, read_trace
+from traceml_ray.traces.trace import DEVICE, MEMORY, Ints, Nesting, Trace, nest, read_trace
 
 Kind = Literal["operation", "range", "runtime", "python", "device", "memory"]
 """
@@ -185,3 +189,45 @@ def select(
         and (ranks is None or (operation.rank is not None and operation.rank in ranks))
     ]
     return chosen if top is None else chosen[:top]
+
+
+COLUMNS = Operation.__struct_fields__
+
+
+class FormatError(RuntimeError):
+    """A file of this kind cannot be written here; the message says what is missing."""
+
+
+def to_json(value: object) -> bytes:
+    """Return operations as a list of objects, by the names of the columns; what is not known is null."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def to_csv(operations: Sequence[Operation]) -> bytes:
+    """Return a table with a header; a cell of what is not known is empty."""
+    file = io.StringIO(newline="")
+    rows = csv.writer(file)
+    rows.writerow(COLUMNS)
+    rows.writerows(msgspec.structs.astuple(operation) for operation in operations)
+    return file.getvalue().encode(errors="replace")
+
+
+def to_parquet(operations: Sequence[Operation]) -> bytes:
+    """Return the same as parquet. Raises FormatError where pyarrow is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise FormatError(f"parquet needs pyarrow (pip install pyarrow): {error}") from None
+    file = pyarrow.BufferOutputStream()
+    schema = pyarrow.schema([(name, _type(pyarrow, name)) for name in COLUMNS])
+    columns = [[getattr(operation, name) for operation in operations] for name in COLUMNS]
+    pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), file)
+    data: bytes = file.getvalue().to_pybytes()
+    return data
+
+
+def _type(pyarrow: Any, name: str) -> Any:
+    if name == "rank" or (name in NUMBERS and not name.endswith("_ms")):
+        return pyarrow.int64()
+    return pyarrow.float64() if name in NUMBERS else pyarrow.string()

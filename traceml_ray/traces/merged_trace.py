@@ -28,8 +28,7 @@ from traceml_ray.files import appearing
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
 from traceml_ray.traces.collectives import CollectivePart, Parts, TracedCollective, apart
-from traceml_ray.traces.sources import Source
-from traceml_ray.traces.step_rows import intervals
+from traceml_ray.traces.sources import Source, intervals
 from traceml_ray.traces.trace import Trace, as_text, read_trace, write_events
 
 _CALL = re.compile(
