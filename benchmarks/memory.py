@@ -27,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from memory_families import FAMILIES, outcomes
 from memory_series import GIB, MIB, on_device
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.kept import FIELDS
-from traceml_ray.analysis.memory.shapes import Memory, Series
 from traceml_ray.identity import RankIdentity
-from traceml_ray.monitor.live_memory import LiveMemory, Ranks
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.live import FIELDS, LiveMemory, Ranks
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.shapes import Memory, Series
 from traceml_ray.store.rank_processes import RankProcess
 
 _BEFORE_S = 1800

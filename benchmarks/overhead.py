@@ -39,9 +39,7 @@ from figures import Figure, machine, table
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
-from traceml_ray.agent.host_memory import HostMemory
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.memory_samples import USS_S, MemorySampler
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.recorder import Recorder
@@ -49,6 +47,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.samplers import USS_S, HostMemory, MemorySampler
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.wire import messages as wire
 

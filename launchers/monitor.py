@@ -22,7 +22,6 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.agent.memory_history import SNAPSHOTS
 from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
@@ -33,6 +32,7 @@ from traceml_ray.ray.config import FILE as ATTACHMENT
 from traceml_ray.ray.config import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.history import SNAPSHOTS
 from traceml_ray.store.session import (
     Live,
     MonitorState,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from traceml_ray.agent.device_memory import Devices
+from traceml_ray.signals.memory.samplers import Devices
 
 GIB = 1 << 30
 

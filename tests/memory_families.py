@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 from memory_series import BEGAN, GIB, MIB, SECOND, at, on_device, on_host
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Collective, Float, Memory, MemoryFinding, Series
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.shapes import Collective, Float, Memory, MemoryFinding, Series
 
 Outcome = Literal["right", "abstained", "wrong"]
 Family = Callable[[int], Outcome]

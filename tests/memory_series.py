@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.memory.shapes import Float, Series
+from traceml_ray.signals.memory.shapes import Float, Series
 
 MIB, GIB = 1 << 20, 1 << 30
 SECOND = 1_000_000_000

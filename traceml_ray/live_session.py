@@ -20,7 +20,6 @@ import msgspec
 import psutil
 
 from traceml_ray import __version__, printing, text
-from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.errors import cause_of
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import unwatch_trainers
@@ -49,6 +48,7 @@ from traceml_ray.reports.comparison import (
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.throughput.answer import GetThroughput

@@ -12,11 +12,11 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS
+from traceml_ray.signals.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
 from traceml_ray.store import query

@@ -16,13 +16,6 @@ from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu,
 
 import traceml_ray
 from traceml_ray import cli
-from traceml_ray.analysis.memory.shapes import (
-    Attribution,
-    CollectiveOnset,
-    FirstCause,
-    MemoryFinding,
-    RankMemory,
-)
 from traceml_ray.identity import RankFilterError
 from traceml_ray.reports.analyze import (
     Analysis,
@@ -33,6 +26,13 @@ from traceml_ray.reports.analyze import (
     render_analysis,
 )
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.shapes import (
+    Attribution,
+    CollectiveOnset,
+    FirstCause,
+    MemoryFinding,
+    RankMemory,
+)
 from traceml_ray.wire import messages as wire
 
 

@@ -18,7 +18,6 @@ from played import MS, QUIET, Played
 from plotly.io.json import to_json_plotly
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import Memory, MemoryFinding
 from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
@@ -31,6 +30,7 @@ from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
+from traceml_ray.signals.memory.shapes import Memory, MemoryFinding
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder

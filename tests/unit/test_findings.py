@@ -10,14 +10,14 @@ import pytest
 from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.experts import ExpertLoad, loads
 from traceml_ray.analysis.labels import LABELS, Label
-from traceml_ray.analysis.memory import shapes
-from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.headlines import beside, line_of, named
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed
 from traceml_ray.signals.findings import findings_of, of_memory, of_verdict
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
+from traceml_ray.signals.memory import shapes
+from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
 
 
 def verdict(label: Label = "straggler", **given: Any) -> dict[str, Any]:

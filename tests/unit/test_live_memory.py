@@ -16,15 +16,23 @@ from played import Played
 from sessions import LIMITS, aggregation, ask, identity
 
 from traceml_ray.analysis.labels import Label
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.kept import SIZE, KeptSamples
-from traceml_ray.analysis.memory.shapes import Memory, Series
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.monitor.live_memory import MAX_FRESH, MAX_PLACES, SHARE, SLICE_S, LiveMemory, Ranks
-from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.events import MemoryEvents
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.live import (
+    MAX_FRESH,
+    MAX_PLACES,
+    SHARE,
+    SIZE,
+    SLICE_S,
+    KeptSamples,
+    LiveMemory,
+    Ranks,
+)
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.shapes import Memory, Series
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess

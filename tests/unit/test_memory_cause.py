@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from memory_series import GIB, MIB, at, flat, jumps, leaks, on_device, on_host
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import FirstCause, Memory, Series
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.shapes import FirstCause, Memory, Series
 
 N = 300
 

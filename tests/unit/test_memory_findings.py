@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, on_host
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Collective, Memory, MemoryFinding, Series
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.shapes import Collective, Memory, MemoryFinding, Series
 
 N = 300
 KIB = 1 << 10

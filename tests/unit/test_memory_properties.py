@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_series import GIB, MIB, SECOND, flat, jumps, leaks, on_device, on_host
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Collective, Memory, Series
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.shapes import Collective, Memory, Series
 
 _NAMES = (
     "allocated_bytes", "reserved_bytes", "inactive_split_bytes", "peak_bytes", "retries", "process_bytes",

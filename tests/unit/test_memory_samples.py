@@ -16,11 +16,16 @@ from fake_memory import GIB, FakeCuda
 from played_nvml import NO_PERMISSION, NOT_SUPPORTED, UNKNOWN_MEMORY, Card, play
 from sessions import Rank, Relay, aggregation
 
-from traceml_ray.agent import driver_memory
-from traceml_ray.agent.device_memory import OF_NVML, OF_TORCH, DeviceMemory
-from traceml_ray.agent.driver_memory import DriverMemory
-from traceml_ray.agent.memory_samples import USS_S, MemorySampler
+from traceml_ray.signals.memory import samplers
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.samplers import (
+    OF_NVML,
+    OF_TORCH,
+    USS_S,
+    DeviceMemory,
+    DriverMemory,
+    MemorySampler,
+)
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -31,7 +36,7 @@ ME = os.getpid()
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that comes is waited for, however busy the machine is."""
-    monkeypatch.setattr(driver_memory, "WAIT_S", 20.0)
+    monkeypatch.setattr(samplers, "WAIT_S", 20.0)
 
 
 def sampler(cuda: FakeCuda, host_pids: bool = True, **more: Any) -> MemorySampler:
@@ -177,7 +182,7 @@ def test_machine_without_nvml_has_the_allocator_alone(monkeypatch: pytest.Monkey
 
 
 def test_driver_that_hangs_holds_nothing_up_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_memory, "WAIT_S", 0.01)
+    monkeypatch.setattr(samplers, "WAIT_S", 0.01)
     go, asked = threading.Event(), []
 
     class Hanging:
@@ -194,7 +199,7 @@ def test_driver_that_hangs_holds_nothing_up_and_is_asked_once(monkeypatch: pytes
         assert "has not answered" in memory.missing["memory: nvml"]
     assert asked == [1]
     go.set()
-    monkeypatch.setattr(driver_memory, "WAIT_S", 20.0)
+    monkeypatch.setattr(samplers, "WAIT_S", 20.0)
     with driver._changed:
         assert driver._changed.wait_for(driver._idle, 20)
     memory.sample(1, 1)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from memory_series import GIB, MIB, at, flat, on_device, on_host
 
-from traceml_ray.analysis.memory.judge import judge
-from traceml_ray.analysis.memory.shapes import Float, Series
+from traceml_ray.signals.memory.judge import judge
+from traceml_ray.signals.memory.shapes import Float, Series
 
 N = 120
 

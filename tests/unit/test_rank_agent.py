@@ -113,7 +113,7 @@ def test_memory_is_sampled_each_round_and_its_sources_are_sent_when_they_are_new
 
 def test_samples_of_memory_that_do_not_fit_wait_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [MemorySample(1, 1, device, *[1 << 40] * 14) for device in range(1000)]
-    monkeypatch.setattr("traceml_ray.agent.memory_samples.MemorySampler.sample", lambda *_: list(many))
+    monkeypatch.setattr("traceml_ray.signals.memory.samplers.MemorySampler.sample", lambda *_: list(many))
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 2000)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, of_cpu, write
 
-from traceml_ray.analysis.memory.recordings import (
+from traceml_ray.importers.stormlog import read_stormlog
+from traceml_ray.signals.memory.recordings import (
     NoSamplesError,
     Recording,
     RefusedFileError,
 )
-from traceml_ray.importers.stormlog import read_stormlog
 
 LEVELS = [100 * MIB, 120 * MIB, None, 90 * MIB]
 

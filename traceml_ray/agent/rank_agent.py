@@ -29,8 +29,6 @@ from traceml_ray.agent.early_copy import EarlyCopy
 from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
-from traceml_ray.agent.memory_history import MemoryHistory
-from traceml_ray.agent.memory_samples import MemorySampler
 from traceml_ray.agent.outbox import Batch, RankOutbox
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -43,7 +41,9 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.memory.history import MemoryHistory
 from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.samplers import MemorySampler
 from traceml_ray.wire import messages as wire
 
 MANY_RANKS = 256

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from traceml_ray import printing
-from traceml_ray.analysis.memory.recordings import (
+from traceml_ray.identity import rank_in_name
+from traceml_ray.importers import stormlog
+from traceml_ray.signals.memory import stored
+from traceml_ray.signals.memory.recordings import (
     FileContents,
     NoSamplesError,
     RefusedFileError,
 )
-from traceml_ray.identity import rank_in_name
-from traceml_ray.importers import stormlog
-from traceml_ray.store import memory_recordings
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 
@@ -87,7 +87,7 @@ def _reason(error: Exception) -> str:
 def _reader(path: Path) -> Read:
     """Return how a file is read. Another kind of file is added here; a folder read as one, in `_walk`."""
     if path.suffix.lower() == ".sqlite":
-        return memory_recordings.read
+        return stored.read
     if path.suffix.lower() in stormlog.SUFFIXES:
         return stormlog.read_stormlog
     return _unknown

@@ -23,7 +23,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.memory.recordings import (
+from traceml_ray.files import read_file
+from traceml_ray.identity import MAX_RANKS
+from traceml_ray.signals.memory.recordings import (
     MAX_FILE_BYTES,
     FileContents,
     Floats,
@@ -32,9 +34,7 @@ from traceml_ray.analysis.memory.recordings import (
     RefusedFileError,
     column,
 )
-from traceml_ray.analysis.memory.shapes import Collective
-from traceml_ray.files import read_file
-from traceml_ray.identity import MAX_RANKS
+from traceml_ray.signals.memory.shapes import Collective
 from traceml_ray.wire.codec import Count, ready
 
 _OPERATION = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier")

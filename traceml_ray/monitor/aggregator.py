@@ -18,7 +18,6 @@ from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import failed
 from traceml_ray.monitor.layer_requests import LayerRequests
-from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.profiling import Profiling
@@ -27,6 +26,7 @@ from traceml_ray.monitor.relay_intake import RelayIntake
 from traceml_ray.monitor.relay_pace import RelayPace
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.live import LiveMemory
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.recent import Recent

@@ -14,8 +14,6 @@ from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.peers import median_rank
 from traceml_ray.analysis.reasons import has_reason, is_imbalance, with_reason
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_spans
@@ -28,11 +26,8 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling, asked_for_bundle
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.kept_judging import KeptJudging
-from traceml_ray.monitor.live_memory import LiveMemory, Ranks
 from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
 from traceml_ray.monitor.live_steps import LiveSteps
-from traceml_ray.monitor.memory_events import KIND as MEMORY_EVENT
-from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
@@ -40,6 +35,11 @@ from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.events import KIND as MEMORY_EVENT
+from traceml_ray.signals.memory.events import MemoryEvents
+from traceml_ray.signals.memory.live import LiveMemory, Ranks
+from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest

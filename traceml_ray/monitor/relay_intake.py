@@ -16,7 +16,6 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.layer_requests import LayerRequests
-from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
@@ -25,6 +24,7 @@ from traceml_ray.monitor.rank_numbering import Groups, Restarts
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.signals.memory.live import LiveMemory
 from traceml_ray.signals.memory.records import MEMORY
 from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.throughput.records import SIZES

@@ -14,10 +14,15 @@ from typing import get_args
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.judge import judge, order_of
-from traceml_ray.analysis.memory.recordings import MergedRecordings, merge
-from traceml_ray.analysis.memory.sentences import where
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.identity import RankFilter, rank_filter
+from traceml_ray.importers.gather import FileRead, Gathered, gather
+from traceml_ray.importers.stormlog import EARLIEST_WALL_NS
+from traceml_ray.reports.layout import Columns, facts, page, table
+from traceml_ray.reports.run_facts import moment
+from traceml_ray.signals.memory.judge import judge, order_of
+from traceml_ray.signals.memory.recordings import MergedRecordings, merge
+from traceml_ray.signals.memory.sentences import where
+from traceml_ray.signals.memory.shapes import (
     Attribution,
     Collective,
     FirstCause,
@@ -28,12 +33,7 @@ from traceml_ray.analysis.memory.shapes import (
     Series,
     Severity,
 )
-from traceml_ray.identity import RankFilter, rank_filter
-from traceml_ray.importers.gather import FileRead, Gathered, gather
-from traceml_ray.importers.stormlog import EARLIEST_WALL_NS
-from traceml_ray.reports.layout import Columns, facts, page, table
-from traceml_ray.reports.run_facts import moment
-from traceml_ray.store.memory_recordings import BUNDLE
+from traceml_ray.signals.memory.stored import BUNDLE
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The mildest first."""

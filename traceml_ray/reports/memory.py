@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.recordings import merge
-from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.identity import RankFilter
 from traceml_ray.reports.analyze import judged
 from traceml_ray.reports.layout import Facts
 from traceml_ray.reports.run_facts import RunFacts
-from traceml_ray.store.memory_recordings import recordings_of
+from traceml_ray.signals.memory.recordings import merge
+from traceml_ray.signals.memory.shapes import Memory
+from traceml_ray.signals.memory.stored import recordings_of
 from traceml_ray.store.session_file import SessionFile
 
 _FINDINGS = 100

@@ -21,8 +21,6 @@ from traceml_ray.analysis.first_steps import FirstSteps
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.reasons import is_imbalance
 from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_history import StepHistory
@@ -50,6 +48,8 @@ from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS
 from traceml_ray.stages import STAGES

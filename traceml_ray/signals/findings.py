@@ -11,11 +11,11 @@ import msgspec
 from traceml_ray.analysis import experts
 from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.labels import LABELS, Label
-from traceml_ray.analysis.memory import shapes
-from traceml_ray.analysis.memory.shapes import Attribution, Memory
 from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
 from traceml_ray.signals.finding import MOST, Finding, key_of, known, listed
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
+from traceml_ray.signals.memory import shapes
+from traceml_ray.signals.memory.shapes import Attribution, Memory
 
 _SHOWN = ("finding", "failure", "watching")
 """Kinds of labels that are findings: the others say that nothing was found, or why that is not known."""

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__
-from traceml_ray.analysis.memory import shapes
 from traceml_ray.errors import sendable
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape

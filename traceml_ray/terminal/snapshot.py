@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.present import present
@@ -15,6 +14,7 @@ from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding

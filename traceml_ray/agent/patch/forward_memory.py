@@ -2,7 +2,7 @@
 What is allocated on the device when the forward of FSDP2's root is over: its peak, before the backward's.
 
 Read from what torch's allocator counts anyway, in the first steps and in one of many from there on. No
-statistic of the script's is reset, so that the peak is not always known: see `agent.device_memory`.
+statistic of the script's is reset, so that the peak is not always known: see `signals.memory.samplers`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.agent.device_memory import Peak
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.patch.shard_traffic import part_of_fsdp2
+from traceml_ray.signals.memory.samplers import Peak
 
 _PLACE = "fsdp: memory"
 _END = "_register_pre_backward_hook"

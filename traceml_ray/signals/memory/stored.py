@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from traceml_ray.analysis.hang import COLLECTIVE
-from traceml_ray.analysis.memory.recordings import (
+from traceml_ray.analysis.node_clock import NodeClock
+from traceml_ray.signals.memory.recordings import (
     FileContents,
     Ints,
     NoSamplesError,
     Recording,
 )
-from traceml_ray.analysis.memory.shapes import Collective
-from traceml_ray.analysis.node_clock import NodeClock
+from traceml_ray.signals.memory.shapes import Collective
 from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import current_ranks, world_size

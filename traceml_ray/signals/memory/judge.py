@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.alone import Alone, alone
-from traceml_ray.analysis.memory.attribution import explain
-from traceml_ray.analysis.memory.cause import first_cause, incidents
-from traceml_ray.analysis.memory.growth import Growth, HostGrowth, finding_of, is_large, severity_of
-from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
-from traceml_ray.analysis.memory.robust import median
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.attribution import explain
+from traceml_ray.signals.memory.cause import first_cause, incidents
+from traceml_ray.signals.memory.findings import RankFindings, rank_findings
+from traceml_ray.signals.memory.growth import Growth, HostGrowth, finding_of, is_large, severity_of
+from traceml_ray.signals.memory.limits import MEMORY, MemoryLimits
+from traceml_ray.signals.memory.robust import median
+from traceml_ray.signals.memory.shapes import (
     Collective,
     Memory,
     MemoryFinding,
@@ -30,10 +30,10 @@ from traceml_ray.analysis.memory.shapes import (
     Series,
     Severity,
 )
-from traceml_ray.analysis.memory.trend import Forecast, forecast
+from traceml_ray.signals.memory.trend import Forecast, forecast
 
 
-def with_hosts(judged: Sequence[Alone], limits: MemoryLimits) -> list[Alone]:
+def with_hosts(judged: Sequence[RankFindings], limits: MemoryLimits) -> list[RankFindings]:
     """
     Return the judgements of the ranks; where several ranks of one host grow, forecast and severity are those
     of the host.
@@ -52,19 +52,21 @@ def with_hosts(judged: Sequence[Alone], limits: MemoryLimits) -> list[Alone]:
     return changed
 
 
-def _running(ranks: list[Alone], limits: MemoryLimits) -> list[Alone]:
+def _running(ranks: list[RankFindings], limits: MemoryLimits) -> list[RankFindings]:
     """Return the processes that still run: one that has ended takes no more memory."""
     ends = [one.span[1] for one in ranks if one.span is not None]
     newest = max(ends, default=0)
 
-    def runs(one: Alone) -> bool:
+    def runs(one: RankFindings) -> bool:
         late_ns = max(limits.ended_s * 1e9, limits.step_samples * one.interval_ns)
         return one.span is not None and newest - one.span[1] <= late_ns
 
     return [one for one in ranks if runs(one)]
 
 
-def _by_host(ranks: list[Alone], growing: list[Alone], limits: MemoryLimits) -> list[Alone]:
+def _by_host(
+    ranks: list[RankFindings], growing: list[RankFindings], limits: MemoryLimits
+) -> list[RankFindings]:
     growths = [growth for one in growing for growth in one.growths]
     unshared = [growth.ramp.recent for growth in growths if growth.sharing != "shared"]
     shared = [growth.ramp.recent for growth in growths if growth.sharing == "shared"]
@@ -83,8 +85,13 @@ def _by_host(ranks: list[Alone], growing: list[Alone], limits: MemoryLimits) -> 
 
 
 def _member(
-    one: Alone, left: float | None, host: HostGrowth, slows: bool, steepest: float, limits: MemoryLimits
-) -> Alone:
+    one: RankFindings,
+    left: float | None,
+    host: HostGrowth,
+    slows: bool,
+    steepest: float,
+    limits: MemoryLimits,
+) -> RankFindings:
     """Return a rank that has a share of the growth of its host, with what is left of the host's memory."""
     findings = [finding for finding in one.findings if finding.kind != "creep"]
     soonest: Forecast | None = None
@@ -111,7 +118,7 @@ def _severity(growth: Growth, until: Forecast | None, steepest: float, limits: M
     return severity_of(growth, until, limits)
 
 
-def _full_in(one: Alone, full_s: float | None) -> Alone:
+def _full_in(one: RankFindings, full_s: float | None) -> RankFindings:
     return one if one.full is None else replace(one, full=replace(one.full, full_s=full_s))
 
 
@@ -141,12 +148,12 @@ def judge(
         sensitivity: how weak the evidence may be by which hidden memory is put down to collectives.
         limits: the thresholds.
     """
-    judged = [each for one in series for each in alone(one, limits)]
+    judged = [place for one in series for place in rank_findings(one, limits)]
     return compare(judged, collectives, expected, sensitivity, limits)
 
 
 def compare(
-    judged: Sequence[Alone],
+    judged: Sequence[RankFindings],
     collectives: Sequence[Collective] = (),
     expected: int | None = None,
     sensitivity: Sensitivity = "medium",
@@ -155,40 +162,42 @@ def compare(
     """Return the same from the judgements of the ranks by themselves; arguments as of `judge`."""
     judged = with_hosts(_in_order(judged), limits)
     explained = explain(judged, collectives, sensitivity, limits)
-    instead = {id(each.hidden.finding): (each.process, each.finding()) for each in explained}
-    found = [
-        instead.pop(id(finding), (each.process, finding)) for each in judged for finding in each.findings
+    reassigned = {id(one.hidden.finding): (one.process, one.finding()) for one in explained}
+    findings = [
+        reassigned.pop(id(finding), (place.process, finding))
+        for place in judged
+        for finding in place.findings
     ]
-    found += instead.values()  # of the warm-up
-    found = _alike(found, judged, limits)
-    found += _nearly_full(judged) + _imbalances(judged, limits)
-    found.sort(key=lambda each: order_of(each[1]))
+    findings += reassigned.values()  # of the warm-up
+    findings = _alike(findings, judged, limits)
+    findings += _nearly_full(judged) + _imbalances(judged, limits)
+    findings.sort(key=lambda entry: order_of(entry[1]))
     cause, onset = first_cause(judged, expected, limits)
-    present = {each.rank for each in judged}
+    present = {place.rank for place in judged}
     return Memory(
         first_cause=cause,
         collective_onset=onset,
-        findings=[finding for _, finding in found],
-        collectives=[each.attribution for each in explained],
+        findings=[finding for _, finding in findings],
+        collectives=[one.attribution for one in explained],
         incidents=incidents(judged),
-        ranks=_table(judged, found),
+        ranks=_table(judged, findings),
         missing_ranks=[rank for rank in range(expected or 0) if rank not in present],
     )
 
 
-def _in_order(judged: Sequence[Alone]) -> list[Alone]:
+def _in_order(judged: Sequence[RankFindings]) -> list[RankFindings]:
     """Return them by rank, device and time; a process with several devices has its host in each: once."""
     judged = sorted(
         judged,
-        key=lambda each: (
-            each.rank,
-            _device(each.device),
-            each.span or (0, 0),
-            each.process,
-            -each.row.samples,
+        key=lambda place: (
+            place.rank,
+            _device(place.device),
+            place.span or (0, 0),
+            place.process,
+            -place.row.samples,
         ),
     )
-    once = {(each.rank, each.device, each.process): each for each in reversed(judged)}
+    once = {(place.rank, place.device, place.process): place for place in reversed(judged)}
     return list(reversed(once.values()))
 
 
@@ -204,26 +213,26 @@ def _device(device: int | None) -> int:
     return _HOST if device is None else device
 
 
-def _table(judged: Sequence[Alone], findings: list[_Found]) -> list[RankMemory]:
+def _table(judged: Sequence[RankFindings], findings: list[_Found]) -> list[RankMemory]:
     """Return the lines of the table, each with the most severe finding of its rank and device."""
     worst: dict[tuple[str, int, int | None], MemoryFinding] = {}
     for process, finding in findings:
         worst.setdefault((process, finding.rank, finding.device), finding)
     rows = []
-    for each in judged:
-        row, found = each.row, worst.get((each.process, each.rank, each.device))
-        if found is not None:
-            row = msgspec.structs.replace(row, anomaly=found.kind, severity=found.severity)
+    for place in judged:
+        row, most_severe = place.row, worst.get((place.process, place.rank, place.device))
+        if most_severe is not None:
+            row = msgspec.structs.replace(row, anomaly=most_severe.kind, severity=most_severe.severity)
         rows.append(row)
     return rows
 
 
-def _alike(found: list[_Found], judged: Sequence[Alone], limits: MemoryLimits) -> list[_Found]:
+def _alike(findings: list[_Found], judged: Sequence[RankFindings], limits: MemoryLimits) -> list[_Found]:
     """Return the findings; warnings of a creep that all ranks share, each about as fast, are information."""
     less: dict[int, MemoryFinding] = {}
     for host in (False, True):
-        ranks = {each.rank for each in judged if (each.device is None) == host and each.span is not None}
-        creeps = [f for _, f in found if f.kind == "creep" and (f.device is None) == host]
+        ranks = {place.rank for place in judged if (place.device is None) == host and place.span is not None}
+        creeps = [f for _, f in findings if f.kind == "creep" and (f.device is None) == host]
         slopes = [slope for f in creeps if isinstance(slope := f.evidence["bytes_per_s"], float)]
         if len(ranks) < _ALIKE_RANKS or ranks != {f.rank for f in creeps}:
             continue
@@ -236,92 +245,92 @@ def _alike(found: list[_Found], judged: Sequence[Alone], limits: MemoryLimits) -
                 evidence={**f.evidence, "alike": len(ranks)},
                 why=f"{f.why.removesuffix('.')}; all {text.count(len(ranks), 'rank')} grow alike.",
             )
-    return [(process, less.get(id(finding), finding)) for process, finding in found]
+    return [(process, less.get(id(finding), finding)) for process, finding in findings]
 
 
-def _nearly_full(judged: Sequence[Alone]) -> list[_Found]:
+def _nearly_full(judged: Sequence[RankFindings]) -> list[_Found]:
     """Return which devices are nearly full, and which hosts: of a host, by the rank that holds most."""
-    full = [each for each in judged if each.full is not None]
-    hosts: dict[tuple[str, int], list[Alone]] = defaultdict(list)
-    for each in full:
-        if each.device is None and each.full is not None:
-            hosts[each.node, round(each.full.total)].append(each)
-    most = [max(ranks, key=lambda each: (each.peak or 0.0, -each.rank)) for ranks in hosts.values()]
-    devices = [each for each in full if each.device is not None]
-    return [(each.process, _full(each)) for each in [*devices, *most]]
+    full = [place for place in judged if place.full is not None]
+    hosts: dict[tuple[str, int], list[RankFindings]] = defaultdict(list)
+    for place in full:
+        if place.device is None and place.full is not None:
+            hosts[place.node, round(place.full.total)].append(place)
+    most = [max(ranks, key=lambda place: (place.peak or 0.0, -place.rank)) for ranks in hosts.values()]
+    devices = [place for place in full if place.device is not None]
+    return [(place.process, _full(place)) for place in [*devices, *most]]
 
 
-def _full(each: Alone) -> MemoryFinding:
-    found = each.full
-    assert found is not None
+def _full(place: RankFindings) -> MemoryFinding:
+    use = place.full
+    assert use is not None
     return MemoryFinding(
         kind="near_limit",
-        rank=each.rank,
-        node=each.node,
-        device=each.device,
-        severity=found.severity,
+        rank=place.rank,
+        node=place.node,
+        device=place.device,
+        severity=use.severity,
         confidence="high",
-        from_ns=found.from_ns,
-        to_ns=found.to_ns,
+        from_ns=use.from_ns,
+        to_ns=use.to_ns,
         evidence={
-            "used_bytes": round(found.used),
-            "total_bytes": round(found.total),
-            "used_share": found.used / found.total,
-            "cached_bytes": None if found.cached is None else round(found.cached),
-            "full_s": found.full_s,
-            "alloc_retries": found.retries,
+            "used_bytes": round(use.used),
+            "total_bytes": round(use.total),
+            "used_share": use.used / use.total,
+            "cached_bytes": None if use.cached is None else round(use.cached),
+            "full_s": use.full_s,
+            "alloc_retries": use.retries,
         },
-        next=sentences.next_of("near_limit", each.device),
-        why=sentences.near_limit(each.rank, each.node, each.device, found),
+        next=sentences.next_of("near_limit", place.device),
+        why=sentences.near_limit(place.rank, place.node, place.device, use),
     )
 
 
-def _imbalances(judged: Sequence[Alone], limits: MemoryLimits) -> list[_Found]:
+def _imbalances(judged: Sequence[RankFindings], limits: MemoryLimits) -> list[_Found]:
     """Return the ranks that need more than the others, each by its newest process."""
-    newest: dict[tuple[bool, int, int], Alone] = {}
-    for each in judged:
-        if each.peak is not None and each.span is not None:
-            newest[each.device is None, each.rank, _device(each.device)] = each
-    found: list[_Found] = []
+    newest: dict[tuple[bool, int, int], RankFindings] = {}
+    for place in judged:
+        if place.peak is not None and place.span is not None:
+            newest[place.device is None, place.rank, _device(place.device)] = place
+    imbalances: list[_Found] = []
     for host in (False, True):
-        peers = [each for (on_host, _, _), each in newest.items() if on_host == host]
-        found += _above(peers, limits)
-    return found
+        peers = [place for (on_host, _, _), place in newest.items() if on_host == host]
+        imbalances += _above(peers, limits)
+    return imbalances
 
 
-def _above(peers: list[Alone], limits: MemoryLimits) -> list[_Found]:
+def _above(peers: list[RankFindings], limits: MemoryLimits) -> list[_Found]:
     if len(peers) <= limits.imbalance_peers:
         return []
-    usual = median(np.array([each.peak or 0.0 for each in peers]))
+    usual = median(np.array([place.peak or 0.0 for place in peers]))
     least = max(limits.imbalance * usual, limits.imbalance_bytes)
-    above = [each for each in peers if (each.peak or 0.0) - usual > least]
+    above = [place for place in peers if (place.peak or 0.0) - usual > least]
     if len(above) > max(1.0, limits.imbalance_ranks * len(peers)):
         return []
-    return [(each.process, _imbalance(each, usual, len(peers), limits)) for each in above]
+    return [(place.process, _imbalance(place, usual, len(peers), limits)) for place in above]
 
 
-def _imbalance(each: Alone, usual: float, peers: int, limits: MemoryLimits) -> MemoryFinding:
-    assert each.peak is not None and each.span is not None
-    near = each.peak_share is not None and each.peak_share >= limits.near_limit[0]
-    what = "host memory" if each.device is None else "allocated memory"
+def _imbalance(place: RankFindings, usual: float, peers: int, limits: MemoryLimits) -> MemoryFinding:
+    assert place.peak is not None and place.span is not None
+    near = place.peak_share is not None and place.peak_share >= limits.near_limit[0]
+    what = "host memory" if place.device is None else "allocated memory"
     return MemoryFinding(
         kind="imbalance",
-        rank=each.rank,
-        node=each.node,
-        device=each.device,
+        rank=place.rank,
+        node=place.node,
+        device=place.device,
         severity="warning" if near else "info",
-        confidence="high" if each.certain else "medium",
-        from_ns=each.span[0],
-        to_ns=each.span[1],
+        confidence="high" if place.certain else "medium",
+        from_ns=place.span[0],
+        to_ns=place.span[1],
         evidence={
-            "peak_bytes": round(each.peak),
+            "peak_bytes": round(place.peak),
             "median_bytes": round(usual),
-            "above_bytes": round(each.peak - usual),
-            "peak_share": each.peak_share,
+            "above_bytes": round(place.peak - usual),
+            "peak_share": place.peak_share,
             "peers": peers - 1,
         },
-        next=sentences.next_of("imbalance", each.device),
-        why=f"{sentences.where(each.rank, each.node, each.device)}: its peak of {what} is "
-        f"{text.size(each.peak)}, {text.size(each.peak - usual)} above the median of the ranks "
+        next=sentences.next_of("imbalance", place.device),
+        why=f"{sentences.where(place.rank, place.node, place.device)}: its peak of {what} is "
+        f"{text.size(place.peak)}, {text.size(place.peak - usual)} above the median of the ranks "
         f"({text.size(usual)}).",
     )

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import NO_STEP, Collective, Series
+from traceml_ray.signals.memory.shapes import NO_STEP, Collective, Series
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -111,21 +111,21 @@ def merge(recordings: Sequence[Recording]) -> MergedRecordings:
     a rank is given one that is free.
     """
     notes: list[str] = []
-    run, own = _newest_run(recordings, notes)
-    _number(own, notes)
-    found = [_joined([*same]) for _, same in groupby(sorted(own, key=_key), _key)]
-    bound_ns = _assumed_bound(found, notes)
-    late = [each for each in found if not each.wall]
-    if late and len(found) > 1:
-        who = text.ranks({each.rank for each in late if each.rank is not None})
+    run, of_run = _newest_run(recordings, notes)
+    _number(of_run, notes)
+    joined = [_joined([*same]) for _, same in groupby(sorted(of_run, key=_key), _key)]
+    bound_ns = _assumed_bound(joined, notes)
+    late = [recording for recording in joined if not recording.wall]
+    if late and len(joined) > 1:
+        who = text.ranks({recording.rank for recording in late if recording.rank is not None})
         notes.append(f"The files of {who} have no wall-clock times: whether others grew before is not known.")
     return MergedRecordings(
-        timed=[_series(each, bound_ns) for each in found if each.wall],
-        untimed=[_series(each, 0) for each in late],
-        present={each.rank for each in found if each.rank is not None},
-        world_size=max((each.world_size for each in found if each.world_size), default=None),
+        timed=[_series(recording, bound_ns) for recording in joined if recording.wall],
+        untimed=[_series(recording, 0) for recording in late],
+        present={recording.rank for recording in joined if recording.rank is not None},
+        world_size=max((recording.world_size for recording in joined if recording.world_size), default=None),
         run=run,
-        collectives=[_of_rank(use, each.rank) for each in found for use in each.collectives],
+        collectives=[_of_rank(use, recording.rank) for recording in joined for use in recording.collectives],
         notes=notes,
     )
 
@@ -138,9 +138,9 @@ def _of_rank(use: Collective, rank: int | None) -> Collective:
 def _newest_run(recordings: Sequence[Recording], notes: list[str]) -> tuple[str | None, list[Recording]]:
     """Return the run whose last sample is the newest, and its recordings."""
     last: dict[str, int] = {}
-    for each in recordings:
-        if each.run is not None:
-            last[each.run] = max(last.get(each.run, 0), int(each.t_ns[-1]))
+    for recording in recordings:
+        if recording.run is not None:
+            last[recording.run] = max(last.get(recording.run, 0), int(recording.t_ns[-1]))
     run = max(last, key=lambda run: (last[run], run), default=None)
     others = sorted(last.keys() - {run})
     if others:
@@ -148,19 +148,19 @@ def _newest_run(recordings: Sequence[Recording], notes: list[str]) -> tuple[str 
         notes.append(
             f"There are several runs: this is about {run}; not about {names}. Give the files of one."
         )
-    return run, [each for each in recordings if each.run in (None, run)]
+    return run, [recording for recording in recordings if recording.run in (None, run)]
 
 
 def _number(recordings: Iterable[Recording], notes: list[str]) -> None:
     """Give each process without a rank the lowest that is free, in the order of the files' names."""
-    unknown = [each for each in recordings if each.rank is None]
-    taken = {each.rank for each in recordings if each.rank is not None}
+    unknown = [recording for recording in recordings if recording.rank is None]
+    taken = {recording.rank for recording in recordings if recording.rank is not None}
     free = (rank for rank in range(len(taken) + len(unknown)) if rank not in taken)
     numbers: dict[str, int] = {}
-    for each in sorted(unknown, key=lambda each: (str(each.path), each.process)):
-        if each.process not in numbers:
-            numbers[each.process] = next(free)
-        each.rank = numbers[each.process]
+    for recording in sorted(unknown, key=lambda recording: (str(recording.path), recording.process)):
+        if recording.process not in numbers:
+            numbers[recording.process] = next(free)
+        recording.rank = numbers[recording.process]
     if len(numbers) + len(taken) > 1 and numbers:
         who = text.ranks(numbers.values())
         notes.append(
@@ -168,13 +168,13 @@ def _number(recordings: Iterable[Recording], notes: list[str]) -> None:
         )
 
 
-def _key(each: Recording) -> tuple[object, ...]:
-    return each.rank, each.process, -1 if each.device is None else each.device
+def _key(recording: Recording) -> tuple[object, ...]:
+    return recording.rank, recording.process, -1 if recording.device is None else recording.device
 
 
 def _joined(same: Sequence[Recording]) -> Recording:
     """Return what several files hold of one process and device as one, each sample once."""
-    first, *others = sorted(same, key=lambda each: -len(each.t_ns))
+    first, *others = sorted(same, key=lambda recording: -len(recording.t_ns))
     for other in others:
         first = _with(first, other)
     return first
@@ -193,8 +193,10 @@ def _with(one: Recording, other: Recording) -> Recording:
 
     names = [*one.columns, *(name for name in other.columns if name not in one.columns)]
     columns = {name: both(_column(one, name), _column(other, name)) for name in names}
-    bounds = [each.bound_ns for each in (one, other) if each.bound_ns is not None]
-    first_steps = [each.first_step_ns for each in (one, other) if each.first_step_ns is not None]
+    bounds = [recording.bound_ns for recording in (one, other) if recording.bound_ns is not None]
+    first_steps = [
+        recording.first_step_ns for recording in (one, other) if recording.first_step_ns is not None
+    ]
     return replace(
         one,
         t_ns=both(one.t_ns, other.t_ns),
@@ -210,28 +212,28 @@ def _with(one: Recording, other: Recording) -> Recording:
 
 def _apart(times: Ints, from_times: Ints) -> Ints:
     """Return how far each time is from the nearest of other ones, in order."""
-    at = np.searchsorted(from_times, times)
-    before = from_times[np.maximum(at - 1, 0)]
-    after = from_times[np.minimum(at, len(from_times) - 1)]
+    after_index = np.searchsorted(from_times, times)
+    before = from_times[np.maximum(after_index - 1, 0)]
+    after = from_times[np.minimum(after_index, len(from_times) - 1)]
     nearest: Ints = np.minimum(np.abs(times - before), np.abs(after - times))
     return nearest
 
 
-def _column(each: Recording, name: str) -> Floats:
-    found = each.columns.get(name)
-    return np.full(len(each.t_ns), np.nan) if found is None else found
+def _column(recording: Recording, name: str) -> Floats:
+    values = recording.columns.get(name)
+    return np.full(len(recording.t_ns), np.nan) if values is None else values
 
 
-def _steps(each: Recording) -> Ints:
-    return np.full(len(each.t_ns), NO_STEP, np.int64) if each.step is None else each.step
+def _steps(recording: Recording) -> Ints:
+    return np.full(len(recording.t_ns), NO_STEP, np.int64) if recording.step is None else recording.step
 
 
-def _assumed_bound(found: Sequence[Recording], notes: list[str]) -> int:
+def _assumed_bound(recordings: Sequence[Recording], notes: list[str]) -> int:
     """Return the error bound of clocks that were not compared: none where there is one node."""
-    timed = [each for each in found if each.wall]
-    nodes = sorted({each.node for each in timed})
-    one = len(nodes) < 2 and (nodes != [""] or len({each.process for each in timed}) < 2)
-    if one or all(each.bound_ns is not None for each in timed):
+    timed = [recording for recording in recordings if recording.wall]
+    nodes = sorted({recording.node for recording in timed})
+    one = len(nodes) < 2 and (nodes != [""] or len({recording.process for recording in timed}) < 2)
+    if one or all(recording.bound_ns is not None for recording in timed):
         return 0
     bound = text.duration(UNCOMPARED_BOUND_NS / 1e9)
     who = text.listed([name or "nodes that are not known" for name in nodes])
@@ -242,16 +244,16 @@ def _assumed_bound(found: Sequence[Recording], notes: list[str]) -> int:
     return UNCOMPARED_BOUND_NS
 
 
-def _series(each: Recording, bound_ns: int) -> Series:
-    assert each.rank is not None
+def _series(recording: Recording, bound_ns: int) -> Series:
+    assert recording.rank is not None
     return Series(
-        rank=each.rank,
-        node=each.node,
-        process=each.process,
-        device=each.device,
-        t_ns=each.t_ns,
-        step=_steps(each),
-        columns=each.columns,
-        bound_ns=bound_ns if each.bound_ns is None else each.bound_ns,
-        first_step_ns=each.first_step_ns,
+        rank=recording.rank,
+        node=recording.node,
+        process=recording.process,
+        device=recording.device,
+        t_ns=recording.t_ns,
+        step=_steps(recording),
+        columns=recording.columns,
+        bound_ns=bound_ns if recording.bound_ns is None else recording.bound_ns,
+        first_step_ns=recording.first_step_ns,
     )

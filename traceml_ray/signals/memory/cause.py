@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.alone import Alone
-from traceml_ray.analysis.memory.growth import Rise
-from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.sentences import COUNTERS, where
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.signals.memory.findings import RankFindings
+from traceml_ray.signals.memory.growth import Rise
+from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.sentences import COUNTERS, where
+from traceml_ray.signals.memory.shapes import (
     CollectiveOnset,
     Confidence,
     Counter,
@@ -31,7 +31,7 @@ _NEXT = [
 class _Grower:
     """The earliest growth of a rank in an incident."""
 
-    at: Alone
+    at: RankFindings
     counter: Counter
     rise: Rise
     delta: float
@@ -65,25 +65,25 @@ class _Grower:
         return self.testifies(first) and self.at_ns - first.at_ns > first.error_ns(self)
 
 
-def incidents(all_of: Sequence[Alone]) -> list[Incident]:
+def incidents(all_of: Sequence[RankFindings]) -> list[Incident]:
     """Return every growth of every rank, the earliest first."""
-    found = [
+    grown = [
         Incident(
-            rank=each.rank,
-            node=each.node,
-            device=each.device,
+            rank=place.rank,
+            node=place.node,
+            device=place.device,
             at_ns=rise.at_ns,
             delta_bytes=round(rise.delta),
             counter=counter,
         )
-        for each in all_of
-        for counter, rise in each.rises
+        for place in all_of
+        for counter, rise in place.rises
     ]
-    return sorted(found, key=lambda i: (i.at_ns, i.rank, -1 if i.device is None else i.device, i.counter))
+    return sorted(grown, key=lambda i: (i.at_ns, i.rank, -1 if i.device is None else i.device, i.counter))
 
 
 def first_cause(
-    all_of: Sequence[Alone], expected: int | None, limits: MemoryLimits
+    all_of: Sequence[RankFindings], expected: int | None, limits: MemoryLimits
 ) -> tuple[FirstCause | None, CollectiveOnset | None]:
     """
     Return who grew first and who grew at once, each of the gravest incident of its kind: with the most severe
@@ -94,15 +94,15 @@ def first_cause(
         expected: how many ranks there are; None: those in `all_of`.
         limits: the thresholds.
     """
-    ranks = len({each.rank for each in all_of})
+    ranks = len({place.rank for place in all_of})
     expected = max(expected or 0, ranks)
     causes: list[tuple[_Gravity, FirstCause]] = []
     onsets: list[tuple[_Gravity, CollectiveOnset]] = []
     if expected < 2:
         return None, None
     for host in (False, True):
-        places = [each for each in all_of if (each.device is None) == host]
-        others = len({each.rank for each in places}) - 1
+        places = [place for place in all_of if (place.device is None) == host]
+        others = len({place.rank for place in places}) - 1
         for growers in _clusters(places, limits):
             together = _together(growers)
             alike, later = _small_growth(growers, places, limits)
@@ -122,7 +122,7 @@ def first_cause(
 
 
 def _small_growth(
-    growers: Sequence[_Grower], places: Sequence[Alone], limits: MemoryLimits
+    growers: Sequence[_Grower], places: Sequence[RankFindings], limits: MemoryLimits
 ) -> tuple[dict[int, _Grower | None], list[_Grower]]:
     """
     Return the ranks whose growth does not count though it is not much less than that of the first: those that
@@ -152,9 +152,9 @@ def _gravity(growers: Sequence[_Grower]) -> _Gravity:
     return worst, max(one.delta for one in growers), -growers[0].at_ns
 
 
-def _clusters(all_of: Sequence[Alone], limits: MemoryLimits) -> list[list[_Grower]]:
+def _clusters(all_of: Sequence[RankFindings], limits: MemoryLimits) -> list[list[_Grower]]:
     """Return the incidents of the run: of each, one growth of each rank, the earliest first."""
-    grown = [_Grower(each, counter, rise, rise.delta) for each in all_of for counter, rise in each.rises]
+    grown = [_Grower(place, counter, rise, rise.delta) for place in all_of for counter, rise in place.rises]
     grown.sort(key=lambda one: (one.at_ns, one.at.rank, one.counter))
     clusters: list[list[_Grower]] = []
     for one in grown:
@@ -208,7 +208,11 @@ def _onset(together: list[_Grower], alike: Mapping[int, _Grower | None], expecte
 
 
 def _cause(
-    growers: list[_Grower], near: set[int], all_of: Sequence[Alone], expected: int, limits: MemoryLimits
+    growers: list[_Grower],
+    near: set[int],
+    all_of: Sequence[RankFindings],
+    expected: int,
+    limits: MemoryLimits,
 ) -> FirstCause:
     first = growers[0]
     witnesses = [one for one in growers[1:] if one.testifies(first)]
@@ -235,15 +239,15 @@ def _cause(
     )
 
 
-def _coverage(all_of: Sequence[Alone], first: _Grower) -> int:
+def _coverage(all_of: Sequence[RankFindings], first: _Grower) -> int:
     """Return how many ranks were observed, after their warm-up, when the first one began to grow."""
     near = 2 * first.at.interval_ns + first.at.bound_ns
     return len(
         {
-            each.rank
-            for each in all_of
-            if each.span is not None
-            and each.span[0] - each.bound_ns - near <= first.at_ns <= each.span[1] + each.bound_ns + near
+            place.rank
+            for place in all_of
+            if place.span is not None
+            and place.span[0] - place.bound_ns - near <= first.at_ns <= place.span[1] + place.bound_ns + near
         }
     )
 
@@ -279,8 +283,8 @@ def _why(
     expected: int,
     near: set[int],
 ) -> str:
-    at = "" if first.rise.step is None else f" from step {first.rise.step:,} on"
-    what = f"{COUNTERS[first.counter]} grew by {text.size(first.delta)}{at}"
+    since = "" if first.rise.step is None else f" from step {first.rise.step:,} on"
+    what = f"{COUNTERS[first.counter]} grew by {text.size(first.delta)}{since}"
     who = where(first.at.rank, first.at.node, first.at.device)
     unseen = expected - round(coverage * expected)
     seen = f" ({text.count(unseen, 'rank')} not observed then)" if unseen else ""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.robust import mad_sigma, median, noise
-from traceml_ray.analysis.memory.shapes import Float, Int64, Severity
-from traceml_ray.analysis.memory.tracks import LEAST_TOTAL, MOST_BYTES, Place, Track
-from traceml_ray.analysis.memory.trend import Ramp, ramp
+from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.robust import mad_sigma, median, noise
+from traceml_ray.signals.memory.shapes import Float, Int64, Severity
+from traceml_ray.signals.memory.tracks import LEAST_TOTAL, MOST_BYTES, Place, Track
+from traceml_ray.signals.memory.trend import Ramp, ramp
 
 _NOT_RAMP = 3
 """Once a ramp is found, a step must be so many times what the ramp grows within the same samples."""
@@ -281,13 +281,13 @@ def fullness(place: Place, limits: MemoryLimits) -> Full | None:
     used, total, t_ns = used[known], total[known], place.t_ns[known]
     if not len(t_ns):
         return None
-    now, of = median(used[-3:]), float(total[-1])
+    now, full = median(used[-3:]), float(total[-1])
     warning, critical = limits.near_limit
-    if now / of < warning:
+    if now / full < warning:
         return None
     cached = _never_used(place)
-    severe = now / of >= critical
-    if cached is not None and (now - cached) / of < warning:
+    severe = now / full >= critical
+    if cached is not None and (now - cached) / full < warning:
         severity: Severity = "warning" if severe else "info"
     else:
         severity = "critical" if severe else "warning"
@@ -296,9 +296,9 @@ def fullness(place: Place, limits: MemoryLimits) -> Full | None:
     return Full(
         severity=severity,
         used=now,
-        total=of,
+        total=full,
         cached=cached,
-        full_s=max(of - now, 0.0) / growing.slope if growing is not None else None,
+        full_s=max(full - now, 0.0) / growing.slope if growing is not None else None,
         from_ns=_since(used >= warning * total, t_ns),
         to_ns=int(t_ns[-1]),
         retries=retries(place),

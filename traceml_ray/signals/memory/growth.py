@@ -11,10 +11,10 @@ from typing import Literal
 
 import numpy as np
 
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.robust import hinge, lowered, noise, starts
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.robust import hinge, lowered, noise, starts
+from traceml_ray.signals.memory.shapes import (
     Confidence,
     Counter,
     Float,
@@ -23,8 +23,8 @@ from traceml_ray.analysis.memory.shapes import (
     Severity,
     Value,
 )
-from traceml_ray.analysis.memory.tracks import Track
-from traceml_ray.analysis.memory.trend import Forecast, Ramp
+from traceml_ray.signals.memory.tracks import Track
+from traceml_ray.signals.memory.trend import Forecast, Ramp
 
 _LEAST = 4
 """Fewest samples."""
@@ -146,8 +146,8 @@ def _size(track: Track) -> int:
 def _envelope(track: Track, limits: MemoryLimits, least: float) -> _Envelope | None:
     """Return the envelope, None where nothing has grown by `least` bytes beyond its noise, and stayed."""
     x, size = track.x, _size(track)
-    at = starts(len(x), size)
-    low, high = np.minimum.reduceat(x, at), np.maximum.reduceat(x, at)
+    blocks = starts(len(x), size)
+    low, high = np.minimum.reduceat(x, blocks), np.maximum.reduceat(x, blocks)
     noisy = max(noise(low), noise(high))
     threshold = max(least, limits.noise * noisy)
     first = lowered(low, threshold)

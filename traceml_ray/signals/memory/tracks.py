@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from traceml_ray.analysis.memory.robust import median, noise, starts
-from traceml_ray.analysis.memory.shapes import NO_STEP, Float, Int64, Series
+from traceml_ray.signals.memory.robust import median, noise, starts
+from traceml_ray.signals.memory.shapes import NO_STEP, Float, Int64, Series
 
 MOST_BYTES = float(1 << 60)
 """Anything larger is no size."""
@@ -57,8 +57,10 @@ class Track:
     @cached_property
     def after(self) -> Track:
         """Return the part after warm-up."""
-        at = self.settled
-        return Track(self.t_ns[at:], self.s[at:], self.step[at:], self.x[at:], 0) if at else self
+        first = self.settled
+        return (
+            Track(self.t_ns[first:], self.s[first:], self.step[first:], self.x[first:], 0) if first else self
+        )
 
     def newest(self, n: int) -> Track:
         """Return the last n samples of one that has no warm-up any more."""
@@ -75,9 +77,11 @@ class Track:
         low, high = self.steps_between(0, len(self.x) - 1)
         return len(self.x) / (high - low) if low is not None and high is not None and high > low else 0.0
 
-    def step_at(self, at: int) -> int | None:
+    def step_at(self, index: int) -> int | None:
         """Return the step at a sample."""
-        return None if not 0 <= at < len(self.step) or np.isnan(self.step[at]) else int(self.step[at])
+        return (
+            None if not 0 <= index < len(self.step) or np.isnan(self.step[index]) else int(self.step[index])
+        )
 
     def steps_between(self, first: int, last: int) -> tuple[int | None, int | None]:
         """Return the first and the last step that are known between two samples."""
@@ -207,9 +211,9 @@ def places(series: Series) -> list[Place]:
     host = {name: columns[name] for name in _HOST if name in columns}
     devices = [] if series.device is None else [(series.device, columns)]
     hosts = [(None, host)] if host or series.device is None else []
-    of = (series.rank, series.node, series.process)
+    who = (series.rank, series.node, series.process)
     return [
-        Place(*of, device, series.bound_ns, len(t_ns), t_ns, step, known, settled, last)
+        Place(*who, device, series.bound_ns, len(t_ns), t_ns, step, known, settled, last)
         for device, known in [*devices, *hosts]
     ]
 
@@ -218,16 +222,16 @@ def _settled(first_step_ns: int | None, t_ns: Int64, step: Float) -> int | None:
     """Return the first sample after warm-up: the first step is over, and two more where there are samples."""
     known = np.flatnonzero(~np.isnan(step))
     if first_step_ns is not None:
-        at = int(np.searchsorted(t_ns, first_step_ns))
+        index = int(np.searchsorted(t_ns, first_step_ns))
     elif len(known):
         later = known[step[known] > step[known[0]]]
-        at = int(later[0]) if len(later) else len(t_ns)
+        index = int(later[0]) if len(later) else len(t_ns)
     else:
         return None
-    if at >= len(t_ns) or np.isnan(step[at]):
-        return at
-    warm = int(np.count_nonzero(step[at:] < step[at] + _WARM_STEPS))
-    return at + min(warm, (len(t_ns) - at) // _WARM_SHARE)
+    if index >= len(t_ns) or np.isnan(step[index]):
+        return index
+    warm = int(np.count_nonzero(step[index:] < step[index] + _WARM_STEPS))
+    return index + min(warm, (len(t_ns) - index) // _WARM_SHARE)
 
 
 def _last_step(t_ns: Int64, step: Float) -> int | None:
@@ -251,13 +255,13 @@ def _plateau(x: Float) -> int:
     if quarter < 2:
         return 0
     size = max(_BLOCK, len(x) // _BLOCKS)
-    at = starts(len(x), size)
-    low, high = np.minimum.reduceat(x, at), np.maximum.reduceat(x, at)
+    blocks = starts(len(x), size)
+    low, high = np.minimum.reduceat(x, blocks), np.maximum.reduceat(x, blocks)
     near = max(_NOISE * noise(x), 0.0)
     spread = np.maximum(high[1:], high[:-1]) - np.minimum(low[1:], low[:-1])
     held = np.flatnonzero(spread <= np.maximum(_LEVEL * high[1:], near))
     if not len(held):  # it grows all the time: what was reached soon is loaded
         return int(np.argmax(x[:quarter] >= _REACHED * median(x[quarter // 2 : quarter])))
-    first = int(at[held[0]])
+    first = int(blocks[held[0]])
     level = median(x[first : first + 2 * size])
     return int(np.argmax(x[: first + size] >= level - max(_LEVEL * level, near)))

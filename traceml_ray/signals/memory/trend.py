@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.robust import (
+from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.robust import (
     best_ramp,
     block_means,
     block_medians,
@@ -27,8 +27,8 @@ from traceml_ray.analysis.memory.robust import (
     steps_share,
     theil_sen,
 )
-from traceml_ray.analysis.memory.shapes import Confidence, Float
-from traceml_ray.analysis.memory.tracks import Place, Track
+from traceml_ray.signals.memory.shapes import Confidence, Float
+from traceml_ray.signals.memory.tracks import Place, Track
 
 Bend = Literal["line", "slows", "quickens"]
 _BEGINS = (-0.25, -0.125, 0.0, 0.125, 0.25)
@@ -217,7 +217,7 @@ def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) ->
     sizes = {fine, max(fine, n // _COARSE_POINTS)} if n >= limits.drift_samples else {1}
     whole = (_ramp(after, size, limits, floor) for size in sorted(sizes))
     newest = (_newest(after, few, limits, floor) for few in limits.newest if n > few)
-    return next((each for each in chain(whole, newest) if each is not None), None)
+    return next((one for one in chain(whole, newest) if one is not None), None)
 
 
 def free(place: Place) -> float | None:
@@ -261,14 +261,14 @@ def r2_limit(samples: int, limits: MemoryLimits) -> float:
 
 def _newest(after: Track, few: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
     """Return the growth of the newest samples, None where it is within what was used before, as of a saw."""
-    found = _ramp(after.newest(few), 1, limits, floor)
-    if found is None or found.over_walk < limits.over_walk_short:
+    newest = _ramp(after.newest(few), 1, limits, floor)
+    if newest is None or newest.over_walk < limits.over_walk_short:
         return None
-    first = len(after.x) - few + found.first
+    first = len(after.x) - few + newest.first
     beyond = after.last() - float(after.x[: first + 1].max())
-    if beyond < limits.beyond * found.grown:
+    if beyond < limits.beyond * newest.grown:
         return None
-    return replace(found, first=first, bend="slows" if _was_faster(after, first, found) else found.bend)
+    return replace(newest, first=first, bend="slows" if _was_faster(after, first, newest) else newest.bend)
 
 
 def _was_faster(after: Track, first: int, newest: Ramp) -> bool:
@@ -292,9 +292,9 @@ def _slope(after: Track, first: int, end: int) -> float:
 
 
 def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
-    at = starts(len(after.x), size)
-    y = np.minimum.reduceat(after.x, at) if floor else block_medians(after.x, size)
-    t = block_means(after.s, at) if size > 1 else after.s
+    begins = starts(len(after.x), size)
+    y = np.minimum.reduceat(after.x, begins) if floor else block_medians(after.x, size)
+    t = block_means(after.s, begins) if size > 1 else after.s
     skipped = lowered(y, max(limits.min_growth_bytes, limits.noise * noise(y)))
     t, y = t[skipped:], y[skipped:]
     part = max(len(y) // 4, 1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from traceml_ray.analysis.memory import sentences
-from traceml_ray.analysis.memory.growth import (
+from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.growth import (
     Growth,
     Rise,
     Sharing,
@@ -19,9 +19,9 @@ from traceml_ray.analysis.memory.growth import (
     rises,
     severity_of,
 )
-from traceml_ray.analysis.memory.limits import MemoryLimits
-from traceml_ray.analysis.memory.robust import median
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.robust import median
+from traceml_ray.signals.memory.shapes import (
     Confidence,
     Counter,
     Kind,
@@ -31,9 +31,9 @@ from traceml_ray.analysis.memory.shapes import (
     Severity,
     Value,
 )
-from traceml_ray.analysis.memory.shifts import Full, Shift, Spikes, fragmentation, fullness, shifts, spikes
-from traceml_ray.analysis.memory.tracks import Place, Track, places
-from traceml_ray.analysis.memory.trend import Forecast, Ramp, forecast, free, ramp, slope_of_all
+from traceml_ray.signals.memory.shifts import Full, Shift, Spikes, fragmentation, fullness, shifts, spikes
+from traceml_ray.signals.memory.tracks import Place, Track, places
+from traceml_ray.signals.memory.trend import Forecast, Ramp, forecast, free, ramp, slope_of_all
 
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
 _WARM_SHARE = 5
@@ -65,7 +65,7 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Alone:
+class RankFindings:
     """The judgement of one place, and what the comparison with other ranks needs of it."""
 
     rank: int
@@ -104,7 +104,7 @@ class Alone:
         return Spot(self.rank, self.node, self.device)
 
 
-def alone(series: Series, limits: MemoryLimits) -> list[Alone]:
+def rank_findings(series: Series, limits: MemoryLimits) -> list[RankFindings]:
     """Return the judgement of each place of a rank process."""
     with np.errstate(all="ignore"):
         return [_Judging(place, limits).result() for place in places(series)]
@@ -120,7 +120,7 @@ class _Judging:
         self._growths: list[Growth] = []
         self._forecasts: list[Forecast] = []
 
-    def result(self) -> Alone:
+    def result(self) -> RankFindings:
         """Return what all rules say."""
         place, limits = self._place, self._limits
         host = place.device is None
@@ -141,18 +141,20 @@ class _Judging:
         self._name_growths()
         self._fragmentation()
         full = self._full()
-        own = track if track is not None else gap
+        main_track = track if track is not None else gap
         peak = _peak(place, track)
         grown = {counter: _grown(counter, values) for counter, values in counters}
         risen = [(counter, rise) for counter, values in counters for rise in rises(values, limits)]
-        return Alone(
+        return RankFindings(
             rank=place.rank,
             node=place.node,
             process=place.process,
             device=place.device,
             bound_ns=place.bound_ns,
-            interval_ns=round(own.interval_s * 1e9) if own is not None else 0,
-            span=(int(own.after.t_ns[0]), int(own.t_ns[-1])) if own is not None and len(own) else None,
+            interval_ns=round(main_track.interval_s * 1e9) if main_track is not None else 0,
+            span=(int(main_track.after.t_ns[0]), int(main_track.t_ns[-1]))
+            if main_track is not None and len(main_track)
+            else None,
             certain=place.settled is not None,
             has_gap=gap is not None,
             peak=peak,
@@ -288,21 +290,21 @@ class _Judging:
 
     def _fragmentation(self) -> None:
         place = self._place
-        found = fragmentation(place, self._limits)
-        if found is None:
+        split = fragmentation(place, self._limits)
+        if split is None:
             return
         evidence: dict[str, Value] = {
-            "inactive_split_bytes": round(found.inactive),
-            "reserved_bytes": round(found.reserved),
-            "inactive_share": found.inactive / found.reserved,
+            "inactive_split_bytes": round(split.inactive),
+            "reserved_bytes": round(split.reserved),
+            "inactive_share": split.inactive / split.reserved,
             "unallocated_share": None
-            if found.allocated is None
-            else max(1 - found.allocated / found.reserved, 0.0),
-            "alloc_retries": found.retries,
+            if split.allocated is None
+            else max(1 - split.allocated / split.reserved, 0.0),
+            "alloc_retries": split.retries,
         }
-        why = sentences.fragmented(place, found.inactive, found.reserved)
-        confidence: Confidence = "high" if (found.to_ns - found.from_ns) >= 10e9 else "medium"
-        self._add("fragmentation", found.severity, confidence, found.from_ns, found.to_ns, evidence, why)
+        why = sentences.fragmented(place, split.inactive, split.reserved)
+        confidence: Confidence = "high" if (split.to_ns - split.from_ns) >= 10e9 else "medium"
+        self._add("fragmentation", split.severity, confidence, split.from_ns, split.to_ns, evidence, why)
 
     def _sure(self, confidence: Confidence) -> Confidence:
         """Return less where the end of the warm-up is only guessed."""
@@ -378,11 +380,11 @@ def _sharing(place: Place, growing: Ramp) -> Sharing:
     track = place.track("uss_bytes")
     if track is None:
         return "unknown"
-    own = track.x[track.t_ns >= growing.from_ns]
+    unique = track.x[track.t_ns >= growing.from_ns]
     t_ns = track.t_ns[track.t_ns >= growing.from_ns]
-    if len(own) < _USS_LEAST or t_ns[-1] <= t_ns[0]:
+    if len(unique) < _USS_LEAST or t_ns[-1] <= t_ns[0]:
         return "unknown"
-    slope = float(own[-1] - own[0]) / (float(t_ns[-1] - t_ns[0]) / 1e9)
+    slope = float(unique[-1] - unique[0]) / (float(t_ns[-1] - t_ns[0]) / 1e9)
     return "own" if slope >= _OWN_SHARE * growing.slope else "shared"
 
 
@@ -404,8 +406,8 @@ def _small(
 
 def _peak(place: Place, track: Track | None) -> float | None:
     peaks = place.track("peak_bytes") if place.device is not None else None
-    own = peaks or track
-    return float(own.after.x.max()) if own is not None and len(own) else None
+    highest = peaks or track
+    return float(highest.after.x.max()) if highest is not None and len(highest) else None
 
 
 def _grown(counter: Counter, track: Track) -> float:

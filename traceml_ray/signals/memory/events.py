@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.limits import MEMORY
-from traceml_ray.analysis.memory.sentences import GROWTH
-from traceml_ray.analysis.memory.shapes import FirstCause, Memory, MemoryFinding, Value
+from traceml_ray.signals.memory.limits import MEMORY
+from traceml_ray.signals.memory.sentences import GROWTH
+from traceml_ray.signals.memory.shapes import FirstCause, Memory, MemoryFinding, Value
 from traceml_ray.wire import messages as wire
 
 KIND = "memory"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.alone import Alone, Hidden
-from traceml_ray.analysis.memory.limits import SHOWN, SYNCHRONY, MemoryLimits
-from traceml_ray.analysis.memory.sentences import where
-from traceml_ray.analysis.memory.shapes import (
+from traceml_ray.signals.memory.findings import Hidden, RankFindings
+from traceml_ray.signals.memory.limits import SHOWN, SYNCHRONY, MemoryLimits
+from traceml_ray.signals.memory.sentences import where
+from traceml_ray.signals.memory.shapes import (
     Attribution,
     AttributionKind,
     Collective,
@@ -94,7 +94,7 @@ class _Use:
 class _Changes:
     """The hidden changes of one kind of all ranks: which ranks changed at the same time."""
 
-    def __init__(self, hidden: Sequence[tuple[Alone, Hidden]], all_of: Sequence[Alone]) -> None:
+    def __init__(self, hidden: Sequence[tuple[RankFindings, Hidden]], all_of: Sequence[RankFindings]) -> None:
         self._ranks = {rank: index for index, rank in enumerate({one.rank for one in all_of if one.has_gap})}
         rows = [
             (begin, end, self._ranks[one.rank], one.interval_ns, one.bound_ns)
@@ -109,7 +109,7 @@ class _Changes:
         self._longest = int((self._end - self._begin).max(initial=0))
         self._most = int(self._interval.max(initial=0) + self._bound.max(initial=0))
 
-    def alike(self, one: Alone, change: Hidden, slack: int) -> _Alike:
+    def alike(self, one: RankFindings, change: Hidden, slack: int) -> _Alike:
         """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
         times = change.times[:: -(-len(change.times) // _COMPARED)]
         counts = np.zeros(len(self._ranks), np.int64)
@@ -121,7 +121,7 @@ class _Changes:
         alike[self._ranks[one.rank]] = False
         return _Alike(len(self._ranks) - 1, int(np.count_nonzero(alike)))
 
-    def _at(self, begin: int, end: int, one: Alone, slack: int) -> Int64:
+    def _at(self, begin: int, end: int, one: RankFindings, slack: int) -> Int64:
         """Return the ranks that changed between two times (ns), as far as clocks and samples can tell."""
         most = slack + self._most + one.bound_ns
         some = slice(*np.searchsorted(self._begin, (begin - self._longest - most, end + most + 1)))
@@ -145,13 +145,13 @@ class _Alike:
 
 
 def explain(
-    all_of: Sequence[Alone],
+    all_of: Sequence[RankFindings],
     collectives: Sequence[Collective],
     sensitivity: Sensitivity,
     limits: MemoryLimits,
 ) -> list[Explained]:
     """Return the hidden changes that stand with collectives, as surely as `sensitivity` asks for."""
-    hidden = [(each, change) for each in all_of for change in each.hidden]
+    hidden = [(place, change) for place in all_of for change in place.hidden]
     if not hidden:
         return []
     uses = _uses(collectives)
@@ -177,10 +177,10 @@ def explain(
 
 
 def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
-    """Return what each rank used, each operation and group once, the first use first."""
+    """Return what collective rank used, collective operation and group once, the first use first."""
     by_key: dict[tuple[int, str, str | None], list[Collective]] = defaultdict(list)
-    for each in collectives:
-        by_key[each.rank, each.op, each.group].append(each)
+    for collective in collectives:
+        by_key[collective.rank, collective.op, collective.group].append(collective)
     uses: dict[int, list[_Use]] = defaultdict(list)
     for (rank, op, group), parts in by_key.items():
         sizes = [part.bytes for part in parts if part.bytes is not None]
@@ -217,7 +217,9 @@ class _Evidence:
         return next(iter([*self.new, *self.marked, *self.active]), None)
 
 
-def _evidence(one: Alone, change: Hidden, uses: list[_Use], slack: int, limits: MemoryLimits) -> _Evidence:
+def _evidence(
+    one: RankFindings, change: Hidden, uses: list[_Use], slack: int, limits: MemoryLimits
+) -> _Evidence:
     begins, ends = np.array(change.times, np.int64).T
     begins, ends = begins - slack, ends + slack
     hits_of = [(use, use.overlaps(begins, ends)) for use in uses]
@@ -232,7 +234,7 @@ def _evidence(one: Alone, change: Hidden, uses: list[_Use], slack: int, limits: 
     return _Evidence(new, marked, active, share)
 
 
-def _coverage(one: Alone, change: Hidden, use: _Use) -> float:
+def _coverage(one: RankFindings, change: Hidden, use: _Use) -> float:
     """Return the share of the time in which a change would stand with a use by chance, 0..1."""
     if one.span is None or one.span[1] <= one.span[0]:
         return 1.0
@@ -268,7 +270,7 @@ def _class(
 
 
 def _attribution(
-    kind: AttributionKind, one: Alone, change: Hidden, evidence: _Evidence, alike: _Alike
+    kind: AttributionKind, one: RankFindings, change: Hidden, evidence: _Evidence, alike: _Alike
 ) -> Attribution:
     use = evidence.best
     groups = len({first_use.group for first_use in evidence.new})
@@ -295,7 +297,7 @@ def _attribution(
     )
 
 
-def _why(one: Alone, change: Hidden, evidence: _Evidence, groups: int, alike: _Alike) -> str:
+def _why(one: RankFindings, change: Hidden, evidence: _Evidence, groups: int, alike: _Alike) -> str:
     who, use = where(one.rank, one.node, one.device), evidence.best
     saw = f"{alike.same:,} of {text.count(alike.others, 'other rank')} saw the same then"
     also = f"; {saw}" if alike.others else ""

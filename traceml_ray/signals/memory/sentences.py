@@ -12,12 +12,12 @@ from collections.abc import Collection
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
-from traceml_ray.analysis.memory.shapes import Counter, Kind, Memory, MemoryFinding
-from traceml_ray.analysis.memory.shifts import Full, Shift, Spikes
-from traceml_ray.analysis.memory.tracks import Place
-from traceml_ray.analysis.memory.trend import Forecast, Ramp
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.signals.memory.limits import MEMORY, MemoryLimits
+from traceml_ray.signals.memory.shapes import Counter, Kind, Memory, MemoryFinding
+from traceml_ray.signals.memory.shifts import Full, Shift, Spikes
+from traceml_ray.signals.memory.tracks import Place
+from traceml_ray.signals.memory.trend import Forecast, Ramp
 
 COUNTERS: dict[Counter, str] = {
     "allocated_bytes": "allocated memory",
@@ -125,13 +125,13 @@ def shifted(place: Place, counter: Counter, shift: Shift) -> str:
     )
 
 
-def spiking(place: Place, counter: Counter, found: Spikes) -> str:
+def spiking(place: Place, counter: Counter, rises: Spikes) -> str:
     """Return the sentence of the spikes of a counter."""
-    often = "once" if found.count == 1 else f"{found.count:,} times"
+    often = "once" if rises.count == 1 else f"{rises.count:,} times"
     return (
         f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} rose for a short time {often} "
-        f"(in {text.share(found.samples / found.of_samples)} of the samples), by up to "
-        f"{text.size(found.peak)}, and went back."
+        f"(in {text.share(rises.samples / rises.of_samples)} of the samples), by up to "
+        f"{text.size(rises.peak)}, and went back."
     )
 
 
@@ -146,14 +146,14 @@ def fragmented(place: Place, inactive: float, reserved: float) -> str:
 
 def near_limit(rank: int, node: str, device: int | None, full: Full) -> str:
     """Return the sentence of memory that is nearly full."""
-    of = "of the host's limit" if device is None else "of the device's memory"
-    said = (
-        f"{where(rank, node, device)}: {text.share(full.used / full.total)} {of} is used "
+    what = "of the host's limit" if device is None else "of the device's memory"
+    sentence = (
+        f"{where(rank, node, device)}: {text.share(full.used / full.total)} {what} is used "
         f"({text.size(full.used)} of {text.size(full.total)})"
     )
     if full.cached:
-        said += f", {text.size(full.cached)} of that is free in torch's cache"
-    return said + (
+        sentence += f", {text.size(full.cached)} of that is free in torch's cache"
+    return sentence + (
         "." if full.full_s is None else f"; at this rate it is full in {text.duration(full.full_s)}."
     )
 
@@ -164,12 +164,12 @@ GROWTH = ("creep", "persistent_drift")
 
 def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
     """Return a `verdict` on a death with what memory had done before; itself where that is nothing."""
-    said = ""
+    sentence = ""
     if verdict.label == "oom":
-        said = cause(memory, verdict.ranks, verdict.node)
+        sentence = cause(memory, verdict.ranks, verdict.node)
     elif verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
-        said = _before(memory, verdict.ranks)
-    return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}") if said else verdict
+        sentence = _before(memory, verdict.ranks)
+    return msgspec.structs.replace(verdict, why=f"{verdict.why} {sentence}") if sentence else verdict
 
 
 def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
@@ -177,8 +177,8 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
     Return what had grown before the ranks `dead` died of lack of memory: their own memory, or that of a rank
     of the same node; that nothing had, or "" where that is not known.
     """
-    if own := _before(memory, dead):
-        return own
+    if before := _before(memory, dead):
+        return before
     grown = [finding for finding in memory.findings if finding.kind in GROWTH]
     same = [finding for finding in grown if finding.node == node and finding.device is None]
     if same:
@@ -191,8 +191,8 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
 
 def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY) -> str:
     """Return what the memory of the ranks `dead` had done before their end; "" where it had not grown."""
-    own = [finding for finding in memory.findings if finding.rank in dead]
-    grown = [finding for finding in own if finding.kind in GROWTH]
+    of_dead = [finding for finding in memory.findings if finding.rank in dead]
+    grown = [finding for finding in of_dead if finding.kind in GROWTH]
     if grown:
         return _grew(grown[0], f"Rank {grown[0].rank}'s")
     rows = [row for row in memory.ranks if row.rank in dead]
@@ -204,7 +204,7 @@ def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY
         if incident.rank in dead:
             what = f"{COUNTERS[incident.counter]} had grown by {text.size(incident.delta_bytes)}"
             return f"Rank {incident.rank}'s {what} above its own level."
-    above = [finding for finding in own if finding.kind == "imbalance"]
+    above = [finding for finding in of_dead if finding.kind == "imbalance"]
     if above:
         return f"{above[0].why.removesuffix('.')}, before it ended."
     return ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.memory.shapes import Float
+from traceml_ray.signals.memory.shapes import Float
 
 Index = np.ndarray[Any, np.dtype[np.intp]]
 TO_SIGMA = 1.4826
@@ -65,10 +65,10 @@ def starts(n: int, size: int) -> Index:
     return np.arange(max(n // size, 1), dtype=np.intp) * size
 
 
-def block_means(x: Float, at: Index) -> Float:
+def block_means(x: Float, begins: Index) -> Float:
     """Return the mean of each block."""
-    sums: Float = np.add.reduceat(x, at)
-    return sums / np.diff(at, append=len(x))
+    sums: Float = np.add.reduceat(x, begins)
+    return sums / np.diff(begins, append=len(x))
 
 
 def block_medians(x: Float, size: int) -> Float:
@@ -110,18 +110,18 @@ def over_walk(t: Float, y: Float, most: int, least: int, floor: bool = False) ->
     Gaussian: Student's t of the increments of `most` blocks at most, or of the last `least` or more of them.
     With `floor`, of the lowest values of the blocks, not of their means.
     """
-    at = starts(len(y), max(1, len(y) // (most + 1)))
-    ys = np.minimum.reduceat(y, at) if floor else block_means(y, at)
-    across, up = np.diff(block_means(t, at)), np.diff(ys)
+    begins = starts(len(y), max(1, len(y) // (most + 1)))
+    ys = np.minimum.reduceat(y, begins) if floor else block_means(y, begins)
+    across, up = np.diff(block_means(t, begins)), np.diff(ys)
     across, up = across[across > 0], up[across > 0]
     highest = 0.0
     for first in range(max(1, len(up) - least + 1)):
-        rest, of = len(up) - first - 1, across[first:]
-        total, grown = float(of.sum()), float(up[first:].sum())
+        rest, durations = len(up) - first - 1, across[first:]
+        total, grown = float(durations.sum()), float(up[first:].sum())
         if rest < 1 or grown <= 0:
             continue
-        off = up[first:] - grown / total * of
-        spread = float((off * off / of).sum()) / rest
+        off = up[first:] - grown / total * durations
+        spread = float((off * off / durations).sum()) / rest
         chance = np.log1p(grown * grown / total / spread / rest) if spread > 0 else np.inf
         highest = max(highest, (8 * rest + 1) / (8 * rest + 3) * float(np.sqrt(rest * chance)))
     return highest
@@ -196,5 +196,5 @@ def _between(y: Float, depth: int) -> float:
     sums = np.cumsum(y - y.mean())[:-1]
     left = np.arange(1, n)
     gains = sums**2 * (n / (left * (n - left)))
-    at = int(np.argmax(gains)) + 1
-    return float(gains[at - 1]) + _between(y[:at], depth - 1) + _between(y[at:], depth - 1)
+    split = int(np.argmax(gains)) + 1
+    return float(gains[split - 1]) + _between(y[:split], depth - 1) + _between(y[split:], depth - 1)
