@@ -136,7 +136,7 @@ def of_roles(evidence: Evidence, waited_ns: Int64) -> str:
 
 
 def _bubble(window: Window) -> str:
-    """Return which of the ranks waits most for the others."""
+    """Describe which of the ranks waits longest for the others."""
     known = bubbles(window)
     if known is None:
         return ""
@@ -147,7 +147,7 @@ def _bubble(window: Window) -> str:
 
 
 def unclear(window: Window) -> str:
-    """Explain that what was taken for the exchange is none in which all ranks wait for each other."""
+    """Explain that ranks do not all wait for each other in what was taken for the exchange."""
     return (
         f"These ranks wait for each other in {functions(window)}, but they do not leave it together in "
         f"every step, so it is not clear which rank waits for which: {_ONLY}"
@@ -155,12 +155,12 @@ def unclear(window: Window) -> str:
 
 
 def functions(window: Window) -> str:
-    """Return the functions in which the exchange of gradients is inferred to be."""
+    """Return the functions that the exchange of gradients is inferred to happen in."""
     return text.listed([f"`{name}`" for name in window.inferred])
 
 
 def coupled(window: Window) -> str:
-    """Name how else than by one exchange a step the ranks depend on each other."""
+    """Describe how the ranks depend on each other besides one exchange per step."""
     parts = {part for strategy in window.strategies for part in strategy.split("+")}
     if not parts:
         return UNKNOWN
@@ -178,7 +178,7 @@ def replay_misses(off: float) -> str:
 
 
 def hosts_last(stage: int) -> str:
-    """Explain that the hosts set the pace; `stage` is one in which a host's own time is not known."""
+    """Explain that the hosts set the pace. `stage` is a stage in which a host's own time is not known."""
     return (
         "Host-bound: the devices wait for their hosts, and one of the hosts is always last. Whether it is "
         f"slower than the others is not known: they may wait for devices in `{STAGES[stage]}`, so {_ONLY}"
@@ -186,7 +186,7 @@ def hosts_last(stage: int) -> str:
 
 
 def host_little(gain: float) -> str:
-    """Explain that the rank whose host is last costs no more than one that is last by chance does."""
+    """Explain that the rank whose host is last costs no more than a host that is last by chance."""
     return (
         "Host-bound: the devices wait for their hosts, and one of the hosts is always last. That costs "
         f"{text.share(gain)} of the step, too little to say that it is slower than the others: {_ONLY}"

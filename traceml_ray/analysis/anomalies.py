@@ -47,8 +47,9 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
 
 class Machine(NamedTuple):
     """
-    A node of the run. `ranks` are those of the session there by pid (None: of another run), `named`
-    those of them that the verdict names. `before` may be None where it is not needed.
+    A node of the run. `ranks` maps the pid of each rank process of the session on it to its rank (None: a
+    rank of another run); `named` are the ranks among them that the verdict names. `before` may be None if it
+    is not needed.
     """
 
     name: str
@@ -100,7 +101,7 @@ def _anomaly(
 
 
 def _critical(machine: Machine) -> list[Anomaly]:
-    """Return the critical errors of any device of the node, the last ones first, each number once."""
+    """Return the critical errors of the node's devices, newest first, each error number once."""
     owners = _owners(machine)
     return [
         _anomaly(machine, "xid", xid, meaning(xid), device, owners.get(device))
@@ -153,12 +154,15 @@ def _owners(machine: Machine) -> dict[int, int | None]:
 
 
 def _own(process: GpuProcess, ranks: Mapping[int, int | None]) -> int | None:
-    """Return the pid of the rank that a process is, or descends from."""
+    """Return the pid of the rank process that `process` is or descends from; None if there is none."""
     return next((pid for pid in (process.pid, *process.parents) if pid in ranks), None)
 
 
 def _of_ranks(machine: Machine) -> Float:
-    """Return what was measured on the devices (n, GPU_LIMITED) that ranks are known to use, else on all."""
+    """
+    Return the samples (n, GPU_LIMITED) of the devices that ranks are known to use; of all devices if none is
+    known.
+    """
     owners, now = _owners(machine), machine.during
     used = [index for index, device in enumerate(now.devices) if not owners or device in owners]
     measured: Float = now.gpus[:, used].reshape(-1, len(GPU_LIMITED))
@@ -185,7 +189,7 @@ def _deviations(
 
 
 def _level(values: Float, usual: Float, quantity: Quantity) -> tuple[float, float | None] | None:
-    """Return (median, what is usual) of values that are anomalous in most samples."""
+    """Return the median and the usual level of `values`; None unless most samples are anomalous."""
     limit = quantity.limit
     values, usual = values[~np.isnan(values)], usual[~np.isnan(usual)]
     if limit is None or len(values) < MACHINE.samples:
@@ -248,7 +252,7 @@ def _foreign_text(process: GpuProcess) -> str:
 
 
 def _merged(anomalies: Sequence[Anomaly]) -> list[Anomaly]:
-    """Return of each kind the highest, with the number of other nodes that have it too."""
+    """Return the highest anomaly of each kind, with the number of other nodes that have that kind too."""
     kinds: dict[str, list[Anomaly]] = {}
     for anomaly in anomalies:
         kinds.setdefault(anomaly.kind, []).append(anomaly)

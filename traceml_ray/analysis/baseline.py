@@ -20,23 +20,29 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     mad_ns: tuple[float, ...]
     sd_ns: tuple[float, ...]
     step_ns: float
-    """The whole step."""
+    """Exposed time of the whole step, in ns."""
     steps: int
-    """Number of steps it was learned from."""
+    """Number of steps that the baseline was learned from."""
     ranks: int | None
-    """Size of the job: exposed time depends on it. None: the baseline was given, and is used for any size."""
+    """Size of the job. Exposed time depends on it. None: the baseline was given, and is used for any size."""
     from_step: int | None = None
     to_step: int | None = None
-    """The steps of this run it was learned from, None: of another. No earlier window is judged by it."""
+    """
+    Last step of this run that the baseline was learned from. No earlier window is judged by it. None: it was
+    learned in another run.
+    """
     source: str = ""
-    """The session or the earlier attempt that it is from."""
+    """Session or earlier attempt that the baseline comes from."""
 
     def elsewhere(self, source: str) -> Baseline:
-        """Return the baseline for steps of another attempt or session; `source` names where it is from."""
+        """
+        Return the baseline for steps of another attempt or session. `source` names the run it
+        comes from.
+        """
         return msgspec.structs.replace(self, from_step=None, to_step=None, source=self.source or source)
 
     def fits(self, ranks: int) -> bool:
-        """Whether a job of `ranks` can be judged by it."""
+        """Whether this baseline can judge a job of `ranks` ranks."""
         return self.ranks is None or self.ranks == ranks
 
 
@@ -57,7 +63,10 @@ class Learner:
         self._steps = 0
 
     def add(self, evidence: Evidence) -> Baseline | None:
-        """Take a healthy window if it shares no step with the last; return the baseline when complete."""
+        """
+        Learn from a healthy window, unless it shares a step with the previous one. Return the baseline once
+        complete.
+        """
         window = evidence.window
         first, last = window.first_step or 0, window.last_step or 0
         if self._after is None:
@@ -100,7 +109,10 @@ def per_step(evidence: Evidence) -> tuple[Int64, Float]:
 
 
 def without_largest(exposed: Float) -> Float:
-    """Return the series (N, 6) with each stage's largest value cut down to its second: one checkpoint."""
+    """
+    Return the series (N, 6) with each stage's largest value reduced to its second largest, so that a single
+    checkpoint does not count.
+    """
     if len(exposed) < 2:
         return exposed
     cut: Float = np.minimum(exposed, np.partition(exposed, -2, axis=0)[-2])

@@ -60,10 +60,15 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     busy_median_ms: float
     busy_p95_ms: float
     per_rank_median_ms: dict[int, float | None]
-    """Missing ranks are there, with `None`; of very many, the lowest."""
+    """
+    Median busy time per rank, in ms. Missing ranks are included, with `None`; if there are very many, only
+    the lowest are.
+    """
     per_node_median_ms: dict[str, float]
     per_rank_gpu_idle_pct: dict[int, float | None]
-    """Share of the device's time in which it waited for its host; empty where no rank has a device clock."""
+    """
+    Share of each device's time in which it waited for its host, in %. Empty if no rank has a device clock.
+    """
     worst_rank: int | None
     worst_node: str | None
     global_skew_pct: float | None

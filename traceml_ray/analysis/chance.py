@@ -23,19 +23,20 @@ from traceml_ray.analysis.window import Float, Int64
 
 Z_LEAST = 4.2
 """
-A rank is late by more than chance from here on, among up to `_FEW` ranks: once in 75,000 healthy windows.
+Smallest z from which a rank is late by more than chance, among up to `_FEW` ranks: chance reaches it once in
+75,000 healthy windows.
 """
 _FEW = 32
 _OF_LARGEST = 0.8
 _CHANGES = 2
-"""A rank becomes late, and another one after it."""
+"""Number of changes taken out of each rank's series: one rank becomes late, then another one."""
 COMPARED = 16
-"""Ranks of which the autocorrelation is taken."""
+"""Largest number of ranks that the autocorrelation is computed over."""
 _PEERS = 64
-"""Ranks that show what is chance."""
+"""Largest number of ranks that show how much chance moves a rank."""
 _UNCORRELATED = 0.05
 FEW_STEPS = 200
-"""In fewer steps, work that stays for long looks as if it did not."""
+"""Below this number of steps, work that stays alike for long looks as if it did not."""
 
 
 def least_z(ranks: int, steps: int) -> float:
@@ -88,7 +89,7 @@ def z_late(
 
 
 def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | None) -> Float:
-    """Return what `z_late` does, by scores of all ranks (K, R)."""
+    """Return what `z_late` returns, from the scores of all ranks (K, R)."""
     z, left = np.zeros(len(ranks)), np.arange(len(ranks))
     columns, steps = np.asarray(ranks), newest or len(scores)
     others = np.ones(scores.shape[1], dtype=bool)
@@ -106,7 +107,10 @@ def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | 
 
 
 def _places(lateness: Float) -> Float:
-    """Return the places 1 … R of the ranks in each step (K, R), the mean one where several are as late."""
+    """
+    Return the position 1 … R of each rank in each step (K, R); ranks that are equally late share the mean
+    position.
+    """
     steps, ranks = lateness.shape
     order = np.argsort(lateness, axis=1)
     flat = (order + np.arange(0, steps * ranks, ranks)[:, None]).ravel()  # all steps, one after the other
@@ -194,7 +198,10 @@ def stay_steps(correlation: Callable[[int], float], lags: int, least: float) -> 
 
 
 def _without_change(values: Float) -> Float:
-    """Return each column of `values` (K, n) less its means before and after where they differ most."""
+    """
+    Return each column of `values` (K, n) minus its means before and after the point where these
+    differ most.
+    """
     steps = len(values)
     if steps < 4:
         return np.zeros_like(values)

@@ -29,49 +29,55 @@ from traceml_ray.stages import (
 )
 
 StepSample = Mapping[str, Any]
-"""What `step_sample` returns."""
+"""The shape that `step_sample.sampled` returns."""
 Word = Literal["better", "worse", "no difference"]
 _OPPOSITE = {"better": "worse", "worse": "better"}
 _PAIRED = 7
-"""Seed of the order in which replicates of two runs meet: their steps may have spikes at the same places."""
+"""Seed that orders the replicates of two runs: their steps may have spikes at the same positions."""
 _FIFTHS = 2 * PARTS - 1
-"""As many blocks have the degrees of freedom that the fifths of two runs have."""
+"""Number of blocks with the degrees of freedom that the fifths of two runs have together."""
 _MERGED = {
     FLAG_NO_DATA: ("post_sync", "data"),
     FLAG_NO_FORWARD: ("prepare", "forward"),
     FLAG_NO_SPLIT: ("backward", "sync_wait"),
     FLAG_COUPLED: ("forward", "backward", "sync_wait"),
 }
-"""The stages that are not told apart in rows with a flag."""
+"""For each flag: the stages that rows with this flag do not tell apart."""
 
 
 class NumberChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of session `a` and of session `b`; None is not known."""
+    """One number of session `a` and of session `b`. None means not known."""
 
     what: str
     unit: str
-    """ms, steps/s, %, GB, …"""
+    """Unit of the number: ms, steps/s, %, GB, …"""
     a: float | None = None
     b: float | None = None
     change: float | None = None
-    """`b` less `a`, in `unit`,"""
+    """`b` minus `a`, in `unit`."""
     low: float | None = None
-    """and the interval that this is in, of the steps of both; None: there is none."""
+    """
+    Lower end of the interval that `change` lies in, in `unit`, from the steps of both sessions; `high` is the
+    upper end. None: there is no interval.
+    """
     high: float | None = None
     change_pct: float | None = None
-    """The same three in % of `a`."""
+    """`change` in % of `a`; `low_pct` and `high_pct` are the ends of its interval."""
     low_pct: float | None = None
     high_pct: float | None = None
     word: Word | None = None
-    """None: it is not judged, or cannot be; then `why` says so."""
+    """The judgement. None: the number is not judged, or cannot be; then `why` says so."""
     rank_a: int | None = None
-    """Of memory: the rank that has most,"""
+    """For memory: the rank of `a` that has most; `rank_b` is that of `b`."""
     rank_b: int | None = None
     why: str = ""
 
 
 class RankChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank in the stage that moved, ms a step; `change`: what `b` is more than all else would have it."""
+    """
+    A rank in the stage that moved, in ms per step. `change` is what `b` took beyond what the change of all
+    other work explains.
+    """
 
     rank: int
     node: str
@@ -83,23 +89,30 @@ class RankChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparisonVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What two runs come to; `word` is None where their steps cannot be compared."""
+    """The result of comparing two runs. `word` is None if their steps cannot be compared."""
 
     word: Word | None
     by: NumberChange | None
-    """What says so: a stage, else the mean step, or where that is no different the median one."""
+    """
+    The number that decided: a stage, else the mean step, or the median step if the mean is no different.
+    """
     stage: str | None = None
-    """The stage that took longer, or less, than all else did; None: none, or there is no difference."""
+    """
+    The stage that took longer, or less, than all other work did. None: no stage did, or there is no
+    difference.
+    """
     ranks: tuple[RankChange, ...] = ()
-    """Those that moved in that stage, the most first; empty where ranks cannot be compared one by one."""
+    """
+    The ranks that moved in that stage, largest change first. Empty if ranks cannot be compared one by one.
+    """
     of_ranks: int = 0
-    """How many ranks were compared."""
+    """Number of ranks that were compared."""
     rest: float | None = None
-    """How many times as long as in `a` all else took that ranks do themselves; None: not known."""
+    """Ratio of all other work of the ranks in `b` to that in `a`. None: not known."""
 
 
 class MemorySeries(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples (n,) of a rank's memory on one device, bytes, in order of time, beyond the warm-up."""
+    """Memory samples (n,) of one rank on one device, in bytes, in order of time, after the warm-up."""
 
     rank: int
     samples: Float
@@ -108,7 +121,7 @@ class MemorySeries(msgspec.Struct, frozen=True, kw_only=True):
 def compare_steps(
     a: StepSample, b: StepSample, limits: CompareLimits = COMPARE
 ) -> tuple[ComparisonVerdict, list[NumberChange]]:
-    """Return the verdict over the steps of two runs, and the numbers that it is made of."""
+    """Return the verdict over the steps of two runs, and the numbers it is based on."""
     few = [name for name, sample in (("A", a), ("B", b)) if not sample["numbers"]]
     if few:
         why = _too_few(a, b, limits)
@@ -123,7 +136,7 @@ def compare_steps(
 def compare_memory(
     what: str, a: Sequence[MemorySeries], b: Sequence[MemorySeries], limits: CompareLimits = COMPARE
 ) -> NumberChange:
-    """Return the memory of two runs: of each the rank that has most, the mean over its samples."""
+    """Compare the memory of two runs: for each, the mean over the samples of the rank that has most."""
     lacks = [name for name, samples in (("A", a), ("B", b)) if not samples]
     if lacks:
         return NumberChange(what=what, unit="B", why=f"not measured in {' and '.join(lacks)}")
@@ -145,7 +158,7 @@ def compare_memory(
 
 
 def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange:
-    """Return a number that is only shown: nothing is known of how far chance moves it."""
+    """Return a number that is only shown, not judged: it is not known how far chance moves it."""
     a, b = (None if number is None or not np.isfinite(number) else float(number) for number in (a, b))
     known = a is not None and b is not None
     return NumberChange(
@@ -166,7 +179,7 @@ def _too_few(a: StepSample, b: StepSample, limits: CompareLimits) -> str:
 
 
 def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits) -> NumberChange:
-    """Return one of the numbers of both samples, judged where that can be."""
+    """Return the change of one number of both samples, judged if possible."""
     one, two = a["numbers"][name], b["numbers"][name]
     unit = "%" if name == SKEW else "ms"
     why = _incomparable(name, a, b)
@@ -178,7 +191,7 @@ def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits)
 
 
 def _interval(index: int, a: StepSample, b: StepSample, apart: float, upper: float) -> tuple[float, float]:
-    """Return between what the difference of a number lies, which is `apart` in the two samples."""
+    """Return the interval of the difference of a number; `apart` is its difference in the two samples."""
     blocks = min(sample["columns"] / sample["block"] for sample in (a, b))
     one, two = (sample["replicates"][:, index] for sample in (a, b))
     drawn = np.random.default_rng(_PAIRED).permutation(two) - one - apart
@@ -189,7 +202,7 @@ def _interval(index: int, a: StepSample, b: StepSample, apart: float, upper: flo
 
 
 def _incomparable(name: str, a: StepSample, b: StepSample) -> str:
-    """Return why a number of two runs cannot be compared; "" where it can be."""
+    """Return why a number of two runs cannot be compared; "" if it can be."""
     if name not in STAGES:
         return ""
     if (a["flags"] ^ b["flags"]) & FLAG_DEVICE_CLOCK:
@@ -213,7 +226,7 @@ def _change(what: str, unit: str, a: float, b: float, low: float, high: float) -
 
 
 def _judged(change: NumberChange, least: float) -> NumberChange:
-    """Return a change with its word: of all that is judged, more is worse."""
+    """Return `change` with its word. For every number that is judged, more is worse."""
     by, low, high = change.change or 0.0, change.low or 0.0, change.high or 0.0
     word: Word = "no difference"
     if by >= least and low > 0:
@@ -247,7 +260,10 @@ def _verdict(
 
 
 def _waited(changes: Mapping[str, NumberChange], whole: NumberChange, limits: CompareLimits) -> str | None:
-    """Return `sync_wait` where it carries a difference that is in no rank's own time: the exchange itself."""
+    """
+    Return `sync_wait` if it carries a difference that no rank's own work has: the exchange
+    itself is slower.
+    """
     waited, sign = changes["sync_wait"], 1 if whole.word == "worse" else -1
     least = limits.carries * abs(whole.change or 0.0)
     carries = waited.word == whole.word != "no difference" and sign * (waited.change or 0.0) >= least
@@ -255,15 +271,18 @@ def _waited(changes: Mapping[str, NumberChange], whole: NumberChange, limits: Co
 
 
 class _Moved(NamedTuple):
-    """The stage that fits least to all others."""
+    """The stage that deviates most from all other stages."""
 
     change: NumberChange
-    """What it took more than the others would have it, on the rank where that is most; shares of a step."""
+    """
+    Excess of the stage over what the other stages predict, on the rank where it is largest, as shares of a
+    step.
+    """
     ranks: tuple[RankChange, ...]
     rest: float
-    """How many times as long the others took,"""
+    """Ratio of the other stages' time in `b` to that in `a`."""
     all_else: float
-    """and all, with it."""
+    """Ratio of the time of all stages, this one included, in `b` to that in `a`."""
 
 
 def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> _Moved | None:
@@ -314,7 +333,10 @@ def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> 
 
 
 def _of_ranks(values: Float, alike: bool) -> Float:
-    """Return a value of each rank (R, 6), or where ranks are not the same ones of the median rank (1, 6)."""
+    """
+    Return the values of each rank (R, 6) or, if the ranks of the two runs differ, of the median
+    rank (1, 6).
+    """
     return values if alike else np.nanmedian(values, axis=0, keepdims=True)
 
 
@@ -331,7 +353,7 @@ def _of_step(
     half: Float,
     limits: CompareLimits,
 ) -> NumberChange:
-    """Return what a stage took more on the rank where that is most, as a change of the step, judged."""
+    """Return the judged excess of a stage on the rank where it is largest, as a change of the step."""
     most, step = int(np.argmax(np.abs(more))), a["numbers"][STEP]
     by, low, high = (float(ms) for ms in (more[most], more[most] - half[most], more[most] + half[most]))
     change = NumberChange(
@@ -358,7 +380,7 @@ def _ranks(
     half: Float,
     limits: CompareLimits,
 ) -> tuple[RankChange, ...]:
-    """Return the ranks that moved as the one that moved most did, the most first."""
+    """Return the ranks that moved like the one that moved most, largest change first."""
     if len(more) != len(b["nodes"]):
         return ()
     most = more[int(np.argmax(np.abs(more)))]
@@ -379,6 +401,6 @@ def _ranks(
 
 
 def _error(samples: Float) -> tuple[float, float]:
-    """Return the standard error of the mean of samples, and of how many blocks they are."""
+    """Return the standard error of the mean of `samples`, and the number of independent blocks."""
     block = resampling.block_length(samples)
     return float(error_of(samples[:, None], block)[0]), len(samples) / block

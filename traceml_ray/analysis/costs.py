@@ -1,4 +1,4 @@
-"""One finding, one cost: the figure of its whole episode, or of the run, in every place of its verdict."""
+"""One finding, one cost: every place of a verdict gives the cost of the whole episode, or of the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_cost(
 
 
 def with_saving(verdict: Verdict) -> Verdict:
-    """Return a finding with the sentence on what fixing it saves, by the cost that it has."""
+    """Return the finding with a sentence on what fixing it saves, from the cost it has."""
     if verdict.cost_pct is None or verdict.meaning.kind != "finding":
         return verdict
     saving = wording.saving(
@@ -56,7 +56,7 @@ def with_saving(verdict: Verdict) -> Verdict:
 
 
 def with_suspects(verdict: Verdict) -> Verdict:
-    """Return `verdict` with the cost of what it names, where that is one suspect, in the suspect, too."""
+    """Return `verdict` with its cost repeated in its suspect, if it names exactly one."""
     known = {
         (one.rank, one.stage): one.cost_pct or 0.0
         for one in (*reversed(verdict.also), verdict)

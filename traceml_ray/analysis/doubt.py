@@ -1,4 +1,4 @@
-"""Why a rank that is late is not named: it may be chance; by how much it must be late more often."""
+"""Why a late rank is not named: chance may explain it. Says how much more often it would have to be late."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def doubt(
 
 
 def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
-    """Return why ranks that are late by `late_ns` may just have a level of work at which it stays."""
+    """
+    Return why ranks that are late by `late_ns` may just have work that stays at a higher level
+    for a while.
+    """
     stays = "the work of the ranks stays at different levels for some steps"
     if math.isinf(least_ns):
         return f"{stays}: {steps:,} steps are known, {LOUD_STEPS} are needed to tell a late rank from these"
@@ -64,7 +67,7 @@ def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
 
 
 def in_words(z: float, least: float) -> str:
-    """Return by how many standard errors a rank is late beyond chance, and how many are needed."""
+    """Describe by how many standard errors a rank is late beyond chance, and how many are required."""
     needed = f"{text.number(least, 1)} are needed"
     errors = f"{text.number(max(math.floor(10 * z) / 10, 0.0), 1)} standard errors"  # never as many as needed
     return f"it was late more often than chance would have it by {errors}, {needed}"

@@ -17,7 +17,7 @@ _BLOCK = 5
 _GOES_ON = 1 / 3
 _LASTS = 3 / 4
 _WHOLE = -1
-"""Column of the whole step, after those of its stages."""
+"""Column of the whole step, after the columns of its stages."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
 
 
 class _Usual:
-    """A baseline as columns (7,); the whole step varies at most by what its stages do together."""
+    """A baseline as columns (7,). The whole step varies at most as much as its stages together."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.level = np.array([*baseline.level_ns, baseline.step_ns])
@@ -106,7 +106,7 @@ class _Usual:
 
 
 def _column(extra: Float, passes: Bool, usual: _Usual, thresholds: Thresholds) -> int | None:
-    """Return the stage that has drifted most; where none carries what the step has, the whole step."""
+    """Return the stage that has drifted most; the whole step if no stage carries its drift."""
     stage, carries = int(np.argmax(extra[:_WHOLE])), thresholds.stage_carries
     rest_ns, rest_level = extra[_WHOLE] - extra[stage], usual.level[_WHOLE] - usual.level[stage]
     # On a slower machine all stages are slower, and the largest of them has the largest part of it.
@@ -121,7 +121,7 @@ def _column(extra: Float, passes: Bool, usual: _Usual, thresholds: Thresholds) -
 
 
 def _slow(evidence: Evidence, column: int, count: int, extra: Float, usual: _Usual) -> Int64:
-    """Return the places of the ranks whose own time is nearer to the new level than to the old one."""
+    """Return the indices of the ranks whose own time is nearer to the new level than to the old one."""
     stages = slice(column, column + 1) if column != _WHOLE else slice(0, SYNC_WAIT)
     window = evidence.window
     rows = max(1, round(len(window.keys) / len(window.starts)))

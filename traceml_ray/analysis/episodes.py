@@ -39,22 +39,22 @@ from traceml_ray.analysis.window import Float, Window
 _MAX_EPISODES = 1000
 _MAX_PASSED = 100
 _MAX_CANDIDATES = 16
-"""Findings that are followed at a time: of more, the costliest."""
+"""Largest number of findings that are followed at a time. If there are more, the costliest are kept."""
 MAX_ALSO = 8
-"""Findings that are listed beside the headline; more are counted."""
+"""Largest number of findings listed beside the headline. Further ones are only counted."""
 _KEEPS = 0.9
-"""What is the headline stays it while it costs this share of the costliest."""
+"""The headline stays while it costs at least this share of the costliest finding."""
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
-    """How many findings were over before they were named, and their cost."""
+    """Number of findings that ended before they were named, and their cost."""
 
     count: int = 0
     cost_s: float = 0.0
 
 
 class AtEnd(NamedTuple):
-    """What was late in the last steps of a run, but was not named."""
+    """A finding of the last steps of a run that was not named."""
 
     verdict: Verdict
     began: int
@@ -87,35 +87,38 @@ class Episodes:
         """The first step of the verdict in effect."""
         self.clock = Clock(thresholds)
         self.passed: list[Episode] = []
-        """What was watched for long, but not named."""
+        """Episodes that were watched for long, but not named."""
         self.recurring: list[Recurring] = []
-        """What was over before it was named, by cause."""
+        """Findings that ended before they were named, by cause."""
         self.at_end: list[AtEnd] = []
-        """What was being followed when the run ended, see `close`."""
+        """Findings that were being followed when the run ended, see `close`."""
         self._limits = thresholds
         self._over: list[Episode] = []
         self._named: list[FindingTrack] = []
-        """The headline first."""
+        """Tracks of the named findings, the headline first."""
         self._candidates: list[FindingTrack] = []
         self._watches: list[Watch] = []
         self._watched: Watch | None = None
-        """The one in effect."""
+        """Track of the watched finding that is in effect."""
         self._usual: deque[Float] = deque(maxlen=thresholds.usual_windows)
-        """`level_of` the newest windows in which no rank was named."""
+        """`level_of` each of the newest windows in which no rank was named."""
         self._unnamed: Verdict | None = None
         """The verdict in effect while nothing is named or watched."""
         self._turning: tuple[int, int] | None = None
-        """Step and time since which windows have another label without a name."""
+        """Step and time since which windows have another label that names nothing."""
         self._judged_to: int | None = None
         self._before: int | None = None
-        """The last step of the window judged last, and of the one before that."""
+        """Last step of the window judged last, and of the window before it."""
         self._counted: list[tuple[Verdict, int]] = []
-        """Findings that are over, named or not, and their last late step: later windows contain it, too."""
+        """
+        Findings that ended, named or not, each with its last late step. Later windows still contain these
+        steps.
+        """
         self._interrupted = False
-        """Too few rows came to know whether the named finding continues."""
+        """Whether too few rows came to know if the named finding continues."""
         self._ranks = 1
         self._steps = 0
-        """Steps of the run by which chance is measured."""
+        """Steps of the run that chance is measured by."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -130,17 +133,20 @@ class Episodes:
 
     @property
     def named(self) -> tuple[int, int, list[int]]:
-        """How many episodes are over, how many findings were brief, and where the named ones began."""
+        """Return how many episodes ended, how many findings were brief, and where the named ones began."""
         return len(self._over), self.brief.count, [track.began for track in self._named]
 
     def named_for_ns(self, step: int) -> int | None:
-        """Return how long ago what is named since `step` began, in the job's own time; None without any."""
+        """
+        Return how long ago the finding that is named since `step` began, in ns of the job's time. None if
+        there is none.
+        """
         began = [track.began_ns for track in self._named if track.began == step]
         return self.clock.now_ns - min(began) if began else None
 
     @property
     def followed(self) -> tuple[int, ...]:
-        """The ranks that are named, else those found first of the ones being followed."""
+        """Ranks that are named; if none is, the ranks of the oldest candidate."""
         tracks = self._named or self._candidates[:1]
         return tuple(sorted({rank for track in tracks for rank in track.verdict.ranks}))
 
@@ -178,7 +184,7 @@ class Episodes:
         return self._in_effect(window, verdict)
 
     def _beside_named(self, findings: Sequence[Verdict]) -> list[Verdict]:
-        """Return the findings without a slow-down of all ranks while a late rank explains one."""
+        """Return the findings; without a slow-down of all ranks while a late rank explains it."""
         if not any(track.verdict.meaning.names == "ranks" for track in self._named):
             return [*findings]
         return [finding for finding in findings if finding.meaning.names != "all"]
@@ -187,11 +193,11 @@ class Episodes:
         return [*self._named, *self._candidates]
 
     def _follow(self, findings: Sequence[Verdict], evidence: Evidence, *, counts: bool) -> None:
-        """Continue the findings that the window shows, begin new ones, and drop those that are gone."""
+        """Continue the findings that the window shows, begin new ones, and drop those that ended."""
         full = counts and len(evidence.window.starts) >= len(self.clock.steps)
         level, usual = level_of(evidence), True
         for track in self._tracks():
-            exact = next((finding for finding in findings if track.is_found(finding)), None)
+            exact = next((finding for finding in findings if track.matches(finding)), None)
             shown = exact or next((finding for finding in findings if track.supports(finding)), None)
             track.shown = shown is not None
             if shown is not None:
@@ -207,7 +213,7 @@ class Episodes:
             elif counts:
                 track.missed += 1
         for finding in findings:
-            if any(track.is_found(finding) for track in self._tracks()):
+            if any(track.matches(finding) for track in self._tracks()):
                 continue
             begun = self._begin(finding, evidence)
             if begun is not None:
@@ -235,7 +241,7 @@ class Episodes:
         if late is None:
             return None
         track = FindingTrack(verdict, late, self.clock.begin_ns(late))
-        track.found, track.found_ns = last, self.clock.now_ns
+        track.detected, track.detected_ns = last, self.clock.now_ns
         track.extend(evidence, self.clock, verdict)
         return track
 
@@ -250,7 +256,7 @@ class Episodes:
             self._drop(min(self._candidates, key=lambda track: track.cost_ns))
 
     def _drop(self, track: FindingTrack) -> None:
-        """Drop what was not named; of several that overlap only the costliest counts as brief."""
+        """Drop candidates that were not named. Of several that overlap only the costliest counts as brief."""
         self._candidates.remove(track)
         self._counted.append((track.verdict, track.last))
         self._usual.extend(level for _, level in track.levels)
@@ -267,7 +273,7 @@ class Episodes:
                     watch.drop(cost_ns)
 
     def _recur(self, track: FindingTrack, cost_ns: int) -> None:
-        """Add what was not named to what came before of the same kind."""
+        """Add a finding that was not named to the earlier ones of the same kind."""
         mine = track.verdict
         if mine.meaning.names != "ranks" or not mine.ranks:
             return
@@ -286,7 +292,7 @@ class Episodes:
             self.recurring.remove(min(self.recurring, key=lambda one: one.cost_ns))
 
     def close(self) -> None:
-        """End the run: what has not been named will not be."""
+        """End the run: findings that have not been named stay unnamed."""
         self.at_end = [
             AtEnd(track.verdict, track.began, track.last, track.cost_ns / 1e9)
             for track in sorted(self._candidates, key=lambda track: -track.cost_ns)
@@ -300,12 +306,12 @@ class Episodes:
     def _name(self, findings: Sequence[Verdict]) -> None:
         """Name the candidates that have lasted and cost enough, if one of `findings` shows them."""
         for track in sorted(self._candidates, key=lambda track: -track.cost_ns):
-            exact = any(track.is_found(finding) for finding in findings) and 2 * track.exact >= track.seen
+            exact = any(track.matches(finding) for finding in findings) and 2 * track.exact >= track.seen
             if track in self._candidates and exact and self._worth(track) and self._replaces(track):
                 self._take_name(track)
 
     def _take_name(self, track: FindingTrack) -> None:
-        """Name `track`: as the one that names nearly the same, or beside those that name something else."""
+        """Give `track` the name: replace the track that names nearly the same, or stand beside the others."""
         same = [named for named in self._named if alike(named.verdict, track.verdict)]
         explained = "all" if track.verdict.meaning.names == "ranks" else None
         for named in list(self._named):
@@ -321,12 +327,12 @@ class Episodes:
             same[0].verdict, track = track.verdict, same[0]
         else:
             self._named.append(track)
-        track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
+        track.detected, track.detected_ns = int(self.clock.steps[-1]), self.clock.now_ns
         if track is self._named[0]:
             self.since = track.began
 
     def _give_way(self, named: FindingTrack, track: FindingTrack) -> None:
-        """End what is named for `track`, which counts the steps that it explains better."""
+        """End the named tracks that overlap `track`, which explains their steps better."""
         named.cut(track.began)
         if named.cost_ns:
             self._end(named)
@@ -344,8 +350,8 @@ class Episodes:
         if 3 * track.exact < 2 * track.seen:
             return False
         step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
-        since = max(track.found, *(named.found for named in same))
-        since_ns = max(track.found_ns, *(named.found_ns for named in same))
+        since = max(track.detected, *(named.detected for named in same))
+        since_ns = max(track.detected_ns, *(named.detected_ns for named in same))
         steps = self.clock.timed(step - since)
         return self._limits.lasted(track.verdict.label, now_ns - since_ns, steps)
 
@@ -359,18 +365,24 @@ class Episodes:
         return 2 * above > len(track.levels)
 
     def _few_peers(self, verdict: Verdict) -> bool:
-        """Whether there are too few other ranks, and too few steps of the run, to tell what is usual."""
+        """Whether there are too few other ranks and too few steps of the run to tell what is usual."""
         return few_peers(verdict, self._ranks, self._steps, self._limits)
 
     def _usual_level(self, verdict: Verdict) -> Float | None:
-        """Return the run's usual fluctuation by each of PATTERNS (3,); None where none is known, or used."""
+        """
+        Return the run's usual fluctuation by each of PATTERNS (3,). None if it is not known, or
+        not used.
+        """
         if len(self._usual) < self._limits.usual_least or verdict.meaning.names == "all":
             return None  # what is measured from a baseline has no such windows
         level: Float = np.quantile(list(self._usual), self._limits.usual_quantile, axis=0)
         return level
 
     def _order(self) -> None:
-        """Have the headline first: what costs most of its time, of what the newest windows show if any is."""
+        """
+        Put the headline first: the finding that costs most of its time, among those that the newest windows
+        show if any.
+        """
         if not self._named:
             return
         before = self._named[0]
@@ -380,7 +392,7 @@ class Episodes:
             self._named.remove(before)
             self._named.insert(0, before)
         elif first is not before:
-            self.since = first.began if first.found_ns == self.clock.now_ns else int(self.clock.steps[-1])
+            self.since = first.began if first.detected_ns == self.clock.now_ns else int(self.clock.steps[-1])
 
     def _end(self, track: FindingTrack) -> None:
         self._over.append(track.episode(goes_on=False))
@@ -400,7 +412,7 @@ class Episodes:
     def _watch(
         self, findings: Sequence[Verdict], evidence: Evidence, past: PastSteps | None, *, counts: bool
     ) -> None:
-        """Follow the causes that are not named, and choose the one in effect."""
+        """Follow the causes that are not named, and choose the watched one that is in effect."""
         named = [track.verdict for track in self._named]
         for watch in self._watches:
             watch.look(findings, evidence, past, self._limits, counts=counts)
@@ -434,7 +446,10 @@ class Episodes:
             self.since = (self._judged_to or -1) + 1
 
     def _pass(self, watch: Watch, *, named: bool) -> None:
-        """Keep what was watched for long, and is over or `named` now: the run has lost time to it."""
+        """
+        Record a track that was watched for long and has ended, or is `named` now: the run has lost time to
+        it.
+        """
         episode = watch.passed(self._ranks, named=named)
         ns, steps = episode.seconds * 1e9, self.clock.timed(watch.last - watch.began) + 1
         if (
@@ -458,7 +473,7 @@ class Episodes:
         return msgspec.structs.replace(effective, lost_s=self.lost_s, elapsed_s=self.clock.now_ns / 1e9)
 
     def _with_name(self, verdict: Verdict) -> Verdict:
-        """Return the headline, with the cost of its whole episode, and the others named beside it."""
+        """Return the headline with the cost of its whole episode, and the other named findings beside it."""
         first, *others = self._named
         others.sort(key=lambda track: -track.share)
         silent_s = (self.clock.now_ns - first.last_ns) / 1e9

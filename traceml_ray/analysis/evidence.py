@@ -31,26 +31,29 @@ from traceml_ray.stages import (
 )
 
 _Merges = tuple[tuple[Bool, tuple[int, ...]], ...]
-"""Which rows (K,), and the stages that are one there: the first has all of it."""
+"""
+For each merge: the rows (K,) it applies to, and the stages that are one there. The first stage has all their
+time.
+"""
 _COPIED = 256
-"""Ranks turned around at a time: of so many, what is read fits the processor's cache."""
+"""Number of ranks transposed at a time, so that the source fits the processor's cache."""
 _PUNCTUAL = 0.25
-"""Of the others those are peers in a stage whose usual excess is below this share of that of a cause."""
+"""Ranks whose usual excess in a stage is below this share of a cause's excess are its peers there."""
 _KINDS_RANKS = 5
 _KINDS_GAP = 0.05
-"""Two kinds of ranks are apart by at least this share of the step,"""
+"""Two kinds of ranks differ by at least this share of the step."""
 _KINDS_APART = 2.0
-"""and by so many times what those of a kind differ by."""
+"""Two kinds of ranks differ by at least this multiple of the spread within a kind."""
 _FEW_RANKS = 3
 _TOGETHER = 0.3
-"""Correlation of the times of ranks from which on one depends on the other."""
+"""Correlation of the times of two ranks from which on one depends on the other."""
 _HOLDS = 0.6
-"""Share of an excess that a stage must have taken to contain it."""
+"""Share of an excess that a stage must have taken to contain the excess."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A stage and the ranks (places in the window, not rank numbers) that are late out of it."""
+    """A stage and the ranks that are late out of it, as indices in the window, not rank numbers."""
 
     stage: int
     places: tuple[int, ...]
@@ -98,7 +101,10 @@ def comparable(window: Window) -> Rows:
 
 
 def _added(times: Int64, merges: _Merges) -> Int64:
-    """Return a copy of `times` (K, R, 6) in which the first of each merged stages has the time of all."""
+    """
+    Return a copy of `times` (K, R, 6) in which the first of the merged stages has the time of
+    all of them.
+    """
     times = times.copy(order="K")
     for steps, (into, *others) in merges:
         for other in others:
@@ -164,7 +170,7 @@ class Evidence:
     hosts: Hosts | None = None
     peers: Evidence | None = None
     beside: tuple[Cause, ...] = ()
-    """Ranks that are late in this window: what it costs that ranks have unequal work is beside that."""
+    """Ranks that are late in this window. The cost of unequal work is computed beside theirs."""
 
     @property
     def total_ns(self) -> int:
@@ -177,14 +183,17 @@ class Evidence:
 
     @cached_property
     def by_pattern(self) -> dict[Pattern, Float]:
-        """By how much each rank is late out of each stage (R, 6); `rotating`: what unequal work costs."""
+        """
+        Lateness of each rank out of each stage (R, 6), as measured for each pattern. For `rotating`: the cost
+        of unequal work.
+        """
         exposed = self.exposed_excess
         together = np.broadcast_to(self.uneven(), exposed.shape)
         return {"lasting": self.persistent, "transient": exposed, "rotating": together}
 
     @property
     def host_steps(self) -> tuple[Int64, Int64]:
-        """What hosts and devices took in each step, ns (S, R, 6) each; there are hosts."""
+        """Host time and device time of each step, in ns (S, R, 6) each. Only valid if `hosts` is known."""
         host, d = self.rows.host, self.rows.d
         assert host is not None
         return self.window.by_step(host), self.window.by_step(d)
@@ -196,7 +205,7 @@ class Evidence:
         return None if hosts is None else host_bound(hosts.late_share) or bool(hosts.follows.any())
 
     def hosts_hold(self, cause: Cause) -> bool:
-        """Whether it is the hosts of `cause`, not the devices, that are slow: half of the excess or more."""
+        """Whether the hosts of `cause`, not its devices, are slow: they cause at least half of the excess."""
         hosts, places = self.hosts, list(cause.places)
         if hosts is None:
             return False
@@ -250,18 +259,21 @@ class Evidence:
 
     @cached_property
     def _unfixed(self) -> tuple[Int64, Int64]:
-        """How long the last rank works until each exchange, ns (S,), and the places of their rows."""
+        """
+        Time that the last rank works until each exchange, in ns (S,), and the indices of the rows with an
+        exchange.
+        """
         synced = self.rows.synced
         last = np.append(self._exchange_starts[1:] - 1, len(synced) - 1)
         return self._arrivals(self.local_ns), last
 
     @cached_property
     def _exchange_starts(self) -> Int64:
-        """The places of the rows after an exchange: rows without one add up until the next."""
+        """Indices of the rows that follow an exchange. Rows without an exchange add up until the next one."""
         return np.flatnonzero(np.concatenate(([True], self.rows.synced[:-1])))
 
     def fixed_ns(self, causes: tuple[Cause, ...]) -> Int64:
-        """Return what the ranks work in each row, ns (K, R), as if no cause were late."""
+        """Return the work of each rank in each row, in ns (K, R), as if no cause were late."""
         local = self.local_ns
         for number, cause in enumerate(causes):
             local = local if number else local.copy(order="K")
@@ -269,7 +281,10 @@ class Evidence:
         return local
 
     def _beyond(self, cause: Cause) -> Int64:
-        """Return by how much the ranks of a cause are later than others are by chance, ns (K, places)."""
+        """
+        Return by how much the ranks of a cause are later than chance makes others, in ns (K, ranks of the
+        cause).
+        """
         usual = self.persistent[:, cause.stage]
         peers = np.ones(len(usual), dtype=bool)
         peers[list(cause.places)] = False
@@ -466,7 +481,10 @@ def _faster_kind(local_ns: Int64, total_ns: int) -> Bool | None:
 
 
 def _reference(rows: Rows, faster: Bool | None = None) -> Int64:
-    """Return what a stage costs when no rank is late, ns (K, 6); of two kinds of ranks, on the `faster`."""
+    """
+    Return the cost of each stage when no rank is late, in ns (K, 6). If there are two kinds of ranks, that of
+    the `faster` kind.
+    """
     steps, ranks, stages = rows.d.shape
     middle, columns = (ranks - 1) // 2, np.empty((steps, stages, ranks), np.int64)
     for first in range(0, ranks, _COPIED):

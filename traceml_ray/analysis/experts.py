@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture of experts use these."""
+"""How evenly the routers of a mixture of experts use their experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     tokens: int
     most: int
-    """The expert that had most,"""
+    """Index of the expert with most tokens."""
     times_mean: float
-    """and how many times the mean of all."""
+    """Tokens of the expert with most, as a multiple of the mean over all experts."""
     idle: int
-    """Experts that had none."""
+    """Number of experts without a token."""
 
 
 def loads(of_ranks: Iterable[Iterable[RouterTokens]]) -> list[ExpertLoad]:
@@ -38,7 +38,7 @@ def loads(of_ranks: Iterable[Iterable[RouterTokens]]) -> list[ExpertLoad]:
 
 
 def sentence(load: ExpertLoad | Mapping[str, object]) -> str:
-    """Return "router: expert 5 of 8 has 2.4 times the mean; 1 has no token"."""
+    """Describe a load: "router: expert 5 of 8 has 2.4 times the mean; 1 has no token"."""
     known = load if isinstance(load, ExpertLoad) else msgspec.convert(load, ready(ExpertLoad))
     idle = f"; {known.idle:,} had no token" if known.idle else ""
     return (

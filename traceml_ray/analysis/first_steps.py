@@ -1,4 +1,7 @@
-"""What the first steps of a run cost, which no statistic has: compilation, warm-up, the start of loaders."""
+"""
+What the first steps of a run cost, which are in no statistic: compilation, warm-up, the start
+of loaders.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,32 @@ from traceml_ray.analysis.window import Bool, Int64
 from traceml_ray.stages import BACKWARD, DATA, POST_SYNC, STAGES, SYNC_WAIT
 
 LEAST_SHARE, _LEAST_NS = 0.1, 2_000_000_000
-"""Share of the run, and time, from which on they are mentioned."""
+"""First steps are mentioned from this share of the run, and from this time in ns, on."""
 _LONG = 2.0
-"""A first step counts while it takes so many times as long as the others."""
+"""A first step counts while it takes at least this multiple of the other steps."""
 _APART = 0.25
-"""Ranks are told apart where the others take less by this share of the longest."""
+"""Ranks are told apart if the others took less than the longest by at least this share of it."""
 
 
 class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The first steps of a run that took much longer than the others."""
 
     steps: int
-    """How many they are."""
+    """Number of these steps."""
     ranks: tuple[int, ...]
-    """Those that worked longest in them; empty where all took about as long, or that is not known."""
+    """Ranks that worked longest in these steps. Empty if all took about as long, or if that is not known."""
     stage: str
-    """Where most of that time is."""
+    """Stage that most of the time was spent in."""
     longest_s: float
-    """What the longest rank worked in them, s;"""
+    """Work of the longest rank in these steps, in s."""
     others_s: float | None
-    """the median of the ranks that are not named; None where none is."""
+    """Median work of the ranks that are not named, in s. None if no rank is named."""
     cost_s: float
-    """By how much they were longer than as many usual steps, s,"""
+    """Time that these steps took beyond that of as many usual steps, in s."""
     cost_pct: float
-    """and the share of the run."""
+    """`cost_s` as a share of the run, in %."""
     why: str = ""
-    """The same as a sentence."""
+    """The facts as a sentence."""
 
 
 def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: float) -> FirstSteps | None:
@@ -78,7 +81,7 @@ def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: fl
 
 
 def _longest(by_rank: Int64) -> Int64:
-    """Return the places of the ranks, less than half of them, that took longer than all others."""
+    """Return the indices of the ranks, fewer than half of them, that took longer than all others."""
     most, middle = int(by_rank.max()), int(np.sort(by_rank)[(len(by_rank) - 1) // 2])
     if most - middle < _APART * most:
         return np.empty(0, np.int64)

@@ -1,8 +1,8 @@
 """
-A job that hangs: from the position of every rank to the ranks that block the others.
+A job that hangs: from the positions of all ranks to the ranks that block the others.
 
-No rank closes a row any more. Where some wait in the exchange of gradients and others do not, the least far
-of the others block; where all wait for different things, the fewest block.
+No rank closes a row any more. If some ranks wait in the exchange of gradients and others do not, the least
+advanced of the others block; if all wait for different things, the smallest group blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"
     r"|send_object|recv_object|wait$)"
 )
-"""Names of spans that are functions of torch.distributed."""
+"""Pattern of span names that are functions of torch.distributed."""
 WAITED = 0.5
 """
 Share of the time without progress that a rank must have waited to prove a hang: all ranks may be busy with
@@ -61,38 +61,39 @@ class RankPosition:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others."""
+        """Whether the rank waits for others."""
         return self.stage == SYNC_WAIT or self.collective is not None
 
     @property
     def collective(self) -> str | None:
-        """The function of torch.distributed that it waits in, None in the exchange of gradients."""
+        """The function of torch.distributed that the rank waits in. None in the exchange of gradients."""
         pending = None if self.stage == SYNC_WAIT else self.pending
         return self.call or pending or (self.span if COLLECTIVE.match(self.span or "") else None)
 
     @property
     def waited_s(self) -> float:
-        """The time it has certainly waited."""
+        """Time that the rank has certainly waited, in s."""
         in_span = self.span_s if COLLECTIVE.match(self.span or "") else 0.0
         return max(self.elapsed_s if self.stage == SYNC_WAIT else in_span, self.pending_s)
 
     @property
     def stalled(self) -> bool:
-        """Whether it is known to be busy between two steps."""
+        """Whether the rank is known to be busy between two steps."""
         at_work = self.silent_s is None and not self.ended and not self.waits
         return at_work and self.stage == POST_SYNC and self.span is not None
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its step and stage: how far it has come."""
+        """Step and stage of the rank: how far it has come."""
         return self.step, self.stage
 
 
 def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     """
-    Return the hang in `places` after `quiet_s` seconds in which no rank closed a row; None: no hang.
+    Return the hang in `places` after `quiet_s` seconds in which no rank closed a row. None if there is no
+    hang.
 
-    It is no hang while all ranks are busy, however long, nor where no rank waits for another.
+    It is not a hang while all ranks are busy, however long, or while no rank waits for another.
     """
     answering = [place for place in places if place.silent_s is None and not place.ended]
     waiting = [place for place in answering if place.waited_s >= WAITED * quiet_s]
@@ -132,7 +133,10 @@ def _is_stopped(place: RankPosition) -> bool:
 
 
 def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition]) -> list[RankPosition]:
-    """Return the ranks that block: that do not answer, else are least far, else wait for something else."""
+    """
+    Return the ranks that block: those that do not answer; else the least advanced; else those that wait for
+    something else.
+    """
     silent = [place for place in places if place.silent_s is not None]
     working = [place for place in answering if not place.waits]
     if silent:
@@ -189,7 +193,7 @@ def _doing(place: RankPosition) -> str:
 
 
 def _others(others: Sequence[RankPosition]) -> str:
-    """Return "the other 3 wait in `all_reduce`, main (train.py:60)": what most of them do."""
+    """Describe what most of the other ranks do: "the other 3 wait in `all_reduce`, main (train.py:60)"."""
     alike: dict[str, int] = {}
     for place in others:
         doing = _doing(place) if place.waits else f"is in {place.where or _position(place)}"

@@ -61,17 +61,17 @@ class RunJudge:
         self._counted_to: int | None = None
         self._judged_to: int | None = None
         self._same_ranks_from = self._same_ranks_ns = 0
-        """The step, and the time of the run, from which on the set of ranks is the present one."""
+        """Step from which on the set of ranks is the present one; `_same_ranks_ns` is its time."""
         self._past = PastSteps()
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: Counter[tuple[str, str | None, int | None]] = Counter()
-        """Windows by label, stage and each of the ranks: which of them is the worst is chance."""
+        """Number of windows by label, stage and rank. Which rank is the worst may be chance."""
         self._counted = 0
         self.periods: deque[Verdict] = deque(maxlen=_MAX_PERIODS)
         self.episodes = Episodes(thresholds)
 
     def state(self) -> tuple[int | None, int | None, Episodes]:
-        """Return what another judge of the same attempt continues from with `resume`."""
+        """Return the state that another judge of the same attempt can `resume` from."""
         return self._first_step, self._judged_to, self.episodes
 
     def resume(self, state: tuple[int | None, int | None, Episodes]) -> None:
@@ -129,7 +129,7 @@ class RunJudge:
         return self._with_chronic(verdict, sum(same(verdict, v) for v in self._recent), len(self._recent))
 
     def _is_usual(self, verdict: Verdict) -> bool:
-        """Whether a window shows how the run is without a fault: that ranks have unequal work is none."""
+        """Whether the window shows the run without a fault. Unequal work of the ranks is not a fault."""
         if verdict.meaning.kind == "healthy":
             return verdict.confidence == "high"
         full = verdict.window_steps >= self._thresholds.window_steps and verdict.coverage == 1.0
@@ -171,7 +171,7 @@ class RunJudge:
         return self._of_run(window, verdict, findings)
 
     def _of_run(self, window: Window, sample: Verdict, findings: Sequence[Verdict]) -> Verdict:
-        """Return the verdict on the run, which has these findings; `sample` is that on its `window`."""
+        """Return the verdict on the run from `findings`. `sample` is the verdict on its sampled `window`."""
         named = self.episodes.episodes
         elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
         for one in findings:  # what was not named has cost, too
@@ -208,11 +208,11 @@ class RunJudge:
         return with_suspects(verdict)
 
     def _often(self, verdict: Verdict) -> int:
-        """Return how many windows have shown what `verdict` names."""
+        """Return the number of windows that have shown what `verdict` names."""
         return self._totals[verdict.label, verdict.stage, verdict.rank]
 
     def sample(self) -> Window | None:
-        """Return the steps that `whole` judges, None before any."""
+        """Return the steps that `whole` judges. None before there are any."""
         if self._window is None or not self._sample:
             return self._window
         tail = self._window.take(self._window.keys > self._sample[-1].keys[-1])
@@ -224,12 +224,12 @@ class RunJudge:
         return window.since((self._first_step or 0) + self._thresholds.warmup_steps)
 
     def _short(self, window: Window) -> bool:
-        """Whether `window` is too short to be judged, although enough ranks report."""
+        """Whether `window` has too few steps to be judged, although enough ranks report."""
         limits = self._thresholds
         return len(window.starts) < limits.first_window_steps and window.coverage >= limits.coverage_limited
 
     def _count(self, window: Window, verdict: Verdict) -> bool:
-        """Count a window for `chronic`, once per stride, so that asking more often changes nothing."""
+        """Count a window for `chronic`, once per stride, so that more frequent calls change nothing."""
         new = window.steps > (-1 if self._counted_to is None else self._counted_to)
         if np.count_nonzero(new) < self._thresholds.stride_steps:
             return False
@@ -247,7 +247,7 @@ class RunJudge:
         return msgspec.structs.replace(verdict, chronic=same >= self._thresholds.chronic_share * counted)
 
     def _collect(self, window: Window) -> None:
-        """Keep a window for the whole-run verdict, see `whole`."""
+        """Add a window to the sample for the whole-run verdict, see `whole`."""
         thresholds = self._thresholds
         if len(window.starts) < thresholds.window_steps or window.keys[0] <= self._sampled_to:
             return
@@ -314,7 +314,10 @@ class Replay:
             self.expect(steps)
 
     def expect(self, steps: int) -> None:
-        """Note that the run has about `steps` steps in all: no key of a row is checked, so any number."""
+        """
+        Set the expected total number of steps. It comes from rows that are not checked, so it may be any
+        number.
+        """
         self._steps = max(1, steps)
         self._due = self._due if self._judged else min(self._steps, self._due)
 

@@ -18,9 +18,9 @@ from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_S
 LATE, FULL, SURE = range(3)
 _BITS = 1 << np.arange(N_STAGES, dtype=np.uint8)
 _SOME = 256
-"""So many ranks show what is usual."""
+"""Number of ranks that show what is usual."""
 _KERNELS = (POST_SYNC, FORWARD, BACKWARD)
-"""The stages in which a device that is not waited for always has something to do."""
+"""Stages in which a device that is not waited for always has work."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,38 @@ class Hosts:
     ref: Int64
     certain: Bool
     late_share: Float
-    """The share of the rows in which each rank's host was late in each stage (R, 6)."""
+    """Share of the rows in which each rank's host was late in each stage (R, 6)."""
     row_ref: Int64
-    """(K, 6): of each row's segment; `usual` and `ref` are of whole steps."""
+    """Reference of each row's segment, in ns (K, 6). `usual` and `ref` are for whole steps."""
     floor_ns: Int64
-    """(K,): what a row takes the hosts, whatever devices do, in the stages that are `certain`,"""
+    """
+    Time that the hosts need for each row whatever the devices do, in ns (K,): the sum of the `certain`
+    stages.
+    """
     pace_ns: Int64
-    """and in those as well in which a host that is late can only be at work; 0 where no host is late."""
+    """
+    `floor_ns` plus the stages in which a late host can only be working, in ns (K,). 0 if no host is late.
+    """
     follows: Bool
-    """(R, 6): the device waits for its host in the stage, though it is a kernel or more behind it."""
+    """Where the device waits for its host although it is at least a kernel behind it (R, 6)."""
     unknown: Bool
-    """(R, 6): or which of the two waits is not known."""
+    """Where it is not known whether host or device waits for the other (R, 6)."""
     inside: bool = False
-    """Ranks wait for each other in forward and backward, too: they do not end where the next stage begins."""
+    """
+    Whether ranks also wait for each other inside forward and backward: then these end before the next stage
+    begins.
+    """
 
     def late(self, stage: int) -> Bool:
-        """Return where the host was late in `stage` (K, R)."""
+        """Return the rows in which the host was late in `stage` (K, R)."""
         late: Bool = self.leads[:, :, LATE] & _BITS[stage] != 0
         return late
 
     def unsure(self, starts: Int64) -> UInt8:
-        """Return the stages (bits; of steps, S × R) in which a host still was when its device began them."""
+        """
+        Return the stages (bits; per step, S × R) in which the host may still have been when its device began
+        them.
+        """
         unsure: UInt8 = np.bitwise_or.reduceat(~self.leads[:, :, SURE], starts, axis=0)
         return unsure
 
@@ -88,7 +99,8 @@ def hosts_of(
     host: Int64 | None, leads: UInt8 | None, segments: Int64, *, inside: bool = False
 ) -> Hosts | None:
     """
-    Return the host's part, None where there is none or it is not known how far the hosts were ahead.
+    Return the host's part of a window. None if there is none, or if it is not known how far the hosts were
+    ahead.
 
     Rows of different `segments` (K,) of a step do different work.
     """
@@ -138,7 +150,7 @@ def hosts_of(
 
 
 def _certain(sure: UInt8) -> Bool:
-    """Return in which stages (6,) enough rows of enough ranks are `sure` (R, K)."""
+    """Return the stages (6,) in which enough rows of enough ranks are `sure` (R, K)."""
     surely = np.stack([(sure & bit != 0).sum(axis=1) for bit in _BITS], axis=1)
     certain: Bool = (surely.sum(axis=0) >= HOSTS.sure_rows) & ((surely > 0).mean(axis=0) >= HOSTS.sure_ranks)
     return certain
@@ -172,15 +184,15 @@ def _most(which: Bool) -> Bool:
 
 
 def _bound(late_share: Float) -> Bool:
-    """Return the ranks (R,) whose device waits for its host."""
+    """Return the ranks (R,) whose devices wait for their hosts."""
     bound: Bool = np.any(late_share[:, _KERNELS] >= HOSTS.late, axis=1)
     return bound
 
 
 def host_bound(late_share: Float) -> bool:
     """
-    Whether devices wait for their hosts: of some rank of `late_share` (R, 6) the host is late in a stage that
-    has kernels, in at least `HOSTS.late` of the rows.
+    Whether devices wait for their hosts: whether some rank's host is late in a stage with kernels in at least
+    `HOSTS.late` of the rows. `late_share` is (R, 6).
     """
     return bool(_bound(late_share).any())
 

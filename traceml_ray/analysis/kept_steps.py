@@ -1,7 +1,8 @@
 """
-Steps that were reduced, in bounded memory. The newest are kept one by one. Older ones are added up in bins
-of equally many steps, which are merged in pairs when there are too many, and counted in histograms: medians
-are of all steps.
+Reduced steps in bounded memory.
+
+The newest are kept one by one. Older ones are summed in bins of equally many steps, which are merged in pairs
+when there are too many, and counted in histograms. Medians are over all steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _STEPS, _FULL_RANKS, _LEAST = 4096, 32, 300
 
 
 class Between(NamedTuple):
-    """Numbers of steps, both included."""
+    """A range of step numbers, both ends included."""
 
     first: int = 0
     last: int = 1 << 62
@@ -31,15 +32,18 @@ ALL = Between()
 
 
 class KeptSteps:
-    """`deep`: medians of each stage are kept as well."""
+    """
+    Reduced steps: the newest one by one, older ones in sums. With `deep`, medians of each stage are kept as
+    well.
+    """
 
     def __init__(self, limits: Thresholds, *, deep: bool) -> None:
         self.limits = limits
         self.deep = deep
         self.who: dict[int, Who] = {}
-        """What is known of the ranks."""
+        """Node, group, strategy and role of each rank."""
         self.generation = 0
-        """Changes when steps that were there are no longer the same."""
+        """Increases when steps that were already reduced change."""
         self._axis: Int64 = np.empty(0, np.int64)
         self._newest = StepSums(0)
         self._bins: Bins | None = None
@@ -47,37 +51,40 @@ class KeptSteps:
 
     @property
     def ranks(self) -> list[int]:
-        """Those of what was reduced, ascending; the first axis of every array."""
+        """Ranks of the reduced steps, ascending: the first axis of every array."""
         ranks: list[int] = self._axis.tolist()
         return ranks
 
     @property
     def nodes(self) -> list[str]:
-        """How the node of each rank is shown."""
+        """Display name of each rank's node."""
         return [self.who[rank].node for rank in self.ranks]
 
     @property
     def kept(self) -> int:
-        """How many steps are kept one by one."""
+        """Number of steps that are kept one by one."""
         return max(_LEAST, min(_STEPS, _STEPS * _FULL_RANKS // max(1, len(self._axis))))
 
     @property
     def last_step(self) -> int | None:
-        """The newest step that is reduced."""
+        """The newest reduced step. None before there is one."""
         store = self._newest
         return int(store.last[store.end - 1]) if store.end else None
 
     @property
     def last_summed_up(self) -> int:
-        """The newest step that is no longer kept by itself, -1 without any."""
+        """The newest step that is only kept in a sum. -1 if there is none."""
         return int(self._bins.last[self._bins.end - 1]) if self._bins else -1
 
     def stores(self) -> list[StepSums]:
-        """Return what is added up, and the newest steps."""
+        """Return the stores of steps: the sums of older steps, if any, and the newest steps one by one."""
         return [*([self._bins] if self._bins else []), self._newest]
 
     def total_ms(self) -> float:
-        """Return how long all steps so far took together, with those the device's clock was not read in."""
+        """
+        Return the total time of all steps so far, in ms, including steps in which the device clock was not
+        read.
+        """
         total = 0.0
         for store in self.stores():
             took = store.unread()[..., 1]
@@ -115,7 +122,10 @@ class KeptSteps:
         return Columns(*(np.concatenate(part, axis) for part, axis in both))
 
     def stage_columns(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
-        """Return the stages of the same: first and last step (C,) of each column, means (R, C, 6) ms."""
+        """
+        Return the stages of the columns that `columns` returns: first and last step (C,), means (R, C, 6) in
+        ms.
+        """
         columns = [stages_in(*chosen) for chosen in self._chosen(between, most)]
         if not columns:
             no_steps = np.empty(0, np.int64)
@@ -138,7 +148,10 @@ class KeptSteps:
         return np.concatenate([np.empty(0, bool), *full_columns])
 
     def step_means(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
-        """Return of the same how long a step took: first and last step (C,), mean ms (C,)."""
+        """
+        Return the mean step time of the columns that `columns` returns: first and last step (C,), mean (C,)
+        in ms.
+        """
         first, last, ms = [], [], []
         for store, part, per in self._chosen(between, most):
             starts = np.arange(part.start, part.stop, per)
@@ -155,7 +168,7 @@ class KeptSteps:
         )
 
     def _chosen(self, between: Between | None, most: int) -> list[tuple[StepSums, slice, int]]:
-        """Return where the steps are that are drawn, and how many columns there become one."""
+        """Return, for each store, the part to draw and how many of its columns become one."""
         store = self._newest
         if between is None:
             return [(store, slice(max(0, store.end - most), store.end), 1)]
@@ -164,14 +177,14 @@ class KeptSteps:
         return [(store, part, per // width) for store, part, width in parts]
 
     def layout(self, between: Between | None, most: int = MAX_BINS) -> list[int]:
-        """Return what changes when columns that were there before are no longer the same."""
+        """Return a value that changes when columns that were drawn before are no longer the same."""
         if between is None:
             return [self.generation]
         first = int(self._newest.first[0]) if self._newest.end else -1
         return [self.generation, self._steps_a_column(self._parts(between), most), first, *between]
 
     def _parts(self, between: Between) -> list[tuple[StepSums, slice, int]]:
-        """Return where those steps are, and how many a column there stands for."""
+        """Return, for each store, the part within `between` and the number of steps per column."""
         widths = [*([self._bins.width] if self._bins else []), 1]
         parts = []
         for store, width in zip(self.stores(), widths, strict=True):
@@ -188,7 +201,10 @@ class KeptSteps:
         return int(width * max(1, -(-steps // (width * max(1, most - 1)))))
 
     def mean_exposed(self, between: Between) -> tuple[int, Array]:
-        """Return how many steps beyond the warm-up lie between, whole sums only, and their means (6,) ms."""
+        """
+        Return the number of steps beyond the warm-up in `between`, whole sums only, and their mean exposed
+        time (6,) in ms.
+        """
         steps, total = 0, np.zeros(N_STAGES)
         for store, part, _ in self._parts(between):
             inside = (store.first[part] >= between.first) & (store.last[part] <= between.last)
@@ -198,7 +214,7 @@ class KeptSteps:
         return steps, total / max(1, steps)
 
     def waiting(self, newest: int | None = None) -> float:
-        """Return the share of all ranks' time in which they waited, of the steps that `stats` is of."""
+        """Return the share (0..1) of all ranks' time spent waiting, over the steps of `stats`."""
         busy = took = 0.0
         for store in self.stores() if newest is None else [self._newest]:
             indices = np.flatnonzero(store.warm[: store.end] == store.steps[: store.end])
@@ -209,8 +225,8 @@ class KeptSteps:
 
     def steps_between(self, first: int, last: int) -> Window:
         """
-        Return the steps from `first` to `last` that all ranks have, or what is left of them: a sum that lies
-        at least half inside is one row, of its mean.
+        Return the steps from `first` to `last` that all ranks have. A sum of several steps is one row with
+        their mean if at least half of it lies inside.
         """
         parts = []
         for store in self.stores():
@@ -240,7 +256,10 @@ class KeptSteps:
         return store.first[part], d, np.where(seen, store.busy[:, part], np.nan)
 
     def stats(self, newest: int | None = None) -> StepStats | None:
-        """Return statistics of all steps beyond the warm-up, or of the `newest` of them; None without any."""
+        """
+        Return statistics of all steps beyond the warm-up, or of the `newest` of them. None if
+        there are none.
+        """
         store, older = self._newest, self._older if newest is None else None
         indices = np.flatnonzero(store.warm[: store.end])
         if len(indices) + (older.steps if older else 0) < self.limits.first_window_steps:
@@ -249,18 +268,18 @@ class KeptSteps:
         return made if made.steps else None
 
     def cut(self, step: int) -> None:
-        """Forget the steps after this one."""
+        """Forget the steps after `step`."""
         store = self._newest
         store.cut(int(np.searchsorted(store.first[: store.end], step, "right")))
         self.generation += 1
 
     def fit(self) -> None:
-        """Take no more room than is needed."""
+        """Release memory that is not needed."""
         for store in self.stores():
             store.resize(len(self._axis), store.end)
 
     def widen(self, ranks: Int64) -> None:
-        """Let it be of these ranks (R,), ascending; those that there are stay."""
+        """Set the ranks to `ranks` (R,), ascending. Existing ranks keep their steps."""
         if np.array_equal(ranks, self._axis):
             return
         places = np.searchsorted(ranks, self._axis)
@@ -277,7 +296,10 @@ class KeptSteps:
             self.append(before, before.end)
 
     def append(self, block: StepSums, n: int) -> None:
-        """Add `n` columns; the oldest move into the bins whenever there is no room, however they come."""
+        """
+        Add the first `n` columns of `block`. When there is no more room, the oldest steps move
+        into the bins.
+        """
         store = self._newest
         done = 0
         if n and store.end and block.first[0] == store.last[store.end - 1]:

@@ -12,8 +12,8 @@ Label = Literal[
 ]  # fmt: skip
 Pattern = Literal["lasting", "transient", "rotating"]
 """
-How ranks are late, and so by what their late steps are measured (`Evidence.by_pattern`): in most steps; now
-and then; another rank from step to step.
+How ranks are late, and so how their late steps are measured (`Evidence.by_pattern`): `lasting` in most steps,
+`transient` now and then, `rotating` another rank from step to step.
 """
 ReasonKind = Literal[
     "tokens", "samples", "data", "between_steps", "experts", "pauses", "other", "unknown",
@@ -27,20 +27,23 @@ class Meaning(NamedTuple):
 
     kind: Kind
     """
-    A finding makes steps longer: it must last before it is named, and has a cost. While it is not named yet,
-    it is watched. A failure ends steps.
+    A finding makes steps longer; it must last before it is named, and has a cost; until then it is watched.
+    An abstention says why nothing can be named. A failure ends steps.
     """
     names: Literal["ranks", "all", "none"]
-    """Who is named. All ranks: they are slower together, measured from a baseline, not from peers."""
+    """
+    Whom the label names. `all`: the ranks are slower together, measured from a baseline, not
+    from peers.
+    """
     means: str
     next: str
-    """What to do in general; a verdict that names a stage, a span or an exit is more specific."""
+    """General advice. A verdict that names a stage, a span or an exit gives a more specific one."""
     at_once: bool = False
-    """Shown as soon as it is found; all others must last (`Thresholds.hold_s`)."""
+    """Whether the label is shown as soon as it occurs. All other labels must last (`Thresholds.hold_s`)."""
 
     @property
     def severity(self) -> Severity:
-        """How bad it is, on pages and in lists of events."""
+        """Severity of a verdict with this label, on pages and in lists of events."""
         return _SEVERITY.get(self.kind, "info")
 
 
@@ -98,4 +101,4 @@ LABELS: dict[Label, Meaning] = {
 }
 # fmt: on
 DEATHS: frozenset[Label] = frozenset({"rank_lost", "oom"})
-"""Labels of a rank that died."""
+"""Labels for a rank that died."""

@@ -15,15 +15,18 @@ from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
 
 LONGER = (200, 1000)
-"""Steps that are looked at where ranks have unequal work: in a window of 50 chance hides what is small."""
+"""
+Number of steps that are used where ranks have unequal work: in a window of 50 steps chance hides small
+effects.
+"""
 _LOUD = 0.05
-"""Share of the time that unequal work costs, from which on that is done."""
+"""Share of the time that unequal work must cost for `LONGER` steps to be used."""
 _PART = 0.25
-"""Share of what a rank is late in all that a stage must hold to be one that it is late out of."""
+"""Share of a rank's whole lateness that a stage must hold to be named as one of its stages."""
 _ALIKE = 0.5
-"""Forward and backward are one cause where the smaller slow-down is at least this share of the larger one."""
+"""Forward and backward are one cause if the smaller slow-down is at least this share of the larger one."""
 _COMPARED = 512
-"""So many of the other ranks, about, show what is chance."""
+"""Approximate number of other ranks that show what is chance."""
 _COMPUTE = frozenset((FORWARD, BACKWARD))
 
 
@@ -32,8 +35,8 @@ class Late:
     """
     Ranks that are late in most steps.
 
-    `causes` has one for each stage that holds a good part of it, the largest first. `excess` is by how much
-    the worst rank is late, as a share of the mean step, `z` by how many standard errors it is above chance,
+    `causes` has one cause for each stage that holds a good part of the lateness, largest first. `excess` is
+    the lateness of the worst rank as a share of the mean step, `z` its number of standard errors above chance
     over `steps` steps.
     """
 
@@ -44,12 +47,12 @@ class Late:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The ranks, by their places in the window."""
+        """Indices of the ranks in the window."""
         return self.causes[0].places
 
     @property
     def stages(self) -> frozenset[int]:
-        """The stages that they are late out of."""
+        """Stages that the ranks are late out of."""
         return frozenset(cause.stage for cause in self.causes)
 
 
@@ -110,7 +113,7 @@ def with_second_stage(late: Late, evidence: Evidence, thresholds: Thresholds) ->
 
 
 def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
-    """Whether forward and backward take longer on these ranks by about the same factor."""
+    """Whether forward and backward are longer on these ranks by about the same factor."""
     stages = [FORWARD, BACKWARD]
     usual = np.median(evidence.window.by_step(evidence.ref), axis=0)[stages] / evidence.mean_step_ns
     if not usual.all():
@@ -120,7 +123,7 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
 
 
 def compared(ranks: int, candidates: Int64) -> Int64:
-    """Return the ranks that are compared: `candidates` and, of very many others, some."""
+    """Return the indices of the ranks to compare: `candidates`, and all others; of very many others, some."""
     stride = -(-ranks // _COMPARED)
     return np.arange(ranks) if stride == 1 else np.union1d(candidates, np.arange(0, ranks, stride))
 
@@ -132,9 +135,9 @@ def _overlap(one: Late, other: Late) -> bool:
 @dataclass(frozen=True)
 class _Steps:
     """
-    Some steps: the excess of each rank out of each local stage, ns (K, R, 5), its median as a share of the
-    step (R, 5), and the excess in these steps and those before, which show what is chance; None: that is not
-    asked.
+    Some steps: the excess of each rank in each local stage, in ns (K, R, 5), its median as a share of the
+    step (R, 5), and the excess in these and earlier steps, which shows what is chance (None: chance is not
+    considered).
     """
 
     excess: Float | Int64
@@ -198,7 +201,7 @@ class _Steps:
         return z_late(values.astype(np.float64), places.tolist(), stay, len(self.excess))
 
     def _stand_out(self, share: Float, places: Int64, work: Float) -> bool:
-        """Whether ranks at `places` are later than the other ranks' levels differ."""
+        """Whether the ranks at `places` are later than the levels of the other ranks differ."""
         if not len(places) or len(places) == len(share):
             return True
         late = np.isin(np.arange(len(share)), places)
@@ -211,7 +214,7 @@ class _Steps:
     def _groups(
         self, share: Float, stage: int | None, thresholds: Thresholds
     ) -> list[tuple[tuple[int, ...], float, float]]:
-        """Return the ranks that are late by about as much: places, the largest excess, the largest z."""
+        """Return groups of ranks that are late by about as much: indices, largest excess, largest z."""
         if share.max() < thresholds.min_excess:
             return []
         candidates = np.flatnonzero(share >= thresholds.same_cause * thresholds.min_excess)

@@ -24,7 +24,7 @@ Work that stays for fewer steps is no level: it comes and goes, as turns that ra
 steps less is seen of it: this share of them.
 """
 _QUIET = 0.1
-"""Levels whose standard deviation is below this share of a rank's lateness are none either."""
+"""Levels whose standard deviation is below this share of a rank's lateness do not count as levels."""
 _BLOCK = 10
 _ALIKE, _ALIKE_MORE = 8.0, 4.0
 """
@@ -32,19 +32,22 @@ A rank worked as the others did where it differed by this part of its lateness a
 of the ranks, of which the latest one is looked at),
 """
 _ALIKE_STEPS = 200
-"""in so many steps at least: these are this share of all of them, of few and of many."""
+"""
+Shares of the steps, of few and of many, in which a rank must have worked as the others did to count as
+usually alike.
+"""
 _ALIKE_FEW, _ALIKE_MANY = 0.6, 0.4
 _MANY_STEPS = 500
 _FEW_PEERS = 4
-"""Of fewer peers the mean does not show what all ranks have in common."""
+"""With fewer peers than this, their mean does not show what all ranks have in common."""
 _CLIPPED = 2.0
-"""Work that differs by more than so many times a rank's lateness counts no more than that: a stall."""
+"""Differences of work beyond this multiple of a rank's lateness count as that much: they are stalls."""
 _UNCORRELATED = 0.05
 _ERRORS = 2.0
 LOUD_STEPS = 100
-"""Steps that must be seen where levels differ by more: one level of each rank says nothing."""
+"""Number of steps required where levels differ by more: a single level per rank shows nothing."""
 _FEW_STEPS = 200
-"""In fewer steps ranks that always differ cannot be told from ranks whose levels stay."""
+"""With fewer steps, ranks that always differ cannot be told from ranks whose levels stay."""
 
 
 def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
@@ -105,8 +108,10 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> flo
 
 def _apart(work: Float, late: Bool, most: float) -> Float:
     """
-    Return by how much each peer's work differs from what is usual (K, peers), `most` at most. What all ranks
-    have in common is no difference: of few peers, what they have in common with the late ones.
+    Return by how much each peer's work differs from what is usual (K, peers), limited to `most`.
+
+    What all ranks have in common is not a difference. With few peers that is what they share with the late
+    ranks.
     """
     theirs: Float = work[:, ~late].astype(np.float64)
     if theirs.shape[1] >= _FEW_PEERS:
@@ -117,5 +122,5 @@ def _apart(work: Float, late: Bool, most: float) -> Float:
 
 
 def _clipped(values: Float, most: float) -> Float:
-    """Return by how much values differ from their median, `most` at most."""
+    """Return by how much values differ from their median, limited to `most`."""
     return np.clip(values - np.median(values), -most, most)

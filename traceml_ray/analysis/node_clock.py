@@ -1,4 +1,4 @@
-"""From the wall clock of a node to that of the aggregator, with the error that this has."""
+"""Converts times of a node's wall clock to the aggregator's, with the error of the conversion."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Int64 = np.ndarray[Any, np.dtype[np.int64]]
 Float = np.ndarray[Any, np.dtype[np.float64]]
 
 DRIFT = 1e-4
-"""By so much, at most, two clocks run apart: each crystal is within 50 ppm of what it should be."""
+"""Largest rate at which two clocks drift apart: each crystal is within 50 ppm of its nominal rate."""
 MAX_OFFSET_NS = 1 << 60
-"""No clock is that far off, 36 years."""
+"""Offsets beyond this (36 years) are rejected: no clock is that far off."""
 
 
 @dataclass(frozen=True)
 class NodeClock:
     """
-    What was measured of a node's clock, now and then.
+    Measurements of a node's clock.
 
-    All times are ns since the epoch, arrays of k measurements in order of `t_ns`; k is 1 or more.
+    All times are ns since the epoch. The arrays hold k ≥ 1 measurements, ordered by `t_ns`.
     """
 
     t_ns: Int64
-    """When, on the clock of the node."""
+    """Time of each measurement on the node's clock, in ns."""
     offset_ns: Int64
-    """What is added to a time of the node to have it on the aggregator's clock."""
+    """Amount to add to a node time to get aggregator time, in ns."""
     bound_ns: Int64
-    """How far off that is at most."""
+    """Largest error of `offset_ns`, in ns."""
 
     @classmethod
     def of(cls, t_ns: Int64, offset_ns: Int64, bound_ns: Int64) -> NodeClock:
@@ -51,7 +51,7 @@ class NodeClock:
         return cls(t_ns, offset, np.ceil((high - low) / 2).astype(np.int64))
 
     def of_node(self, t_ns: int) -> int:
-        """Return a time of the aggregator's clock on the node's, about."""
+        """Return the node's time, approximately, at a time of the aggregator's clock."""
         nearest = int(np.argmin(np.abs((self.t_ns + self.offset_ns).astype(np.float64) - t_ns)))
         return t_ns - int(self.offset_ns[nearest])
 
@@ -85,9 +85,9 @@ class ClockEstimate:
     low: float | None = None
     high: float | None = None
     at_ns: int = 0
-    """When that was, on the aggregator's clock."""
+    """Time of the bound on the aggregator's clock, in ns."""
     restarts: int = 0
-    """How often a clock was set."""
+    """Number of times that one of the clocks was set."""
 
     def take(self, now_ns: int, sent_ns: int, answer: tuple[int, int] | None = None) -> None:
         """
@@ -114,12 +114,12 @@ class ClockEstimate:
 
     @property
     def offset_ns(self) -> int | None:
-        """What is added to a time of the node; None while that is not known."""
+        """Amount to add to a node time to get aggregator time, in ns. None while it is not known."""
         return None if self.low is None or self.high is None else round((self.low + self.high) / 2)
 
     @property
     def bound_ns(self) -> int | None:
-        """How far off that is at most."""
+        """Largest error of `offset_ns`, in ns."""
         return None if self.low is None or self.high is None else int(np.ceil((self.high - self.low) / 2))
 
 

@@ -1,4 +1,4 @@
-"""Sentences about episodes: what is not named yet, how long it has lasted, what it has cost."""
+"""Sentences about episodes: what is not named yet, how long it has lasted, and what it has cost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.text import count, duration, listed, ranks, share
 
 _NODES = 2
-"""So many nodes are named with their ranks."""
+"""Largest number of nodes listed beside their ranks."""
 
 
 def over_the_run(
     late: Sequence[int], stages: Sequence[str], all_ranks: bool, taken: float, cost: float
 ) -> tuple[str, str]:
-    """Return in which share of the run (0..1) `late` ranks are late in `stages`; what fixing that saves."""
+    """
+    Describe the share of the run (0..1) in which the `late` ranks are late in `stages`, and what fixing it
+    saves.
+    """
     what, verb = _listed(stages) or "the whole step", "is" if len(late) == 1 else "are"
     who = f"{ranks(late)} {verb} late" if late else "ranks are late in turn"
     seen = f"{what} is slower than the baseline" if all_ranks else f"{who} out of {what}"
@@ -35,24 +38,27 @@ def last_steps(findings: Sequence[tuple[Verdict, int, float]], elapsed_s: float)
 
 
 def passing(strongest: str) -> str:
-    """Return that the finding over the whole run was over too soon to name a rank."""
+    """Explain that the finding over the whole run ended too early for a rank to be named."""
     return f"No rank is late for long. Once: {strongest}"
 
 
 def was_named(times: int, cost_s: float, worst: Verdict, first: int, last: int) -> str:
-    """Return that causes were named in a run that is healthy as a whole; `worst` in these steps."""
+    """
+    Explain that causes were named in a run that is healthy as a whole. `worst` was named in
+    these steps.
+    """
     often = "once" if times == 1 else f"{times:,} times"
     which = f"{_what(worst)} in steps {first:,}–{last:,}"
     return f"a cause was named {often}, which cost {duration(cost_s)} in all ({which})"
 
 
 def pending(findings: Sequence[tuple[float, Verdict]]) -> str:
-    """Return what is not named yet; `findings` are (for how long it was seen in s, the verdict)."""
+    """Describe what is not named yet. `findings` are pairs: how long it was seen (s), and the verdict."""
     return "; ".join(f"{_what(verdict)} for {duration(lasted_s)}" for lasted_s, verdict in findings[:2])
 
 
 def _what(verdict: Verdict) -> str:
-    """Return "rank 1 late in `data`", "whole step slower"."""
+    """Describe a finding in a few words: "rank 1 late in `data`", "whole step slower"."""
     stages = _listed(verdict.stages)
     what = f"{ranks(verdict.ranks)} late" if verdict.ranks else "ranks late in turn"
     if verdict.meaning.names == "all":
@@ -65,29 +71,32 @@ def _listed(stages: Sequence[str]) -> str:
 
 
 def not_now(silent_s: float) -> str:
-    """Return for how long the named finding has not been seen."""
+    """Say for how long the named finding has not been seen."""
     return f"not seen for {duration(silent_s)}"
 
 
 def watched(verdict: Verdict, began: int, lasted_s: float, cost_s: float, cost: float, lacking: str) -> str:
-    """Return what is seen, since when, what it has cost (s, and as a share of that time), and what lacks."""
+    """
+    Describe what is seen, since when, its cost (in s, and as a share of that time), and what it lacks to be
+    named.
+    """
     since = f"for {duration(lasted_s)}, since step {began:,}"
     spent = f"It has cost {duration(cost_s)}, {share(cost)} of that time. It is not named yet: {lacking}."
     return f"{_seen(verdict, 'has been', 'have been')} {since}. {spent}"
 
 
 def too_brief(hold_s: float) -> str:
-    """Return why nothing is named or watched although the window shows something."""
+    """Explain why nothing is named or watched although the window shows something."""
     return f"What this window shows has lasted less than {duration(hold_s)}, or is over."
 
 
 def too_early(verdict: Verdict, hold_s: float) -> str:
-    """Return why a run without a verdict so far names nobody although something is late, or slower."""
+    """Explain why a run without a verdict so far names nobody although something is late or slower."""
     return f"{_seen(verdict, 'is', 'are')}. That is not named yet: it has to last {duration(hold_s)}."
 
 
 def _seen(verdict: Verdict, one: str, several: str) -> str:
-    """Return who is late, or what is slower; `one` and `several` are the verb."""
+    """Describe who is late, or what is slower. `one` and `several` are the verb in singular and plural."""
     stages = _listed(verdict.stages)
     if verdict.meaning.names == "all":
         return f"{stages or 'The whole step'} {one} slower than the baseline"
@@ -99,10 +108,10 @@ def _seen(verdict: Verdict, one: str, several: str) -> str:
 
 
 def so_far(lasted_s: float, cost_s: float) -> str:
-    """Return what an episode that goes on has cost."""
+    """Say what an episode that is still open has cost."""
     return f"for {duration(lasted_s)}, of which it cost {duration(cost_s)}"
 
 
 def more(count: int) -> str:
-    """Return how many more findings are named than are listed."""
+    """Say how many further findings are named beyond those that are listed."""
     return f"{count:,} more {'is' if count == 1 else 'are'} named" if count > 0 else ""

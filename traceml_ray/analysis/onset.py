@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def since(self) -> Bool:
-        """The steps from the beginning on."""
+        """Which steps (S,) are at or after the beginning."""
         return self.late[self.began or 0 :]
 
 

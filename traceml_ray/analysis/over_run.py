@@ -1,4 +1,4 @@
-"""The findings of a whole run: what its episodes, and what its steps show together, have cost of its time."""
+"""The findings of a whole run: what its episodes, and what its sampled steps, have cost of its time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from traceml_ray.analysis.window import Float, Int64, Window
 @dataclass(frozen=True)
 class Sample:
     """
-    The steps of a run that are judged together: spread evenly over it up to `spread_to`, then each one.
+    The sampled steps of a run that are judged together: spread evenly over it up to `spread_to`, then every
+    one.
 
-    `elapsed_ns` is how long the run took that they are a sample of.
+    `elapsed_ns` is the time of the run that they are a sample of.
     """
 
     window: Window
@@ -32,7 +33,10 @@ class Sample:
     elapsed_ns: int
 
     def weights(self, steps: Int64, stride: int) -> Float:
-        """Return for how many steps of the run each of `steps` (S,) stands; one in `stride` has times."""
+        """
+        Return the number of steps of the run that each of `steps` (S,) stands for. One step in `stride` has
+        times.
+        """
         window = self.window
         mean_ns = window.d.sum(axis=2, dtype=np.float64).mean(axis=1)
         step_ns, spread = window.by_step(mean_ns), window.steps <= self.spread_to
@@ -43,7 +47,7 @@ class Sample:
 
 
 def same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
-    """Whether two name the same cause; of a set of ranks, at least one in common."""
+    """Whether two findings name the same cause; for a set of ranks, at least one rank in common."""
     if LABELS[one.label].names == "none":
         return one.label == other.label
     return (one.label, one.stage) == (other.label, other.stage) and same_ranks(one, other)
@@ -105,8 +109,8 @@ def findings_of_run(
 
 def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> list[Episode]:
     """
-    Return what came back again and again without being named, as an episode each: where it cost
-    `transient_excess` of the run, and `transient_share` of what all ranks lost in that way in its stage.
+    Return, as one episode each, findings that recurred without being named: those that cost at least
+    `transient_excess` of the run, and `transient_share` of what all ranks lost in that way in the stage.
     """
     episodes = []
     for one in brief:
@@ -120,7 +124,7 @@ def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> l
 
 
 def _lost_s(finding: Verdict, evidence: Evidence, sample: Sample, clock: Clock) -> float:
-    """Return what the run lost to `finding`, by the steps of the sample, s."""
+    """Return the time in s that the run lost to `finding`, estimated from the steps of the sample."""
     waited = sample.weights(evidence.window.steps, clock.every) * waited_ns(finding, evidence)
     return float(waited.sum()) / 1e9
 
@@ -147,7 +151,7 @@ def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 
 def is_of(cause: Verdict, episode: Episode) -> bool:
-    """Whether what `episode` cost is counted in `cause`."""
+    """Whether `cause` includes the cost of `episode`."""
     return same(cause, episode) or alike(cause, _named(episode))
 
 
@@ -163,7 +167,10 @@ def _named(episode: Episode) -> Verdict:
 def _of_episodes(
     group: Sequence[Episode], sampled: Sequence[Verdict], cost_s: float, elapsed_s: float, ranks: int
 ) -> Verdict:
-    """Return the finding that the episodes of one cause come to, in the words of the sample if it has any."""
+    """
+    Return the finding that the episodes of one cause add up to, worded as in the sample if the sample shows
+    it.
+    """
     worst = group[0]
     known = next((one for one in sampled if same(one, worst)), None)
     if known is not None:
@@ -194,7 +201,7 @@ def _is_all(episode: Episode) -> bool:
 
 
 def _lasts(finding: Verdict, evidence: Evidence, cost_s: float, clock: Clock, limits: Thresholds) -> bool:
-    """Whether what only the sample shows costs enough, and makes up most of the run or recurs."""
+    """Whether a finding that only the sample shows costs enough, and fills most of the run or recurs."""
     if cost_s < limits.hold_cost_s:
         return False
     if finding.pattern == "lasting":

@@ -1,7 +1,4 @@
-"""
-By how much each rank was late in the newest steps of a run: more of them than a window has, in bounded
-memory.
-"""
+"""How late each rank was in the newest steps of a run: more steps than a window has, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from traceml_ray.stages import SYNC_WAIT
 
 MOST_STEPS = 1000
 MOST_ROWS = 400_000
-"""Steps × ranks: of very many ranks there are fewer steps."""
+"""Largest number of rows (steps × ranks). With very many ranks fewer steps are kept."""
 _Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class PastSteps:
     """
-    The newest steps of one run, of one set of `ranks` (R,), up to step `last`.
+    The newest steps of one run with a fixed set of `ranks` (R,), up to step `last`.
 
-    Each of `pieces` has the excess of every rank out of each local stage, ns (k, R, 5), what it is the excess
-    over, ns (k, 5), and how long the steps took, ns (k,).
+    Each of `pieces` has the excess of every rank in each local stage, in ns (k, R, 5), the reference that it
+    exceeds, in ns (k, 5), and the time of the steps, in ns (k,).
     """
 
     ranks: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
@@ -44,7 +41,7 @@ class PastSteps:
         return sum(len(step_ns) for *_, step_ns in self.pieces)
 
     def then(self, evidence: Evidence) -> PastSteps:
-        """Return these steps and those of a window that follow; of another set of ranks only the latter."""
+        """Return these steps followed by those of a window. If its ranks differ, only the window's."""
         window = evidence.window
         before = self if np.array_equal(window.ranks, self.ranks) else PastSteps(window.ranks)
         new = window.steps > before.last
@@ -62,11 +59,11 @@ class PastSteps:
         return PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
 
     def excess(self, steps: int) -> Float:
-        """Return by how much each rank was late out of each local stage in the newest steps, ns (L, R, 5)."""
+        """Return the excess of each rank in each local stage in the newest steps, in ns (L, R, 5)."""
         return np.concatenate([excess for excess, *_ in self.pieces])[-steps:].astype(np.float64)
 
     def lateness(self, stage: int | None) -> _Float32:
-        """Return by how much each rank was late out of a stage (None: out of all) in all steps, ns (L, R)."""
+        """Return how late each rank was in `stage` (None: in all stages), in all steps, in ns (L, R)."""
         parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, *_ in self.pieces]
         return np.concatenate(parts)
 
@@ -87,7 +84,7 @@ class PastSteps:
         return np.concatenate(parts).astype(np.float64)
 
     def stay(self, stage: int | None) -> float:
-        """Return for how many steps work in a stage (None: in all of them) stays alike."""
+        """Return the number of steps for which work in `stage` (None: in all stages) stays alike."""
         if stage not in self._stays:
             subset = slice(None, None, -(-len(self.ranks) // COMPARED))
             parts = [excess[:, subset] for excess, *_ in self.pieces]
@@ -96,5 +93,5 @@ class PastSteps:
         return self._stays[stage]
 
     def mean_step_ns(self, steps: int) -> float:
-        """Return how long one of the newest steps took, mean."""
+        """Mean time of the newest steps, in ns."""
         return float(np.concatenate([step_ns for *_, step_ns in self.pieces])[-steps:].mean())

@@ -12,8 +12,8 @@ from traceml_ray.stages import STAGES, SYNC_WAIT
 
 def median_rank(window: Window, but: Collection[int], stage: str | None) -> int | None:
     """
-    Return the rank, of those not in `but`, whose time in `stage` (None: in all but waiting) is the median
-    over `window`; of an even number the lower one. None: there is none.
+    Return the rank not in `but` whose time in `stage` (None: in all stages but waiting) is the median over
+    `window`; of an even number, the lower one. None if there is none.
     """
     others = np.flatnonzero(~np.isin(window.ranks, list(but)))
     if not len(others) or not len(window.keys):

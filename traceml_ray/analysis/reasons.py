@@ -16,16 +16,19 @@ from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.stages import BACKWARD, FORWARD, STAGES
 
 MAX_RANKS = 64
-"""Ranks whose batches are looked at, evenly chosen: with the steps of a window, enough for a share."""
+"""
+Largest number of ranks whose batches are examined, evenly chosen. With the steps of a window, that suffices
+for a share.
+"""
 UNEVEN_EXPERTS = 1.5
-"""From here on, how many times the mean an expert has, the load of experts is a reason."""
+"""Multiple of the mean load of an expert from which on uneven experts are a reason."""
 _COMPUTE = {STAGES[FORWARD], STAGES[BACKWARD]}
 _HOLDS = 0.5
-"""Share of what takes longer from which larger batches are what to look at first."""
+"""Share of the longer time from which on larger batches are the first thing to look at."""
 _MENTIONED = 0.1
-"""Share from which the sizes of batches are mentioned beside another reason."""
+"""Share from which on batch sizes are mentioned beside another reason."""
 Find = Callable[[Sequence[int], Int64], Mapping[str, Float]]
-"""Returns the sizes of the batches of some ranks in some steps, by name: (S, R), NaN where not known."""
+"""Function that returns the batch sizes of some ranks in some steps by name: (S, R), NaN if not known."""
 
 _NEXT = {
     "tokens": "Give all ranks about as many tokens in a step: bucket by length, pack sequences, or balance "
@@ -161,7 +164,7 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
 
 
 def _in_part(reason: Reason) -> str:
-    """Return what the sizes of batches explain, where that is not most of it."""
+    """Describe what batch sizes explain, if that is not most of it."""
     known = {"tokens": reason.tokens, "samples": reason.samples}
     name, share = max(known.items(), key=lambda part: part[1] or 0.0)
     if (share or 0.0) < _MENTIONED:
@@ -170,7 +173,7 @@ def _in_part(reason: Reason) -> str:
 
 
 def _lacking(reason: Reason) -> str:
-    """Return that sizes of batches are not known."""
+    """Say that batch sizes are not known."""
     if reason.what == "unknown" and reason.sizes_known:
         return f" The sizes of batches may explain them: too few were seen to tell ({reason.steps:,} steps)."
     if reason.sizes_known:

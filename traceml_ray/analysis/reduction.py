@@ -1,4 +1,4 @@
-"""A run reduced as its rows are read: its step history and, where asked for, its verdicts over time."""
+"""Reduces a run as its rows are read: to its step history and, if asked for, its verdicts over time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from traceml_ray.stages import SEGMENT_BITS
 
 class Reduction:
     """
-    Rows of a run, in pieces of any size, in bounded memory. Verdicts, if there is a `replay`, are of the
-    steps that all ranks of `processes` (the process of each) have.
+    Reduces the rows of a run, in pieces of any size, in bounded memory.
+
+    If there is a `replay`, its verdicts use the steps that all ranks of `processes` (the process of each)
+    have.
     """
 
     def __init__(
@@ -28,14 +30,14 @@ class Reduction:
         self.replay = replay
         self.processes = dict(sorted((processes or {}).items()))
         self.rows = 0
-        """Rows that came."""
+        """Number of rows received so far."""
         self.last_step: int | None = None
-        """The step up to which all ranks will have rows, where that is known."""
+        """Last step that all ranks will have rows of. None if that is not known."""
         self._first_step: int | None = None
         self._judged_to = -1
 
     def add(self, pieces: Sequence[RankRows], holding: Container[int], waited: int, expected: int) -> None:
-        """Take rows, and reduce the steps that are whole, see `StepHistory.advance`."""
+        """Add rows, and reduce the steps that are complete, see `StepHistory.advance`."""
         self.rows += sum(len(rank_rows.keys) for rank_rows in pieces)
         for part in _parts(pieces, self.history.table.size // 2):
             self.history.take(part)
@@ -43,7 +45,7 @@ class Reduction:
                 self._judge(before_step(self.history.done), expected)
 
     def finish(self, expected: int) -> None:
-        """Reduce what there is, whoever is behind."""
+        """Reduce all remaining steps, even if some ranks are behind."""
         self.history.advance((), 0, expected)
         self._judge(self.history.done, expected)
 
@@ -61,8 +63,8 @@ class Reduction:
 
 def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | None) -> Reduction:
     """
-    Return a reduction for a report: its verdicts are of the steps that all of `ranks` have; any rows of a
-    rank will do.
+    Return a reduction for a report. Its verdicts use the steps that all of `ranks` have; rows of any process
+    of a rank count.
     """
     history = StepHistory(limits, deep=True)
     history.know(
@@ -72,17 +74,17 @@ def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | No
 
 
 def processes_of(rows: Iterable[RankRows]) -> dict[int, int]:
-    """Return the process of each rank."""
+    """Return the process id of each rank."""
     return {rank_rows.rank: rank_rows.process_id for rank_rows in rows}
 
 
 def last_common_step(newest: Sequence[RankRows]) -> int:
-    """Return the last step that all ranks have, by the newest rows of each."""
+    """Return the last step that all ranks have, given the newest rows of each."""
     return min((int(rank_rows.keys.max()) for rank_rows in newest), default=0) >> SEGMENT_BITS
 
 
 def _parts(pieces: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
-    """Yield rows in the order of their keys, of at most `most` different ones at a time."""
+    """Yield the rows in order of their keys, with at most `most` different keys at a time."""
     keys = np.sort(
         np.concatenate([_NO_KEYS, *(rank_rows.keys for rank_rows in pieces)]), kind="stable"
     )  # of sorted runs

@@ -21,14 +21,14 @@ from traceml_ray.analysis.window import Float, Int64
 
 _SEED = 20_040_101
 _CELLS = 1 << 21
-"""Numbers that are drawn at a time."""
+"""Largest number of values drawn at a time."""
 _OUTLIER_MADS = 5.0
 PARTS = 5
-"""Of a run: how far they differ says how far the next run may."""
+"""Number of parts of a run. How much they differ shows how much the next run may."""
 
 
 class Drawn(NamedTuple):
-    """Replicates (B, Q) of some numbers `values` (Q,) of a run."""
+    """Numbers of a run: `values` (Q,), and `replicates` (B, Q) of them."""
 
     values: Float
     replicates: Float
@@ -36,9 +36,9 @@ class Drawn(NamedTuple):
 
 def block_length(series: Float) -> int:
     """
-    Return how many values of a series (n,) are to be drawn as one block, 1 to n ÷ 3.
+    Return the block length, 1 to n ÷ 3, for drawing blocks of a series (n,).
 
-    A single slow step says nothing about how long steps remember each other: outliers are cut first.
+    A single slow step does not show how long steps remember each other, so outliers are clipped first.
     """
     n = len(series)
     longest = max(1, int(min(3 * np.sqrt(n), n / 3)))
@@ -72,13 +72,16 @@ def _window(correlation: Float, n: int, quiet: int) -> int:
 
 
 def starts_of_blocks(n: int, block: int, replicates: int) -> Int64:
-    """Return where the blocks of each replicate begin (B, n ÷ block rounded up); the same at each call."""
+    """
+    Return the start of each block of each replicate (B, n ÷ block rounded up). The result is the same at each
+    call.
+    """
     drawn = np.random.default_rng(_SEED).integers(0, n, (replicates, -(-n // block)))
     return drawn.astype(np.int64)
 
 
 def means(columns: Values, block: int, starts: Int64) -> Drawn:
-    """Return the means of `columns` (n, Q), and replicates; a replicate is cut to n values."""
+    """Return the means of `columns` (n, Q) and their replicates. A replicate is cut to n values."""
     n, replicates = len(columns), len(starts)
     last = n - (starts.shape[1] - 1) * block
     sums, rest = (_sums_of_blocks(columns, length) for length in (block, last))
@@ -125,7 +128,7 @@ def drift(of_parts: Values) -> Float:
 
 
 def few_blocks(blocks: float) -> float:
-    """Return by how much replicates of so many blocks scatter too little: √(m ÷ (m − 1))."""
+    """Return the factor by which replicates of so many blocks scatter too little: √(m ÷ (m − 1))."""
     return float(np.sqrt(max(blocks, 2.0) / (max(blocks, 2.0) - 1)))
 
 
@@ -139,7 +142,7 @@ def student(blocks: float, share: float) -> float:
 
 
 def _sums_of_blocks(columns: Values, length: int) -> Float:
-    """Return the sum of `length` values from each place on (n, …), going on at the beginning."""
+    """Return the sum of the `length` values that begin at each index (n, …), continuing at the beginning."""
     n = len(columns)
     around = np.concatenate([columns, columns[:length]], dtype=float)
     ends = np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(around, axis=0)])

@@ -23,7 +23,7 @@ from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, INFERRED, SEGMENT_BI
 DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
 )
-"""Names of dimensions along which ranks do the same work on other data."""
+"""Names of mesh dimensions along which ranks do the same work on different data."""
 _OTHERS = frozenset(
     (
         *("pp", "pipe", "pipeline", "stage", "tp", "tensor", "model", "mp", "etp", "ep", "expert"),
@@ -41,7 +41,7 @@ class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     size: int
     bubble: float | None
-    """0..1, the mean over its ranks; None: these waits are not seen."""
+    """Mean share (0..1) of its ranks' time spent waiting for other roles. None: these waits are not seen."""
 
 
 def role_of(placement: Mapping[str, Any], peers: int | None = None) -> str | None:
@@ -68,7 +68,10 @@ def role_of(placement: Mapping[str, Any], peers: int | None = None) -> str | Non
 
 
 def mixed(role: str) -> str | None:
-    """Return the dimension of a role that divides both the data and a sample ("dp_shard_cp"), if any."""
+    """
+    Return the dimension of a role that divides both the data and a sample ("dp_shard_cp"). None if there is
+    none.
+    """
     names = (part.partition("=")[0] for part in role.split())
     return next((name for name in names if _words(name) & _OTHERS and _words(name) & DATA_DIMENSIONS), None)
 
@@ -78,14 +81,14 @@ def _words(name: str) -> set[str]:
 
 
 def several(window: Window) -> bool:
-    """Whether ranks wait for others that do other work: stages of a pipeline, tensor-parallel ranks."""
+    """Whether ranks wait for ranks that do other work: pipeline stages, tensor-parallel ranks."""
     return any({"pp", "tp"} & {*strategy.split("+")} for strategy in window.strategies)
 
 
 def on_the_way(window: Window, synced: Bool) -> Bool:
     """
-    Return the rows (K,) in which ranks wait for other roles on their way to an exchange, where that is known:
-    those not `synced` (K,) before one of the same step that is.
+    Return the rows (K,) in which ranks wait for other roles on their way to an exchange, as far as known:
+    rows that are not `synced` (K,) before one of the same step that is.
     """
     steps = window.keys >> SEGMENT_BITS
     before: Bool = np.zeros(len(steps), np.bool_)
@@ -101,8 +104,10 @@ def waited_apart_ns(window: Window, synced: Bool) -> Int64:
 
 def beside_each_other(groups: Sequence[Window]) -> list[Window]:
     """
-    Return the windows of roles whose ranks stand for the same replicas, in this order, with what each replica
-    waited for in the others; as they are where there are none, or not all ranks report.
+    Return the windows of roles whose ranks stand for the same replicas, in this order, with the time that
+    each replica waited for the others.
+
+    Returned unchanged if there are no other roles, or if not all ranks report.
     """
     first = groups[0]
     if not several(first) or any(len(group.ranks) != first.expected or group.missing for group in groups):
@@ -135,7 +140,7 @@ def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
 
 
 def bubbles(window: Window) -> Float | None:
-    """Return the share (0..1) of its time that each rank (R,) waits for other roles; None: not seen."""
+    """Return the share (0..1) of its time that each rank (R,) waits for other roles. None: not seen."""
     if not several(window) or not window.d.any() or (window.flags & FLAG_COUPLED).any():
         return None
     apart = window.flags & FLAG_NO_PEERS != 0
@@ -145,7 +150,7 @@ def bubbles(window: Window) -> Float | None:
 
 
 def shares(window: Window) -> tuple[RoleShare, ...]:
-    """Return the roles of `window`, in order of their lowest rank; of very many, the first."""
+    """Return the roles of `window`, ordered by their lowest rank. If there are very many, only the first."""
     known = bubbles(window)
     places_of: dict[str, list[int]] = {}
     for place, role in enumerate(window.roles):
@@ -162,9 +167,9 @@ def shares(window: Window) -> tuple[RoleShare, ...]:
 
 
 _DATA = ("deepspeed", "hsdp", "fsdp2", "fsdp", "ddp")
-"""Ways to exchange gradients: a job that has several is called by the first of these."""
+"""Ways to exchange gradients. A job with several of them is named after the first."""
 _MODEL = ("tp", "pp")
-"""Ways to divide a model beside that, in the order in which they are written."""
+"""Ways to divide a model besides data parallelism, in the order they are written."""
 
 
 def mode(strategies: Iterable[str | None]) -> str | None:

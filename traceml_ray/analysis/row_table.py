@@ -1,14 +1,13 @@
 """
-The newest rows of a job's ranks side by side: each row is put into its place once, when it arrives.
+The newest rows of all ranks of a job, one line per rank and one column per key.
 
-Rows of a rank that are in no statistic: of how many steps, and how long they took, in bounded memory.
+A row is put into its cell once, when it arrives. Rows that are excluded from statistics are only counted,
+with their time, in bounded memory.
 
-Rows of ranks that have a device clock, with their host's part beside them in one array.
+If a rank has a device clock, rows are wide: WIDTH int64 with the row, the same row on the CPU's clock, and
+its leads packed into one number (-1 if the rank process has no device clock). Otherwise they stay narrow.
 
-A wide row is WIDTH int64: the row, the same row on the CPU's clock, and its leads as one number, -1 where the
-rank process has no device clock. Where no rank has one, rows stay as narrow as they come.
-
-When the stages of a row happen: one after the other, in the order of `STAGES`.
+`begins` computes when the stages of a row happen: one after the other, in the order of `STAGES`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ Chunk = tuple[bytes, bytes, bytes]
 
 
 def is_wide(rows: Int64) -> bool:
-    """Whether `rows` (…, 6 or WIDTH) have a host's part."""
+    """Whether `rows` (…, 6 or WIDTH) include the host's part."""
     return bool(rows.shape[-1] > N_STAGES)
 
 
 def from_wire(chunks: Sequence[Chunk]) -> Int64:
-    """Return the rows (n, 6) of some chunks, wide (n, WIDTH) if there are host rows in one."""
+    """Return the rows (n, 6) of some chunks; wide (n, WIDTH) if one of them has host rows."""
     rows = _stages([rows for rows, _, _ in chunks])
     if not any(host for _, host, _ in chunks):
         return rows
@@ -46,12 +45,12 @@ def from_wire(chunks: Sequence[Chunk]) -> Int64:
 
 
 def widen(rows: Int64) -> Int64:
-    """Return wide rows (…, WIDTH) of those (…, 6) of ranks without a device clock."""
+    """Return wide rows (…, WIDTH) made from rows (…, 6) of ranks without a device clock."""
     return np.concatenate([rows, rows, np.full((*rows.shape[:-1], 1), -1)], axis=-1)
 
 
 def without_device(rows: Int64, flags: UInt8) -> Bool:
-    """Return which wide rows (…, WIDTH) the rank's device clock has no times for."""
+    """Return which wide rows (…, WIDTH) have no times from the device clock."""
     missing: Bool = (flags & FLAG_DEVICE_CLOCK == 0) & (rows[..., -1] >= 0)
     return missing
 
@@ -76,7 +75,7 @@ def _stages(parts: Sequence[bytes]) -> Int64:
 
 
 def _leads(rows: bytes, host: bytes, leads: bytes) -> Int64:
-    """Return the leads of a chunk as one number each (n,)."""
+    """Return the leads of a chunk, each as one number (n,)."""
     if leads:
         three = np.frombuffer(leads, np.uint8).reshape(-1, LEAD_BYTES).astype(np.int64)
         packed: Int64 = (three << _SHIFTS).sum(axis=1)
@@ -85,29 +84,29 @@ def _leads(rows: bytes, host: bytes, leads: bytes) -> Int64:
 
 
 MOST = 64
-"""Entries of a rank; of more steps some share one."""
+"""Largest number of entries per rank. Beyond it, several steps share an entry."""
 _FIRST = attrgetter("first")
 
 
 class Aside(NamedTuple):
-    """Steps that follow one another."""
+    """Consecutive steps that are excluded from statistics."""
 
     first: int
     last: int
     steps: int
-    """How many of them are set aside: all, but where a rank has very many."""
+    """Number of excluded steps. It is the whole range, except where a rank has very many."""
     ns: int
-    """How long they took together."""
+    """Time that they took together, in ns."""
 
 
 class SetAside:
-    """The steps of one rank that are set aside, ascending."""
+    """The steps of one rank that are excluded from statistics, ascending."""
 
     def __init__(self) -> None:
         self.entries: list[Aside] = []
 
     def add(self, step: int, ns: int) -> None:
-        """Add a row of a step that took `ns`; the rows of one step are one."""
+        """Add a row that took `ns`. The rows of one step are one entry."""
         index = bisect_right(self.entries, step, key=_FIRST)
         before = self.entries[index - 1] if index else None
         if before is not None and step <= before.last:
@@ -118,12 +117,12 @@ class SetAside:
             self._join_nearest()
 
     def count(self, other: set[int]) -> int:
-        """Return how many steps these are, without those that are `other` ones as well."""
+        """Return the number of these steps that are not in `other`."""
         both = sum(any(entry.first <= step <= entry.last for entry in self.entries) for step in other)
         return sum(entry.steps for entry in self.entries) - both
 
     def _join_nearest(self) -> None:
-        """Make one of the two entries with the fewest steps between them, the oldest of these."""
+        """Join the two entries with the fewest steps between them; of several such pairs, the oldest."""
         entries = self.entries
         index = min(range(len(entries) - 1), key=lambda i: entries[i + 1].first - entries[i].last)
         one, two = entries[index], entries[index + 1]
@@ -137,7 +136,7 @@ Places = slice | npt.NDArray[np.intp]
 
 
 class Who(NamedTuple):
-    """A rank: its node as it is shown, whom it exchanges gradients with, its strategy, and its role."""
+    """A rank's node as it is displayed, the group it exchanges gradients with, its strategy, and its role."""
 
     node: str
     group: Group | None = None
@@ -157,19 +156,22 @@ class RowTable:
     def __init__(self, cells: int = CELLS, most: int = _MOST) -> None:
         self._cells_most, self._columns_most = cells, most
         self.ranks: Int64 = np.empty(0, np.int64)
-        """(R,) ascending."""
+        """Ranks (R,), ascending: one line each."""
         self.first: Int64 = np.empty(0, np.int64)
         self.last: Int64 = np.empty(0, np.int64)
-        """The first and the last key of each rank (R,) that counts, -1 without any."""
+        """Last key of each rank (R,) that counts; `first` is the first one. -1 if there is none."""
         self.lead: Int64 = np.empty(0, np.int64)
         self.lead_ns: Int64 = np.empty(0, np.int64)
-        """The key of each rank's first row of all, which does not count, and how long it took; -1 without."""
+        """
+        Time of each rank's very first row, whose key is `lead` and which does not count, in ns. -1 if there
+        is none.
+        """
         self.aside: dict[int, SetAside] = {}
-        """By rank: its other rows with FLAG_FIRST."""
+        """Further excluded rows, by rank."""
         self.device: Int64 = np.empty(0, np.int64)
-        """The newest key of each rank (R,) whose row is on the device's clock, -1 without."""
+        """Newest key of each rank (R,) whose row is on the device's clock. -1 if there is none."""
         self.forgotten = -1
-        """Keys up to this one are no longer here."""
+        """Largest key that has been forgotten. -1 if none has."""
         self._end = 0
         self._keys: Int64 = np.empty(0, np.int64)
         self._d: Int64 = np.empty((0, 0, N_STAGES), np.int64)
@@ -177,21 +179,21 @@ class RowTable:
 
     @property
     def keys(self) -> Int64:
-        """The keys (n,) that are here, ascending."""
+        """Keys (n,) in the table, ascending."""
         return self._keys[: self._end]
 
     @property
     def size(self) -> int:
-        """For how many columns there should be room."""
+        """Number of columns that the table should have room for."""
         return max(_LEAST, min(self._columns_most, self._cells_most // max(1, len(self.ranks))))
 
     def places(self, ranks: Sequence[int] | Int64) -> npt.NDArray[np.intp]:
-        """Return the lines of some ranks, which are here."""
+        """Return the lines of `ranks`, which must be in the table."""
         lines: npt.NDArray[np.intp] = np.searchsorted(self.ranks, ranks)
         return lines
 
     def add_ranks(self, ranks: Sequence[int]) -> None:
-        """Make a line for each of `ranks` that has none."""
+        """Add a line for each of `ranks` that has none."""
         all_ranks = np.union1d(self.ranks, np.asarray(ranks, np.int64))
         if len(all_ranks) == len(self.ranks):
             return
@@ -251,7 +253,7 @@ class RowTable:
         self.last[places] = np.maximum(self.last[places], last)
 
     def _note_aside(self, places: npt.NDArray[np.intp], keys: Int64, aside: Bool, rows: Int64) -> None:
-        """Note the rows (m, k) that are new and in no statistic: the first of a rank, and the others."""
+        """Record excluded rows (m, k) that are new: the first one of a rank, and the others."""
         for line, column in np.argwhere(aside):
             place, key = places[line], int(keys[column])
             took = int(rows[line, column, :N_STAGES].sum())
@@ -275,7 +277,7 @@ class RowTable:
         return near & without_device(rows, flags)
 
     def unseen(self, places: npt.NDArray[np.intp], keys: Int64) -> Int64:
-        """Return those of `keys` of which one of the ranks has no row yet."""
+        """Return those of `keys` that at least one of the ranks has no row for."""
         keys = np.unique(keys)
         gone = keys <= self.forgotten
         columns = np.minimum(np.searchsorted(self.keys, keys), max(0, self._end - 1))
@@ -291,31 +293,31 @@ class RowTable:
         return -(-len(steps) // (int(np.count_nonzero(np.diff(steps))) + 1))
 
     def before(self, end: int, columns: int) -> int:
-        """Return with which column so many begin that end before `end` and have a row that counts."""
+        """Return the first of the last `columns` columns before `end` that have a row that counts."""
         if is_wide(self._d):
             counts = np.flatnonzero(self._usable[:, :end].any(axis=0))
             return int(counts[-columns]) if len(counts) >= columns else 0
         return max(0, end - columns)
 
     def between(self, after: int, to: int) -> slice:
-        """Return the columns of the keys from `after` (left out) to `to`."""
+        """Return the columns of the keys after `after`, up to and including `to`."""
         first, last = np.searchsorted(self.keys, (after, to), "right").tolist()
         return slice(first, last)
 
     def cells(self, columns: slice) -> tuple[Int64, UInt8, Bool]:
-        """Return `d` (R, n, 6), `flags` (R, n) and where there is a row that counts (R, n); views."""
+        """Return `d` (R, n, 6), `flags` (R, n), and where a row counts (R, n). All are views."""
         d = self._d[:, columns, :N_STAGES]
         return d, self._flags[:, columns], self._usable[:, columns]
 
     def unread(self, columns: slice) -> Bool:
-        """Return where (R, n) there is a row that does not count as its device's clock was not read in it."""
+        """Return where (R, n) a row does not count because its device clock was not read."""
         unread: Bool = (
             self._seen[:, columns] & ~self._usable[:, columns] & ~self._flagged(slice(None), columns)
         )
         return unread
 
     def _flagged(self, lines: Any, columns: slice) -> Bool:
-        """Return where (R, n) there is a row that is in no statistic."""
+        """Return where (R, n) a row is excluded from statistics."""
         flagged: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
         return flagged
 
@@ -335,7 +337,10 @@ class RowTable:
         expected: int,
         missing: Sequence[int] = (),
     ) -> Window:
-        """Return the keys in some columns that all of `ranks` (ascending; `who` they are) have rows of."""
+        """
+        Return the keys in some columns that all of `ranks` (ascending) have rows for. `who` describes the
+        ranks.
+        """
         places = self.places(ranks)
         lines: Any = slice(None) if len(places) == len(self.ranks) else places
         usable: Bool = self._usable[lines, columns]
@@ -371,7 +376,7 @@ class RowTable:
         )
 
     def forget(self, done: int) -> None:
-        """Make room where more than half of it is used: forget the oldest keys, up to `done` at most."""
+        """If more than three quarters of the table are used, forget the oldest keys, up to `done` at most."""
         size = self.size
         if self._end <= size * 3 // 4 and self._keys.size <= 2 * size:
             return
@@ -380,7 +385,7 @@ class RowTable:
             self._resize(size, np.arange(len(self.ranks)))
 
     def forget_all(self, done: int) -> None:
-        """Forget the keys up to `done`, and hold no more room than the others need."""
+        """Forget the keys up to `done`, and release the memory that the others do not need."""
         self._drop(int(np.searchsorted(self.keys, done, "right")))
         self._resize(self._end, np.arange(len(self.ranks)))
 
@@ -396,7 +401,7 @@ class RowTable:
         self._end = keep
 
     def _columns(self, keys: Int64) -> Places:
-        """Return the columns of `keys`, made where they are new."""
+        """Return the columns of `keys`; add those that are new."""
         columns = np.searchsorted(self.keys, keys)
         if columns[-1] == self._end or (self._keys[columns] != keys).any():
             new = np.setdiff1d(keys, self.keys[columns[0] :], assume_unique=True)
@@ -409,7 +414,7 @@ class RowTable:
         )
 
     def _insert(self, keys: Int64, first: int) -> None:
-        """Make columns for new `keys`; those from `first` on move."""
+        """Add columns for new `keys`. Those from `first` on move."""
         moved, end = self._keys[first : self._end].copy(), self._end + len(keys)
         before = [cells[:, first : self._end].copy() for cells in self._cells()]
         if end > self._keys.size:
@@ -429,11 +434,11 @@ class RowTable:
         self._d = np.zeros((ranks, columns, self._d.shape[2]), np.int64)
         self._flags: UInt8 = np.zeros((ranks, columns), np.uint8)
         self._usable: Bool = np.zeros((ranks, columns), np.bool_)
-        """Whether a row counts: the first of a process does not."""
+        """Where a row counts. The first row of a process does not."""
         self._seen: Bool = np.zeros((ranks, columns), np.bool_)
 
     def _resize(self, columns: int, lines: npt.NDArray[np.intp]) -> None:
-        """Have room for so many columns; what is here moves to `lines`."""
+        """Make room for `columns` columns. The existing lines move to `lines`."""
         before, keys = self._cells(), self.keys
         self._make(len(self.ranks), columns)
         self._keys = np.zeros(columns, np.int64)
@@ -446,7 +451,7 @@ _NO_KEYS: Int64 = np.empty(0, np.int64)
 
 
 def _cross(places: npt.NDArray[np.intp], columns: Places) -> Any:
-    """Return the index of the cells where lines and columns cross; of neighbours, one that copies nothing."""
+    """Return the index of the cells where lines and columns cross. For adjacent lines it selects a view."""
     if (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1), columns
     return places if isinstance(columns, slice) else places[:, None], columns

@@ -31,7 +31,7 @@ _AGREE = 0.1
 _LEAST_SET = 2
 _BLOCK = 5
 _MEDIAN_ERROR = 1.2533 * 1.4826
-"""Standard error of the median of n values times √n, from their MAD, under normal noise."""
+"""Standard error of the median of n values times √n, relative to their MAD, under normal noise."""
 
 
 def find(
@@ -86,8 +86,8 @@ def find(
 
 def _compared(evidence: Evidence, thresholds: Thresholds, past: PastSteps | None) -> tuple[Finding, ...]:
     """
-    Compare the ranks with each other: is one late all the time, or now and then? What does it cost beside
-    that that they have unequal work?
+    Compare the ranks with each other: whether one is late always or now and then, and what unequal work costs
+    besides.
     """
     lasting = _lasting(evidence, thresholds, past)
     if lasting and lasting[0].label == "accounting_only":
@@ -107,7 +107,7 @@ def _compared(evidence: Evidence, thresholds: Thresholds, past: PastSteps | None
 def _all_against_hosts(
     findings: tuple[Finding, ...], evidence: Evidence, thresholds: Thresholds
 ) -> tuple[Finding, ...]:
-    """Return the findings that hosts do not explain; an abstention where there are none."""
+    """Return the findings that hosts do not explain. If there are none, return an abstention."""
     against = [_against_hosts(finding, evidence, thresholds) for finding in findings]
     left = [finding for finding in against if LABELS[finding.label].kind == "finding"]
     sure = [finding for finding in left if finding.sure] or against[:1]
@@ -115,7 +115,7 @@ def _all_against_hosts(
 
 
 def _names_for_good(finding: Finding) -> bool:
-    """Whether a finding names ranks that are late all the time."""
+    """Whether a finding names ranks that are late in most steps."""
     return LABELS[finding.label].names == "ranks" and finding.pattern == "lasting"
 
 
@@ -187,7 +187,7 @@ def _by_chance(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> 
 
 
 def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
-    """Whether `cause` is a device's, while other ranks' devices wait for their hosts."""
+    """Whether the device causes `cause`, while other ranks' devices wait for their hosts."""
     assert evidence.hosts is not None
     late = evidence.hosts.late_share
     its_own = float(late[list(cause.places), cause.stage].mean())
@@ -291,7 +291,7 @@ def _lasting(
 
 
 def _of_little(late: list[Late], evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """Return what ranks are together of which each saves little."""
+    """Return the finding for ranks that are late together, each of which saves little."""
     first = late[0]
     causes = tuple(cause for other in late for cause in other.causes)
     gain = evidence.gain(*causes)
@@ -345,12 +345,15 @@ def _newly(
 
 
 def _all_ranks(finding: Finding, evidence: Evidence) -> bool:
-    """Whether all ranks are named together: then they are late in turn, because no rank is later than all."""
+    """Whether all ranks are named together. Then they are late in turn: no rank is later than all."""
     return len(finding.causes[0].places) == len(evidence.window.ranks)
 
 
 def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
-    """Return where the excess of the newest `count` of `series` (S,) began, None if it is not new."""
+    """
+    Return the index at which the excess in the newest `count` of `series` (S,) began. None if
+    it is not new.
+    """
     before, newest = series[:-count], series[-count:]
     excess = float(np.median(newest))
     usual = float(np.median(before))

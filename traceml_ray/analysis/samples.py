@@ -15,7 +15,7 @@ Float = np.ndarray[Any, np.dtype[np.float32]]
 Int64 = np.ndarray[Any, np.dtype[np.int64]]
 Devices = Mapping[int, Sequence[GpuProcess]]
 XID_LATE_NS = 2_000_000_000
-"""A critical error is in the sample after it, and its process may be gone by then."""
+"""Delay until a critical error is sampled, in ns. Its process may be gone by then."""
 
 
 class Excerpt(NamedTuple):
@@ -25,13 +25,13 @@ class Excerpt(NamedTuple):
     gpus: Float
     devices: tuple[int, ...]
     processes: list[Devices]
-    """By device, of the samples that asked for them."""
+    """Processes by device, for each sample that listed them."""
     xids: list[tuple[int, int]]
-    """(device, number) of the critical errors."""
+    """Critical errors as pairs (device, number)."""
 
 
 Between = Callable[[Sequence[str], int, int], Mapping[str, Excerpt]]
-"""Returns the samples of nodes (by id) between two times (ns since the epoch)."""
+"""Function that returns the samples of nodes (by id) between two times (ns since the epoch)."""
 
 
 class Samples:
@@ -50,7 +50,7 @@ class Samples:
         self._xids: deque[tuple[int, int, int]] = deque(maxlen=size)
 
     def add(self, sample: NodeSample) -> None:
-        """Add a sample; a change of the devices discards those before."""
+        """Add a sample. If the devices change, earlier samples are discarded."""
         devices = tuple(gpu.index for gpu in sample.gpus or ())
         if sample.gpus is not None and devices != self._devices:
             self._devices = devices

@@ -16,7 +16,7 @@ from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.wire.messages import SpanSum
 
 MAX_PEERS = 64
-"""Ranks that a span is compared with, evenly chosen: enough for a median."""
+"""Largest number of ranks that a span is compared with, evenly chosen: enough for a median."""
 
 
 class SpanRate(NamedTuple):
@@ -28,15 +28,18 @@ class SpanRate(NamedTuple):
 
     @property
     def bytes(self) -> float | None:
-        """Of one time, where that is known."""
+        """Bytes of one occurrence. None if not known."""
         return self.size / self.times if self.size and self.times else None
 
 
 _NONE = SpanRate(0.0, 0.0)
 SpanRates = Mapping[tuple[str, int], SpanRate]
-"""By name and stage; a span that a rank never had is not in it."""
+"""Rates by span name and stage. A span that a rank never had is missing."""
 Find = Callable[[Sequence[int], int, int], Mapping[int, SpanRates]]
-"""Returns the rates of some ranks from one step to another; a rank of which nothing is known is left out."""
+"""
+Function that returns the rates of some ranks over a range of steps. A rank of which nothing is known is
+missing.
+"""
 
 
 def span_rates(sums: Iterable[SpanSum], first: int, last: int) -> SpanRates:

@@ -12,7 +12,7 @@ from traceml_ray.analysis.window import Float, Int64, UInt8
 
 Values = npt.NDArray[np.floating[Any]]
 MISSING = 255
-"""Of `deviations`: not known."""
+"""Level that `deviations` uses for values that are not known."""
 _MOST = 4.0
 """Ratio that the highest level stands for."""
 
@@ -24,15 +24,15 @@ class Spread(NamedTuple):
     """
 
     median: Float
-    """(C,)"""
+    """Median over the ranks (C,)."""
     worst: Int64
-    """Place of the largest among the ranks (C,), -1 where none is known."""
+    """Index of the rank with the largest value (C,); -1 if none is known."""
     nodes: tuple[str, ...]
     per_node: Float
     global_skew_pct: Float
-    """NaN with one rank."""
+    """Skew over the ranks, in % (C,). NaN with one rank."""
     node_skew_pct: Float
-    """NaN with one node."""
+    """Skew over the nodes, in % (C,). NaN with one node."""
 
 
 def spread(values: Values, nodes: Sequence[str]) -> Spread:
@@ -63,7 +63,7 @@ def spread(values: Values, nodes: Sequence[str]) -> Spread:
 
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the places of each name."""
+    """Return the indices at which each name occurs."""
     places_of: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places_of.setdefault(name, []).append(place)
@@ -102,7 +102,10 @@ def deviations(values: Values, middle: Values, unit: Values) -> UInt8:
 
 
 def level(over: Any) -> Any:
-    """Return the level of a ratio: 0..254 are a quarter to four times, logarithmic, clipped (127: once)."""
+    """
+    Return the level of a ratio. Levels 0..254 are a quarter to four times, logarithmic, clipped; 127 is a
+    ratio of 1.
+    """
     return np.clip(127 + 127 * np.log(over) / np.log(_MOST), 0, 254)
 
 

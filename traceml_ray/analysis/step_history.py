@@ -1,6 +1,7 @@
 """
-The steps of one attempt of a run, reduced once, when all ranks have reported them, in bounded memory: what
-the live verdict, the report and every view read, live or rebuilt from a session file.
+The steps of one attempt of a run, reduced once all ranks have reported them, in bounded memory.
+
+The live verdict, the report and every view read them, live or rebuilt from a session file.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from traceml_ray.stages import (
 )
 
 _CHAINS = 4
-"""Sets of ranks whose chain may go on later."""
+"""Number of sets of ranks whose chain is kept, because it may continue later."""
 _DEEP_CELLS, _DEEP_COLUMNS = 1 << 21, 1 << 16
 _LATE = 1 << 16
 _HOST_ROWS = 1 << 12
 _ASIDE = "first", "last", "ns"
 _LARGEST = (1 << 63) - 1
-"""More than any sum of times comes to, but for nonsense."""
+"""Upper bound of a sum of times; only invalid values exceed it."""
 _LARGEST_SUM = 2.0**62
 """Largest time of a step that is shown, in ns. A row that makes no sense may have more in its six stages."""
 
 
 class Mark(NamedTuple):
-    """Where a chain of steps can be taken up again: what was reduced up to key `edge`."""
+    """A point at which a chain of steps can be continued: the state after reducing up to key `edge`."""
 
     edge: int
     behind: dict[bytes, Int64]
@@ -53,9 +54,11 @@ class Mark(NamedTuple):
 
 class StepHistory(KeptSteps):
     """
-    The steps of the processes that stand for the ranks. Rows are put into their place as they come; `advance`
-    reduces the steps that are whole. What comes late is reduced anew with the steps it belongs to, as long as
-    their rows are here (see `RowTable`); after that it is left out.
+    The steps of the processes that stand for the ranks.
+
+    Rows are put into the table as they arrive; `advance` reduces the steps that are complete. A row that
+    arrives late makes its steps be reduced again, as long as their rows are still in the table (see
+    `RowTable`); after that it is left out.
 
     `deep` is for a report: it waits longer for a rank that is behind, and has medians of each stage.
     """
@@ -64,25 +67,28 @@ class StepHistory(KeptSteps):
         super().__init__(limits, deep=deep)
         self.table = RowTable(_DEEP_CELLS, _DEEP_COLUMNS) if deep else RowTable()
         self.taken = self.absurd = self.left_out = 0
-        """Rows so far; keys left out because of values that no step can have, or as a rank came too late."""
+        """
+        Number of rows received. `absurd` counts keys left out because of values that no step can have,
+        `left_out` those of ranks that came too late.
+        """
         self.merged = False
-        """Stages were added up where some rank has no mark between them, see `comparable`."""
+        """Whether stages were added up because some rank has no mark between them, see `comparable`."""
         self.version = 0
-        """Changes with every step."""
+        """Increases with every reduced step."""
         self.done = -1
-        """What was reduced, up to this key."""
+        """Key up to which steps are reduced."""
         self._behind: dict[bytes, Int64] = {}
         self._totals: dict[Group | int, int] = {}
         self._marks = [Mark(-1, {}, {}, 0)]
         self._late: Int64 = np.empty(0, np.int64)
-        """Of the keys that a rank came too late for, the newest."""
+        """The newest keys that a rank came too late for."""
 
     def reported(self) -> set[int]:
-        """Return the ranks with rows, reduced or not."""
+        """Return the ranks that have rows, reduced or not."""
         return set(self.table.ranks[(self.table.last >= 0) | (self.table.lead >= 0)].tolist())
 
     def ends(self) -> dict[int, tuple[int, int]]:
-        """Return the first and the last key of each rank, -1 without any."""
+        """Return the first and the last key of each rank; -1 if it has none."""
         table = self.table
         first = np.where(table.lead >= 0, table.lead, table.first)
         last, (starts, unread) = table.last.copy(), self._unread_in(self._tail)
@@ -92,7 +98,7 @@ class StepHistory(KeptSteps):
         return dict(zip(table.ranks.tolist(), ends, strict=True))
 
     def take(self, rows_of_ranks: Sequence[RankRows]) -> None:
-        """Take rows of some ranks."""
+        """Add rows of some ranks."""
         self.know({rows.rank: Who(rows.node, rows.group, rows.strategy, rows.role) for rows in rows_of_ranks})
         alike: dict[tuple[bytes, int], list[RankRows]] = {}
         for rows in rows_of_ranks:
@@ -102,12 +108,15 @@ class StepHistory(KeptSteps):
             self.put([rows.rank for rows in same], same[0].keys, flags, stages)
 
     def know(self, who: Mapping[int, Who]) -> None:
-        """Note who ranks are, before their first rows are `put`."""
+        """Note node, group, strategy and role of ranks, before their first rows are `put`."""
         self.who.update(who)
         self.table.add_ranks([*who])
 
     def put(self, ranks: Sequence[int], keys: Int64, flags: UInt8, rows: Int64) -> None:
-        """Take rows of ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6) or wide."""
+        """
+        Add rows of ranks that have the same `keys` (k,): `flags` (m, k), `rows` in ns (m, k, 6)
+        or wide.
+        """
         if not len(keys):
             return
         places = self.table.places(ranks)
@@ -157,8 +166,8 @@ class StepHistory(KeptSteps):
 
     def window(self, ranks: Sequence[int], expected: int, missing: Sequence[int], steps: int) -> Window:
         """
-        Return the newest `steps` that all of `ranks` (ascending, which are known) have reported, but not one
-        that they may be in the middle of.
+        Return the newest `steps` steps that all of `ranks` (ascending, known) have reported, without a step
+        that may still be incomplete.
         """
         last = int(self.table.last[self.table.places(ranks)].min())
         end = self.table.between(-1, last).stop
@@ -176,13 +185,16 @@ class StepHistory(KeptSteps):
         return self.table.window(columns, ranks, who, expected, missing)
 
     def forget_rows(self) -> None:
-        """Forget the rows that were reduced: what comes late is left out then. Take no room for more."""
+        """
+        Forget the rows that were reduced, and release their memory. Rows that arrive later are
+        left out.
+        """
         self.table.forget_all(before_step(self.done))
         self._marks = [mark for mark in self._marks if mark.edge >= self.table.forgotten][-1:]
         self.fit()
 
     def counts(self) -> dict[int, int]:
-        """Return of how many steps each rank has rows."""
+        """Return the number of steps that each rank has rows of."""
         table = self.table
         counts: Int64 = (table.lead >> SEGMENT_BITS != table.first >> SEGMENT_BITS).astype(np.int64)
         counts[table.lead < 0] = 0
@@ -194,11 +206,14 @@ class StepHistory(KeptSteps):
         return dict(zip(table.ranks.tolist(), (counts + self._unread()).tolist(), strict=True))
 
     def timed(self) -> float:
-        """Return the share (0..1) of steps with times: a device's clock may be read in some only."""
+        """Return the share (0..1) of steps that have times: a device clock may be read in some steps only."""
         return 1 - float(self._unread().sum()) / max(1, sum(self.counts().values()))
 
     def _unread(self) -> Int64:
-        """Return in how many steps each rank's device clock was not read (R,), though it goes on."""
+        """
+        Return the number of steps in which each rank's device clock was not read (R,) although
+        it continues.
+        """
         counts: Int64 = self._unread_in(self._tail)[1][..., 0].sum(axis=1)
         for store in self.stores():
             counts[self.table.places(self._axis)] += store.unread()[..., 0].sum(axis=1).astype(np.int64)
@@ -206,13 +221,15 @@ class StepHistory(KeptSteps):
 
     @property
     def _tail(self) -> slice:
-        """The columns of the table that are not reduced."""
+        """Columns of the table that are not reduced yet."""
         return slice(self.table.between(-1, self.done).stop, len(self.table.keys))
 
     def _unread_in(self, columns: slice) -> tuple[Int64, Int64]:
         """
-        Return the place in `columns` of each step (S,), and (R, S, 2) whether the device's clock was not read
-        in it at all, and how long the rows in which it was not took on the host, ns. S is 0 without any.
+        Return the index in `columns` of each step (S,), and an array (R, S, 2): whether the device clock was
+        not read in the step at all, and the host time in ns of the rows in which it was not read.
+
+        S is 0 if it was always read.
         """
         d, _, usable = self.table.cells(columns)
         unread = self.table.unread(columns)
@@ -225,8 +242,10 @@ class StepHistory(KeptSteps):
 
     def host_stages(self, rank: int, steps: Int64) -> Array | None:
         """
-        Return the stages of a rank on its host's clock in those of `steps` (K,) that are still here one by
-        one (K, 6) ms, NaN in others; None where it has none on its device's clock.
+        Return the stages of a rank on its host's clock in `steps` (K, 6), in ms; NaN for steps that are not
+        kept one by one.
+
+        None if the rank has no rows on a device clock.
         """
         keys, flags, rows = self.table.line(rank, _HOST_ROWS)
         known = is_wide(rows) and (flags & FLAG_DEVICE_CLOCK != 0) & (rows[:, -1] >= 0)
@@ -241,7 +260,7 @@ class StepHistory(KeptSteps):
         return stages
 
     def timeline(self, rank: int) -> Timeline:
-        """Return how long the steps of a rank took, the oldest in sums."""
+        """Return how long the steps of a rank took. The oldest are sums of several steps."""
         line = int(self.table.places([rank])[0])
         aside = self.table.aside.get(rank, SetAside()).entries
         if self.table.lead[line] >= 0:
@@ -270,7 +289,10 @@ class StepHistory(KeptSteps):
         return Timeline(begins, ends, took)
 
     def _go_back(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8) -> None:
-        """Take up the chain before the first of `keys` that is new, of a step that was reduced without it."""
+        """
+        Reduce steps again from the first of `keys` that is new and belongs to a step that was already
+        reduced.
+        """
         counts = (flags & FLAG_FIRST == 0).any(axis=0)
         late = self.table.unseen(places, keys[counts & (keys <= self.done)])
         if not len(late):
@@ -283,7 +305,7 @@ class StepHistory(KeptSteps):
         self._late = np.union1d(self._late, late)[-_LATE:]
 
     def _can_go_back_to(self, edge: int, key: int) -> bool:
-        """Tell whether the steps after `edge`, that of `key` among them, can be reduced once more."""
+        """Whether the steps after `edge`, including the step of `key`, can be reduced once more."""
         if edge >> SEGMENT_BITS >= key >> SEGMENT_BITS or edge < self.table.forgotten:
             return False
         after = self.table.between(edge, self.done)
@@ -302,13 +324,13 @@ class StepHistory(KeptSteps):
         self.version += 1
 
     def _warm_keys(self) -> set[int]:
-        """Return the last key of the warm-up of each rank: it counts from where the rank begins."""
+        """Return the last key of each rank's warm-up, which is counted from the first step of the rank."""
         first = self.table.first[self.table.first >= 0]
         ends = (first >> SEGMENT_BITS) + self.limits.warmup_steps << SEGMENT_BITS
         return set((ends - 1).tolist())
 
     def _edges(self, end: int, warm: set[int]) -> list[int]:
-        """Return where, up to key `end`, ranks come or go, or a warm-up is over: chains end there."""
+        """Return the keys, up to `end`, at which chains end: ranks come or go, or a warm-up is over."""
         table = self.table
         known = table.last >= 0
         first, last = set((table.first[known] - 1).tolist()), set(table.last[known].tolist())
@@ -345,7 +367,7 @@ class StepHistory(KeptSteps):
         self.done = end
 
     def _alone(self, columns: slice) -> Block:
-        """Return the rows of some columns of the table, each as far as it alone can tell."""
+        """Return the rows of some columns of the table, reduced rank by rank, without comparing ranks."""
         d, flags, usable = self.table.cells(columns)
         starts, unread = self._unread_in(columns)
         has_usable: Bool = np.asarray(usable.any(axis=0))

@@ -16,10 +16,10 @@ from traceml_ray.analysis.window import Float
 from traceml_ray.stages import STAGES
 
 MAX_LINES = 1024
-"""Of a job of more ranks, a line of the heatmap is a node."""
+"""Largest number of ranks with a line each in the heatmap. In a larger job a line is a node."""
 _NO_CELL: dict[str, Any] = {"busy_ms": None, "median_ms": None, "over": None, "stages": {}}
 _UNSEEN = 1.1
-"""Steps that took so many times as long as the time since the first report began before it."""
+"""If the steps took more than this multiple of the time since the first report, they began before it."""
 
 
 def times(
@@ -76,7 +76,7 @@ def times(
 
 
 def _part(history: StepHistory, between: Between) -> dict[str, Any]:
-    """Return the numbers of a part of a run; only `steps`, 0, where all of it is warm-up."""
+    """Return the numbers of a part of a run. If all of it is warm-up: only `steps`, which is 0."""
     steps, exposed = history.mean_exposed(between)
     if not steps:
         return {"steps": 0}
@@ -291,7 +291,7 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
 
 
 def _mean(values: Values) -> Float:
-    """Return the mean over the steps of what is known: (R, K, n) to (R, n)."""
+    """Return the mean over the steps of the known values: (R, K, n) to (R, n)."""
     known = ~np.isnan(values)
     count = known.sum(axis=1)
     mean: Float = np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)

@@ -1,4 +1,7 @@
-"""What a step of a run takes, with replicates that show how far chance moves it: a side of a comparison."""
+"""
+One side of a comparison: the times of a run's steps, with replicates that show how far chance
+moves them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from traceml_ray.stages import N_STAGES, STAGES
 
 STEP, MEDIAN, P95, SKEW = "step", "median step", "p95 step", "skew"
 NAMES = (STEP, *STAGES, MEDIAN, P95, SKEW)
-"""What two runs are compared by."""
+"""Names of the numbers that two runs are compared by."""
 _TAILS = (0.5, 0.95)
 _FLAG_ROWS, _FLAG_BITS = 200, 8
 
 
 def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -> dict[str, Any]:
     """
-    Return the `step_shapes.StepSample` of a run: all of its steps beyond the warm-up, in at most
-    `limits.columns` columns. Takes some 0.2 s and 100 MB at most.
+    Return the `step_shapes.StepSample` of a run: all steps beyond the warm-up, in at most `limits.columns`
+    columns.
+
+    It takes at most about 0.2 s and 100 MB.
     """
     settled = history.settled(limits.columns)
     steps = history.columns(between=ALL, most=limits.columns)
@@ -102,7 +107,10 @@ def _skew(busy: Float) -> Float:
 
 
 def _filled(values: Values) -> Values:
-    """Return values (R, C, …) with what is not known as the mean of the rank; NaN for a rank without any."""
+    """
+    Return values (R, C, …) in which unknown ones are replaced by the mean of the rank; NaN for a rank without
+    any.
+    """
     known = ~np.isnan(values)
     count = known.sum(axis=1, keepdims=True)
     mean = np.where(known, values, 0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
@@ -110,7 +118,7 @@ def _filled(values: Values) -> Values:
 
 
 def _usual_flags(history: StepHistory) -> int:
-    """Return the flags that most of the newest rows of all ranks have."""
+    """Return the flags set in most of the newest rows of all ranks."""
     newest = [history.table.line(rank, _FLAG_ROWS)[1] for rank in history.ranks]
     flags = np.concatenate([np.empty(0, np.uint8), *newest])
     bits = np.unpackbits(flags[:, None], axis=1, count=_FLAG_BITS, bitorder="little")

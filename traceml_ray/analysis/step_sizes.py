@@ -1,4 +1,4 @@
-"""The sizes of the batches of each rank in each step, from pieces as they are sent."""
+"""Batch sizes of each rank in each step, unpacked from the pieces in which they are sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ NAMES = ("samples", "tokens")
 
 
 def unpacked(piece: StepSizes) -> Int64:
-    """Return samples and tokens of each step (n, 2), -1 where not known. Raises ValueError for damage."""
+    """
+    Return samples and tokens of each step (n, 2), -1 if not known.
+
+    Raises ValueError if `piece` is damaged.
+    """
     return np.frombuffer(piece.values(), "<i8").reshape(2, piece.steps).T
 
 

@@ -1,7 +1,7 @@
 """
-Statistics of steps, exact where they are kept one by one: what report, web app and metrics show.
+Statistics of steps, exact for the steps that are kept one by one: what report, web app and metrics show.
 
-Times of steps that are no longer kept one by one: their sums, and how they are distributed.
+Of older steps there are sums, and histograms of how their times are distributed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FINEST = math.log1p(0.01) / 8
 """Of up to `_FINE_RANKS` ranks a quantile is within 0.125 %, of twice as many within 0.25 %, …"""
 _FINE_RANKS = 64
 _WITHIN_1 = 512, 4096
-"""It is within 1 % from the first number of ranks to the second: beyond, memory matters more."""
+"""Numbers of ranks between which a quantile is within 1 %. Beyond the second one memory matters more."""
 _AT_ONCE = 256
-"""Histograms that are looked at at a time."""
+"""Number of histograms that are processed at a time."""
 UInt32 = npt.NDArray[np.uint32]
 
 
@@ -61,12 +61,12 @@ class Histograms:
         return float(self._place(counts, share)[0])
 
     def wider(self, places: Array, count: int) -> None:
-        """Make room for more histograms; those that are there move to `places`."""
+        """Make room for `count` histograms. The existing ones move to `places`."""
         before, self._counts = self._counts, np.zeros((count, self._counts.shape[1]), np.uint32)
         self._counts[places] = before
 
     def coarser(self) -> None:
-        """Let the bins be twice as wide."""
+        """Double the width of the bins."""
         inner = self._counts[:, 1:]
         inner = np.pad(inner, ((0, 0), (0, inner.shape[1] % 2)))
         pairs = inner.reshape(len(inner), -1, 2).sum(axis=2, dtype=np.uint32)
@@ -113,7 +113,7 @@ class Tally:
 
     @property
     def error_pct(self) -> float:
-        """By how much a median may be off."""
+        """Largest error of a median, in %."""
         return 100 * math.expm1(self.busy.width)
 
     def add(self, store: StepSums, part: slice) -> None:
@@ -138,7 +138,7 @@ class Tally:
             self.stages.add(stages_of(store, columns))
 
     def wider(self, places: Array, ranks: int) -> None:
-        """Make room for more ranks; those that are there move to `places`."""
+        """Make room for `ranks` ranks. The existing ones move to `places`."""
         for name in ("d", "counts", "idle"):
             before = getattr(self, name)
             setattr(self, name, np.zeros((ranks, *before.shape[1:])))
@@ -158,7 +158,10 @@ def busy_of(store: StepSums, columns: Int64) -> Array:
 
 
 def stages_of(store: StepSums, columns: Int64) -> Array:
-    """Return the stages likewise (n, R * 6) ms."""
+    """
+    Return the stages of all ranks in some columns, of one step each (n, R × 6), in ms; NaN where a rank has
+    none.
+    """
     d = np.where((store.count[:, columns] > 0)[..., None], store.d[:, columns], np.nan)
     return d.transpose(1, 0, 2).reshape(len(columns), -1)
 
@@ -180,41 +183,41 @@ class StepStats:
         self._older = older if older is not None and older.steps else None
         self.steps = len(columns) + (older.steps if older else 0)
         self.rows = int(store.rows[columns].sum()) + (older.rows if older else 0)
-        """Rows of each rank: a step has one for each of its exchanges."""
+        """Rows per rank. A step has one row for each of its exchanges."""
         sums = store.exposed[columns].sum(axis=0) + (older.exposed if older else 0)
         self.exposed: Float = sums / max(1, self.steps)
-        """Mean of each stage (6,)."""
+        """Mean exposed time of each stage (6,), in ms."""
         ends = [(older.first, older.last)] if self._older and older else []
         ends += [(int(store.first[columns[0]]), int(store.last[columns[-1]]))] if len(columns) else []
         self.between = (ends[0][0], ends[-1][1]) if ends else (0, 0)
-        """The first and the last of them."""
+        """The first and the last of these steps."""
 
     @property
     def error_pct(self) -> float:
-        """By how much quantiles may be off."""
+        """Largest error of the quantiles, in %."""
         return self._older.error_pct if self._older else 0.0
 
     def step(self, *shares: float) -> list[float]:
-        """Return quantiles (0..1) of the whole step."""
+        """Return quantiles (0..1) of the whole step, in ms."""
         ms = self._store.exposed[self._columns].sum(axis=1)[:, None]
         if self._older is None:
             return [float(quantile_ms) for quantile_ms in quantiles(ms, shares)[:, 0]]
         return [float(self._older.step.quantile(share, ms)[0]) for share in shares]
 
     def busy(self) -> Float:
-        """Return the median busy time of each rank (R,)."""
+        """Return the median busy time of each rank (R,), in ms."""
         ms = busy_of(self._store, self._columns)
         return self._older.busy.quantile(0.5, ms) if self._older else quantiles(ms, (0.5,))[0]
 
     def busy_of_all(self, share: float) -> float:
-        """Return a quantile of the busy time of all ranks together."""
+        """Return a quantile of the busy time of all ranks together, in ms."""
         ms = busy_of(self._store, self._columns)
         if self._older is None:
             return float(quantiles(ms.reshape(-1, 1), (share,))[0, 0])
         return self._older.busy.quantile_of_all(share, ms)
 
     def stages(self) -> Float:
-        """Return the median of each rank's stages (R, 6), of steps of which a report is made."""
+        """Return the median of each rank's stages (R, 6), in ms. Only the steps of a report have it."""
         ms, older = stages_of(self._store, self._columns), self._older
         if older is None:
             return quantiles(ms, (0.5,)).reshape(-1, N_STAGES)
@@ -231,7 +234,7 @@ class StepStats:
         return np.where(sums[:, 1] > 0, sums[:, 0] / np.maximum(sums[:, 1], 1e-9), np.nan)
 
     def mean_stages(self) -> Float:
-        """Return the mean of each rank's stages (R, 6)."""
+        """Return the mean of each rank's stages (R, 6), in ms."""
         sums: Float = self._store.d[:, self._columns].sum(axis=1, dtype=float)
         counts = (self._store.count[:, self._columns] > 0).sum(axis=1).astype(float)
         if self._older is not None:

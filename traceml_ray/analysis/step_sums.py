@@ -64,19 +64,22 @@ class StepSums:
         return _BY_RANK if self.device is None else (*_BY_RANK, "device")
 
     def have_device(self) -> Array:
-        """Return `device`, made where there is none."""
+        """Return `device`; allocate it if there is none."""
         if self.device is None:
             self.device = np.zeros((*self.busy.shape, 4), np.float32)
         return self.device
 
     def unread(self) -> Array:
-        """Return the steps that the device's clock was not read in, and how long they took (R, end, 2) ms."""
+        """
+        Return the number of steps in which the device clock was not read, and how long they took on the host
+        (R, end, 2), in ms.
+        """
         if self.device is None:
             return np.zeros((len(self.busy), self.end, 2), np.float32)
         return self.device[:, : self.end, UNREAD]
 
     def like(self, other: StepSums) -> None:
-        """Have `device` both or none."""
+        """Allocate `device` in both stores if either has it."""
         if self.device is not None or other.device is not None:
             self.have_device()
             other.have_device()
@@ -101,7 +104,7 @@ class StepSums:
         self.end = end
 
     def merged(self) -> StepSums:
-        """Return it with one column for each step: a step has a row for each of its exchanges."""
+        """Return these sums with one column per step. A step has one row for each of its exchanges."""
         starts = np.flatnonzero(np.diff(self.first[: self.end], prepend=-1))
         if len(starts) == self.end:
             return self
@@ -111,14 +114,14 @@ class StepSums:
         return made
 
     def go_on(self, other: StepSums) -> None:
-        """Add the first column of another one to the last, which is the beginning of the same step."""
+        """Add the first column of `other` to the last column: it is the beginning of the same step."""
         self.like(other)
         last_column, others = self.end - 1, other.columns()
         for name, mine in self.columns().items():
             mine[last_column] = _OF_A_STEP.get(name, np.add)(mine[last_column], others[name][0])
 
     def extend(self, other: StepSums, part: slice) -> None:
-        """Add some columns of another one at the end."""
+        """Append the columns `part` of `other`."""
         self.like(other)
         begin, others = self.end, other.columns()
         self.grow(begin + part.stop - part.start)
@@ -136,13 +139,13 @@ class StepSums:
             ufunc.reduceat(columns[name], starts, axis=0, dtype=mine.dtype, out=new)
 
     def grow(self, end: int) -> None:
-        """Have `end` columns."""
+        """Extend the store to `end` columns."""
         if end > len(self.steps):
             self.resize(len(self.busy), max(end, min(self.most, 2 * end)))
         self.end = end
 
     def resize(self, ranks: int, size: int, places: Any = slice(None)) -> None:
-        """Have room for so many ranks and columns; the ranks that are there move to `places`."""
+        """Make room for `ranks` ranks and `size` columns. The existing ranks move to `places`."""
         end = min(self.end, size)
         for name in _BY_STEP:
             before = getattr(self, name)
@@ -155,7 +158,7 @@ class StepSums:
 
 
 class Block(StepSums):
-    """A column for each of `keys`: what is being reduced."""
+    """Sums that are being computed, one column for each of `keys`."""
 
     def __init__(self, keys: Int64, ranks: int) -> None:
         super().__init__(ranks, len(keys))
@@ -165,7 +168,7 @@ class Block(StepSums):
 
 
 class Bins(StepSums):
-    """At most `most` columns of `width` steps each, the last of which may not be full."""
+    """At most `most` columns, each the sum of `width` steps. The last one may have fewer."""
 
     def __init__(self, ranks: int, most: int = MAX_BINS) -> None:
         super().__init__(ranks, most=most, many=True)
@@ -186,14 +189,14 @@ class Bins(StepSums):
         self.put(begin, both, starts, _OF_STEPS)
 
     def narrower(self, size: int) -> None:
-        """Have no more than `size` columns."""
+        """Limit the store to `size` columns."""
         self.most = size
         self.fold(self, 0)
         self.resize(len(self.busy), self.end)
 
 
 def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[Array, ...]:
-    """Return the `Columns` of some columns of `store`, `per` of them in one."""
+    """Return the `Columns` of a part of `store`, with `per` of its columns in each."""
     count, chained = store.count[:, part], store.chained[part]
     busy, exposed = store.busy[:, part], store.exposed[part]
     values = busy if stage is None else store.d[:, part, stage]
@@ -215,7 +218,10 @@ def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[
 
 
 def stages_in(store: StepSums, part: slice, per: int) -> tuple[Int64, Int64, Array]:
-    """Return of some columns of `store`, `per` in one: first and last step (C,), mean stages (R, C, 6) ms."""
+    """
+    Return first and last step (C,) and mean stages (R, C, 6), in ms, of a part of `store`, with `per` columns
+    in each.
+    """
     starts = np.arange(0, part.stop - part.start, per)
     count = np.add.reduceat(store.count[:, part], starts, axis=1, dtype=np.uint32)[..., None]
     d = np.add.reduceat(store.d[:, part], starts, axis=1)

@@ -1,4 +1,4 @@
-"""When a rank went through its steps, from how long they took."""
+"""When a rank went through its steps, computed from how long they took."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ def span(line: Timeline, end_ns: int, from_step: int | None, to_step: int | None
 
 
 def ended(line: Timeline, end_ns: int) -> tuple[Int64, Int64]:
-    """Return steps (n,), and when a rank was through each, ns since the epoch (n,); see `span`."""
+    """
+    Return step numbers (n,), and when a rank finished each of them, in ns since the epoch (n,);
+    see `span`.
+    """
     return line.last, end_ns - (line.took.sum() - np.cumsum(line.took))
 
 
 def _share(line: Timeline, index: int, steps: int) -> int:
-    """Return how long so many of the steps that were added up took, ns."""
+    """Return the time of `steps` of the steps that were added up at `index`, in ns."""
     return int(line.took[index]) * steps // (int(line.last[index]) - int(line.first[index]) + 1)
 
 

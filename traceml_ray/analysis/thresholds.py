@@ -8,152 +8,162 @@ from traceml_ray.analysis.labels import LABELS, Label, Pattern
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers the verdict rules use; shares are fractions of the mean step."""
+    """Limits of the verdict rules. Shares are fractions of the mean step."""
 
     window_steps: int = 50
     """Steps in a full window."""
     stride_steps: int = 10
     first_window_steps: int = 20
-    """A first, shorter window is judged from here on."""
+    """Number of steps from which on a first, shorter window is judged."""
     warmup_steps: int = 10
     """Steps at the start of a run that no verdict uses (row 0 never counts)."""
     coverage_limited: float = 0.95
-    """Below this share of reporting ranks: `telemetry_limited`."""
+    """Share of reporting ranks below which the verdict is `telemetry_limited`."""
     report_timeout_s: float = 5.0
-    """A rank that has not reported for so long is missing."""
+    """Time after which a rank that has not reported counts as missing, in s."""
     hang_timeout_s: float = 20.0
-    """The job hangs when no rank has sent a row for so long and"""
+    """
+    Time without a row from any rank after which the job may hang, in s; `hang_steps` must have
+    passed, too.
+    """
     hang_steps: float = 10.0
-    """for so many median steps, while a rank waits for others."""
+    """Number of median steps without a row after which the job hangs, if a rank waits for others."""
     min_step_ns: int = 1_000_000
     max_step_ns: int = 86_400_000_000_000
     aligned_limited: float = 0.5
-    """Below this share of steps that all live ranks have in common: `telemetry_limited`."""
+    """Share of steps common to all live ranks below which the verdict is `telemetry_limited`."""
     unsynced_spread: float = 0.05
-    """Window totals that differ by more between ranks: they do not wait for each other."""
+    """Difference of the ranks' window totals, as a share, from which on they do not wait for each other."""
     min_excess: float = 0.05
-    """Smallest persistent excess p that is considered."""
+    """Smallest persistent excess p that is a finding."""
     replay_error: float = 0.15
     second_stage: float = 0.67
-    """A second stage of the same rank with p above this share of the best: `ambiguous`."""
+    """A second stage of the same rank with p above this share of the best makes the finding `ambiguous`."""
     min_gain: float = 0.33
-    """Gain below this share of the best p: fixing it alone saves little."""
+    """Share of the best p that a gain must reach; below it, fixing the cause alone saves little."""
     same_cause: float = 0.5
     """Ranks with p above this share of the best are named together."""
     span_share: float = 0.6
-    """Share of a rank's excess in its stage from which one span explains it,"""
+    """Share of a rank's excess in its stage from which on a single span explains it."""
     span_often: float = 0.5
-    """and the share of the steps that it is in, where the excess is a lasting one."""
+    """Share of the steps that a span must occur in to explain a lasting excess."""
     suspect_excess: float = 0.01
     """Smallest excess listed as a suspect."""
     high_excess: float = 0.10
-    """Excess from which confidence may be high."""
+    """Excess from which on confidence may be high."""
     high_late_share: float = 0.80
-    """Share of steps in which the named rank is late from which confidence may be high."""
+    """Share of steps in which the named rank is late, from which on confidence may be high."""
     transient_excess: float = 0.10
     transient_share: float = 0.80
     rotating_excess: float = 0.20
     min_imbalance: float = 0.10
-    """Share of the time that unequal work of the ranks costs from which on it is a finding."""
+    """Share of the time that unequal work must cost to be a finding."""
     baseline_windows: int = 5
-    """Healthy windows that the run's own baseline is learned from."""
+    """Number of healthy windows that the run's own baseline is learned from."""
     baseline_after_steps: int = 50
-    """Steps after warm-up that it is not learned from."""
+    """Number of steps after the warm-up that the baseline is not learned from."""
     min_drift: float = 0.03
-    """Smallest drift from the baseline that is called `group_wide`."""
+    """Smallest drift from the baseline that is `group_wide`."""
     drift_mads: float = 3.0
-    """It must also be above so many MADs of the baseline's windows,"""
+    """Number of MADs of the baseline's windows that a drift must exceed."""
     drift_errors: float = 5.0
-    """and above so many standard errors of the mean over single steps."""
+    """Number of standard errors of the mean over single steps that a drift must exceed."""
     stage_carries: float = 0.5
     """
-    Share of what a step has become longer by from which one stage carries it; the rest of the step must not
-    be slower by more than that share of its slow-down.
+    Share of a drift of the step that one stage must have to carry it. The rest of the step must not be slower
+    by more than that share of its slow-down.
     """
     keep_group: float = 0.67
-    """A group of ranks that has the name keeps it while it costs this share of what the costliest does."""
+    """A named group of ranks keeps the name while it costs this share of what the costliest group does."""
     chronic_share: float = 0.5
-    """Share of the last windows with the same verdict from which it is called chronic."""
+    """Share of the last windows with the same verdict from which on it is called chronic."""
     chronic_windows: int = 10
-    """How many of the last windows that is counted over."""
+    """Number of last windows that `chronic_share` is counted over."""
     hold_s: float = 2.0
-    """A finding is named once it has lasted for so long,"""
+    """Time that a finding must last before it is named, in s."""
     hold_steps: int = 10
-    """and for so many steps,"""
+    """Number of steps that a finding must last before it is named."""
     hold_cost_s: float = 0.3
-    """and has made the job wait for so long in all. The name is taken back when it is gone for as long."""
+    """
+    Time that the job must have waited for a finding before it is named, in s. The name is taken back when the
+    finding is gone for as long.
+    """
     hold_group_s: float = 30.0
-    """As `hold_s`, for `group_wide`: it names no rank, and other work may use a machine for a while."""
+    """As `hold_s`, for `group_wide`, in s. It names no rank, and other work may use a machine for a while."""
     hold_share: float = 0.67
-    """Share of the windows since it began that must show it."""
+    """Share of the windows since a finding began that must show it."""
     usual_windows: int = 200
-    """Its excess is compared with the last so many windows in which no rank was named,"""
+    """Number of windows without a named rank that show the usual excess; a finding is compared with them."""
     usual_least: int = 20
-    """where there are so many of them,"""
+    """Number of such windows from which on the usual excess is known."""
     usual_quantile: float = 0.9
-    """by this quantile."""
+    """Quantile of the excess in these windows that a finding must exceed."""
     run_steps: int = 2000
-    """Steps that a whole-run verdict samples, evenly spread over the run."""
+    """Number of steps that a whole-run verdict samples, evenly spread over the run."""
     run_rows: int = 1_000_000
-    """Rows (steps × ranks) that a whole-run verdict samples: fewer steps where there are many ranks."""
+    """Number of rows (steps × ranks) that a whole-run verdict samples: with many ranks, fewer steps."""
 
     def least(self, pattern: Pattern) -> float:
-        """Return the smallest excess of that pattern that is a finding."""
+        """Return the smallest excess that is a finding of this pattern."""
         if pattern == "lasting":
             return self.min_excess
         return self.transient_excess if pattern == "transient" else self.min_imbalance
 
     def hold_of(self, label: Label) -> float:
-        """Return how long a finding of that label has to last, s."""
+        """Return the time that a finding with this label must last, in s."""
         return self.hold_group_s if LABELS[label].names == "all" else self.hold_s
 
     def lasted(self, label: Label, ns: float, steps: int) -> bool:
-        """Whether `ns`, in which there were so many steps, is as long as `label` has to last."""
+        """Whether `ns`, which had `steps` steps, is as long as a finding with `label` must last."""
         return ns >= self.hold_of(label) * 1e9 and steps >= self.hold_steps
 
 
 class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on an operation is named as what a rank spends more time in; these cannot be set."""
+    """Limits for naming an operation that a rank spends more time in. They cannot be set."""
 
     named_share: float = 0.15
-    """Share of all that the rank spends more, in whatever operations,"""
+    """Share of the rank's whole additional time that the operation must have."""
     least_share: float = 0.01
-    """and of the step."""
+    """Share of the step that the operation's additional time must reach."""
     most_named: int = 3
     same_calls: float = 0.05
-    """Calls a step that differ by less are as many."""
+    """Difference in calls per step below which the number of calls counts as equal."""
 
 
 class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on hosts count, where rows are of a device's clock; these cannot be set. Shares are 0..1."""
+    """Limits for hosts of rows on a device clock. They cannot be set. Shares are 0..1."""
 
     late: float = 0.25
-    """Share of the rows in which a device has caught up with its host from which it waits for it."""
+    """
+    Share of the rows in which a device has caught up with its host, from which on it waits for
+    the host.
+    """
     own: float = 0.5
     """
-    Share of the rows in which its host is late, or of an excess that is its host's, that makes it the host's.
+    Share of the rows in which the host is late, or of an excess that the host causes, from which on the host
+    is the cause.
     """
     waited: float = 0.01
-    """Share of the time from which it counts that a device waits for its host."""
+    """Share of the time that a device must wait for its host for it to count."""
     suspect: float = 0.025
-    """Smallest excess of a device that it is looked at whether it follows its host."""
+    """Smallest excess of a device for which it is examined whether the device follows its host."""
     sure_rows: int = 20
-    """So many rows show whether hosts wait for their devices in a stage,"""
+    """Number of rows that show whether hosts wait for their devices in a stage."""
     sure_ranks: float = 0.5
-    """on this share of the ranks."""
+    """Share of the ranks that must have `sure_rows` such rows."""
     held: float = 0.5
     """
-    A stage holds hosts up when their steps, less their devices', vary by less than this share of their own
+    A stage holds hosts up if their steps minus their devices' vary by less than this share of the hosts' own
     times.
     """
     wanders: float = 3.0
     """
-    Where a device may wait for its host, its excess must be above so many standard deviations of what it is
-    in blocks of steps.
+    Number of standard deviations over blocks of steps that an excess must exceed where a device may wait for
+    its host.
     """
     compared: int = 16
     compared_rows: int = 100
-    """So many ranks, and rows, the newest, are enough to see that."""
+    """Number of ranks, and of the newest rows, that suffice to see who waits."""
 
 
 HOSTS = HostLimits()
@@ -161,104 +171,112 @@ HOSTS = HostLimits()
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    From where on a quantity of a node is an anomaly; these cannot be set. Pairs are (level, how much above
-    what is usual).
+    Limits from which on a quantity of a node is an anomaly. They cannot be set.
 
-    Shares are 0..1, rates bytes or cores.
+    Pairs are (level, how much above what is usual). Shares are 0..1, rates are in bytes per second or cores.
     """
 
     samples: int = 8
-    """Fewer samples are no evidence."""
+    """Number of samples below which there is no evidence."""
     often: float = 0.7
-    """Share of the samples that must be anomalous,"""
+    """Share of the samples that must be anomalous."""
     usual_quantile: float = 0.95
-    """and above this quantile of the samples they are compared with."""
+    """Quantile of the samples they are compared with that anomalous samples must exceed."""
     processes: int = 2
-    """Samples of the processes of a device from which on a foreign one counts."""
+    """Number of samples of a device's processes from which on a foreign process counts."""
     live_s: float = 60.0
-    """Evidence of the live verdict is of the last so many seconds; of a death, of those before it."""
+    """
+    Length of the period that evidence is from, in s: up to now for the live verdict, up to the death for a
+    death.
+    """
     lead_s: float = 30.0
-    """Samples of peers are taken from so many seconds earlier, so that there are enough;"""
+    """
+    Time before that period from which samples of peers are used as well, so that there are
+    enough, in s.
+    """
     before_s: float = 300.0
-    """where there are no peers, those of the node itself from so many seconds before."""
+    """Time before that period from which the node's own samples are used if there are no peers, in s."""
     mem_used: float = 0.95
-    """Of a node's memory; an anomaly whatever is usual."""
+    """Used share of a node's memory that is an anomaly whatever is usual."""
     swap_in_bps: tuple[float, float] = (1 << 20, 1 << 20)
     psi_memory: tuple[float, float] = (0.10, 0.10)
     cpu_throttled: tuple[float, float] = (0.05, 0.05)
     cpu_pct: tuple[float, float] = (90.0, 20.0)
     psi_cpu: tuple[float, float] = (0.30, 0.20)
     load: tuple[float, float] = (1.5, 0.5)
-    """Per core."""
+    """Load per core."""
     psi_io: tuple[float, float] = (0.20, 0.15)
     bps: tuple[float, float] = (50e6, 50e6)
-    """Of disk or network; it must also be"""
+    """Rate of disk or network; it must also be `bps_times` the usual rate."""
     bps_times: float = 3.0
-    """so many times what is usual."""
+    """Multiple of the usual rate of disk or network."""
     power_cap: float = 0.5
-    """Share of samples in which a device is held back by its power limit, above what is usual."""
+    """Share of samples in which a device is held back by its power limit, above the usual share."""
     power: tuple[float, float] = (0.97, 0.08)
-    """Of the device's limit."""
+    """Power as a share of the device's limit."""
     clock_lack: tuple[float, float] = (0.10, 0.08)
-    """Of the highest SM clock, by how much the clock is below it."""
+    """How far the SM clock is below its maximum, as a share of the maximum."""
 
 
 MACHINE = MachineLimits()
 
 
 class CompareLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on two sessions differ; these cannot be set. Shares are 0..1."""
+    """Limits for differences between two sessions. They cannot be set. Shares are 0..1."""
 
     steps: int = 30
-    """Fewer steps beyond the warm-up are not compared."""
+    """Number of steps beyond the warm-up below which sessions are not compared."""
     columns: int = 4096
-    """Steps that are resampled one by one; of a longer run, means of some steps each."""
+    """Number of values that are resampled: single steps or, in a longer run, means of several steps."""
     replicates: int = 1000
-    """Of the bootstrap."""
+    """Number of replicates of the bootstrap."""
     confidence: float = 0.95
-    """Of an interval."""
+    """Confidence level of the intervals."""
     least: float = 0.05
     """
-    Smallest difference of times, as a share of the step of the first session, that is called one: runs of the
-    same script differ by some per cent however quiet a machine is.
+    Smallest difference of times, as a share of the step of the first session, that counts. Runs of the same
+    script differ by some per cent however quiet a machine is.
     """
     least_skew: float = 5.0
-    """The same of the skew between ranks, percentage points;"""
+    """Smallest difference of the skew between ranks that counts, in percentage points."""
     least_memory: float = 0.05
-    """of memory, a share of what the first session had."""
+    """Smallest difference of memory that counts, as a share of what the first session had."""
     carries: float = 0.5
-    """Share of what a step has become longer by from which waiting for the exchange carries it."""
+    """Share of a step's slow-down from which on waiting for the exchange carries it."""
     moved: float = 0.5
-    """Share of the largest change of any rank from which a rank has moved, too."""
+    """Share of the largest change of any rank from which on another rank has moved, too."""
     samples: int = 20
-    """Fewer samples of memory are not compared."""
+    """Number of memory samples below which memory is not compared."""
 
 
 COMPARE = CompareLimits()
 
 
 class ShardLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on a model is called unevenly divided; these cannot be set."""
+    """Limits from which on a model is called unevenly divided. They cannot be set."""
 
     imbalance: float = 1.1
-    """Largest shard ÷ that of the median rank, or that ÷ the smallest."""
+    """Ratio of the largest shard to the median rank's, or of that to the smallest."""
 
 
 SHARDS = ShardLimits()
 
 
 class LayerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on a layer takes longer on a rank than on others; these cannot be set. Shares are 0..1."""
+    """
+    Limits from which on a layer takes longer on a rank than on others. They cannot be set.
+    Shares are 0..1.
+    """
 
     steps: int = 5
-    """With fewer steps measured a rank is not compared."""
+    """Number of measured steps below which a rank is not compared."""
     least_ms: float = 0.3
-    """An excess is at least so large,"""
+    """Smallest excess, in ms."""
     of_layer: float = 0.15
-    """that share of what the layer takes elsewhere,"""
+    """Smallest excess as a share of the layer's time on other ranks."""
     of_model: float = 0.01
-    """that of what all layers take,"""
+    """Smallest excess as a share of the time of all layers."""
     errors: float = 4.0
-    """and so many standard errors, with how far the peers are apart counted as one."""
+    """Smallest excess in standard errors; the spread of the peers counts as one."""
     slower: float = 1.15
-    """A rank whose layers all take so many times as long is slower as a whole."""
+    """Multiple of the others' time from which on, in all layers, a rank is slower as a whole."""

@@ -20,9 +20,9 @@ MAX_LEVELS = 1000
 _APART, _RECURS = 10, 3
 """What is late so many steps apart has to be so often before it is named: two stalls recur by chance."""
 _MISSES = 1.5
-"""So many times as long without a late step, what recurs is gone."""
+"""A recurring finding is gone after this multiple of its longest gap without a late step."""
 TURNS = 10
-"""Windows in a row after which another stage, or rank, of a finding is its first."""
+"""Number of windows in a row after which another stage, or rank, of a finding becomes its first."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,16 +66,16 @@ class Clock:
     def __init__(self, thresholds: Thresholds) -> None:
         self.now_ns = 0
         self.skipped_ns = 0
-        """Time of the steps between the window of the last `advance` and the one before it."""
+        """Time of the steps between the window of the last `advance` and the one before it, in ns."""
         self.steps: Int64 = np.empty(0, dtype=np.int64)
-        """Steps (S,) of the last window."""
+        """Step numbers (S,) of the last window."""
         self.every = 1
-        """One step in so many has times."""
+        """Stride of the steps that have times: one in so many has."""
         self._step_ns: Int64 = self.steps
         self._longest = thresholds.max_step_ns
 
     def advance(self, window: Window) -> bool:
-        """Take the steps of `window` that are new; return whether there are any."""
+        """Add the steps of `window` that are new. Return whether there are any."""
         mean_ns = window.d.sum(axis=1, dtype=np.float64).sum(axis=1) / len(window.ranks)
         rows_ns = np.clip(mean_ns, 0, self._longest).astype(np.int64)
         steps = window.steps
@@ -93,7 +93,7 @@ class Clock:
         return True
 
     def timed(self, steps: int) -> int:
-        """Return how many of so many steps have times."""
+        """Return how many of `steps` steps have times."""
         return steps // self.every
 
     def begin_ns(self, step: int) -> int:
@@ -106,49 +106,61 @@ class FindingTrack:
 
     def __init__(self, verdict: Verdict, began: int, began_ns: int) -> None:
         self.verdict = verdict
-        """As found last."""
+        """The newest verdict that shows the finding."""
         self.began, self.began_ns = began, began_ns
         self.last, self.last_ns = began, began_ns
-        """The last late step, and its end."""
-        self.found, self.found_ns = began, began_ns
-        """The step and time at which a window showed it first; once it is named, of that."""
+        """The last late step; `last_ns` is when it ended, in ns."""
+        self.detected, self.detected_ns = began, began_ns
+        """
+        Step at which a window first showed the finding, or at which it was named; `detected_ns` is the time,
+        in ns.
+        """
         self.cost_ns = 0
-        """Cost of all steps to the last late one; those after it may be the first of another finding."""
+        """
+        Cost of all steps up to the last late one, in ns. Later steps may be the first of
+        another finding.
+        """
         self.outlived_ns = 0
-        """The largest cost of an overlapping finding that was dropped."""
+        """Largest cost of an overlapping finding that was dropped, in ns."""
         self.seen = self.exact = self.missed = 0
-        """Windows that show it; of these, with the same label and stages; windows that do not show it."""
+        """
+        Number of windows that show it; `exact` of them with the same label and stages; `missed` do not show
+        it.
+        """
         self.levels: list[tuple[int, Float]] = []
-        """`level_of` each full window that shows it, and the place in it of what it was found by."""
+        """
+        For each full window that shows it: the index of the pattern it was found by, and `level_of` the
+        window.
+        """
         self.ranks = 1
         self.events = 1
-        """How often it was late, with more than ten steps in between that were not."""
+        """Number of times that it was late, separated by more than ten steps that were not."""
         self.gap = 0
-        """The most steps from one late step to the next."""
+        """Largest number of steps from one late step to the next."""
         self.shown = True
-        """Whether the newest window shows it."""
+        """Whether the newest window shows the finding."""
         self._counted_to = -1
         self._after_ns = 0
-        """Cost of the steps after the last late one, for when it continues."""
+        """Cost of the steps after the last late one, in ns. It is added when the finding continues."""
         self._turned = 0
-        """Windows in a row in which another of its stages, or ranks, costs most."""
+        """Number of windows in a row in which another of its stages, or ranks, costs most."""
         self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
-        """(step, time, cost) so far, to take back steps that another finding explains better."""
+        """Triples (step, time, cost) so far, to take back steps that another finding explains better."""
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
 
     def supports(self, current: Verdict) -> bool:
-        """Whether `current` names what this names, and maybe more."""
+        """Whether `current` names what this finding names, and maybe more."""
         return contains(current, self.verdict)
 
-    def is_found(self, current: Verdict) -> bool:
-        """Whether `current` names just this; of a set of ranks, at least one in common."""
+    def matches(self, current: Verdict) -> bool:
+        """Whether `current` names this finding. For a set of ranks, at least one must be common."""
         if self.verdict.meaning.names == "none":
             return self.supports(current)
         same = (self.verdict.label, set(self.verdict.stages)) == (current.label, set(current.stages))
         return same and self.supports(current)
 
     def lingers(self, evidence: Evidence, thresholds: Thresholds) -> bool:
-        """Whether half of the excess that it was found by is still there."""
+        """Whether at least half of the excess by which the finding was found is still there."""
         if self.verdict.meaning.names == "all" or self.verdict.stage not in STAGES:
             return False
         stage, places = STAGES.index(self.verdict.stage), _places(self.verdict, evidence.window)
@@ -157,7 +169,10 @@ class FindingTrack:
         return bool(excess >= thresholds.least(pattern) / 2)
 
     def extend(self, evidence: Evidence, clock: Clock, current: Verdict | None) -> None:
-        """Add the new steps of a window that shows it; `current` is the verdict, where it names just this."""
+        """
+        Add the new steps of a window that shows the finding. `current` is the verdict if it
+        names just this.
+        """
         if current is not None:
             self._reword(current)
         window, waited = evidence.window, clock.every * waited_ns(self.verdict, evidence)
@@ -199,11 +214,11 @@ class FindingTrack:
 
     @property
     def recurs(self) -> bool:
-        """Whether it is no passing thing: late in a stretch of steps, or again and again."""
+        """Whether the finding is more than passing: late in a stretch of steps, or again and again."""
         return self.verdict.pattern != "transient" or self.events not in range(2, _RECURS)
 
     def held(self, clock: Clock, thresholds: Thresholds) -> bool:
-        """Whether it has lasted long enough, and cost enough, to be named."""
+        """Whether the finding has lasted long enough, and cost enough, to be named."""
         ns, steps = self.last_ns - self.began_ns, clock.timed(self.last - self.began) + 1
         lasted = thresholds.lasted(self.verdict.label, ns, steps) and self.recurs
         return lasted and self.cost_ns >= thresholds.hold_cost_s * 1e9
@@ -221,7 +236,7 @@ class FindingTrack:
         return not recurs or (named and silent > _MISSES * self.gap)
 
     def cut(self, step: int) -> None:
-        """End it before `step`."""
+        """End the finding before `step`."""
         while len(self._pieces) > 1 and self._pieces[-1][0] >= step:
             self._pieces.pop()
             self.last, self.last_ns, self.cost_ns = self._pieces[-1]
@@ -244,22 +259,25 @@ class FindingTrack:
 
     @property
     def seconds(self) -> float:
-        """From the first late step to the last."""
+        """Time from the first late step to the last, in s."""
         return max(self.last_ns - self.began_ns, 1) / 1e9
 
     def costed(self) -> Verdict:
-        """Return the verdict with what the whole episode costs, of its time."""
+        """Return the verdict with the cost of the whole episode, as a share of the episode's time."""
         range_pct = self.cost_range()
         mine = with_cost(self.verdict, self.cost_ns / 1e9, self.seconds, self.ranks, range_pct)
         return msgspec.structs.replace(mine, from_step=self.began, to_step=self.last)
 
     @property
     def share(self) -> float:
-        """Its cost as a share of its time, 0..1."""
+        """Cost as a share of the time of the finding, 0..1."""
         return min(1.0, self.cost_ns / max(self.last_ns - self.began_ns, 1))
 
     def typical_level(self) -> tuple[int, float]:
-        """Return the pattern (a place in PATTERNS) that it was found by, and its median excess in windows."""
+        """
+        Return the pattern that it was found by (an index in PATTERNS), and its median excess over the
+        windows.
+        """
         places = [place for place, _ in self.levels]
         place = max(set(places), key=places.count)
         return place, float(np.median([level[index] for index, level in self.levels]))
@@ -277,7 +295,7 @@ _SHARED = (
 
 
 class Recurring:
-    """What was over before it was named, each time: all of it together, over the run."""
+    """Findings of one kind that ended before they were named, added up over the run."""
 
     def __init__(self, track: FindingTrack) -> None:
         self.verdict = track.verdict
@@ -287,12 +305,12 @@ class Recurring:
         self.cost_ns = self.count = 0
 
     def add(self, track: FindingTrack, cost_ns: int) -> None:
-        """Add one more time."""
+        """Add one more occurrence."""
         self.last, self.last_ns = max(self.last, track.last), max(self.last_ns, track.last_ns)
         self.cost_ns, self.count = self.cost_ns + cost_ns, self.count + 1
 
     def episode(self) -> Episode:
-        """Return it as an episode that was not named."""
+        """Return the sum as an episode that was not named."""
         track = FindingTrack(self.verdict, self.began, self.began_ns)
         track.last, track.last_ns, track.ranks = self.last, self.last_ns, self.ranks
         track.cost_ns = self.cost_ns
@@ -300,7 +318,7 @@ class Recurring:
 
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
-    """Return the places in `window` of the named ranks; of all where none is named."""
+    """Return the indices in `window` of the named ranks; of all ranks if none is named."""
     places = [place for place, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
     return places if verdict.ranks else list(range(len(window.ranks)))
 
@@ -326,12 +344,12 @@ def contains(whole: Verdict, part: Verdict) -> bool:
 
 
 def alike(one: Verdict, other: Verdict) -> bool:
-    """Whether one of them names what the other does, and maybe more."""
+    """Whether one of the verdicts names what the other does, and maybe more."""
     return contains(one, other) or contains(other, one)
 
 
 def overlap(one: Verdict, other: Verdict) -> bool:
-    """Whether both may make the same step late, so that only one of them counts it."""
+    """Whether both verdicts may count the same late step; then only one of them may."""
     if not (one.meaning.names == other.meaning.names == "ranks"):
         return one.label == other.label
     alike = not one.ranks or not other.ranks or same_ranks(one, other)
@@ -339,7 +357,7 @@ def overlap(one: Verdict, other: Verdict) -> bool:
 
 
 def may_share_steps(one: Verdict, other: Verdict) -> bool:
-    """Whether both may count the same late step, as long as it is not known which of them it is."""
+    """Whether both verdicts may count the same late step, while it is not known which of them is right."""
     return "none" in (one.meaning.names, other.meaning.names) or overlap(one, other)
 
 
@@ -359,10 +377,10 @@ def late_from(step: int, current: Verdict, evidence: Evidence, rest: Thresholds 
 
 
 def level_of(evidence: Evidence) -> Float:
-    """Return a window's largest excess by each of PATTERNS (3,)."""
+    """Return the largest excess of a window, by each of PATTERNS (3,)."""
     return np.array([evidence.by_pattern[pattern].max() for pattern in PATTERNS])
 
 
 def same_ranks(one: Verdict | Episode, other: Verdict | Episode) -> bool:
-    """Whether two name at least one rank in common, or both none."""
+    """Whether two verdicts name at least one rank in common, or both name none."""
     return not set(one.ranks).isdisjoint(other.ranks) if one.ranks else not other.ranks

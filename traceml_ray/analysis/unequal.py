@@ -18,15 +18,18 @@ from traceml_ray.analysis.window import Float
 from traceml_ray.stages import BACKWARD, SYNC_WAIT
 
 _IMPROBABLE = 3e-5
-"""Once in so many healthy windows it is always the same rank by chance: as `chance.Z_LEAST`."""
+"""Number of healthy windows in one of which chance makes it always the same rank, as `chance.Z_LEAST`."""
 _HIDDEN = 0.7
-"""Where a step gets longer by less than this share of what a rank is later, its lateness is hidden."""
+"""A rank's lateness is hidden if a step gets longer by less than this share of it."""
 _SURE = 0.5
-"""Where it may be less than this, what fixing the rank saves is "at most"."""
+"""
+If a step may get longer by less than this share of the lateness, what fixing the rank saves is
+"at most".
+"""
 _ERRORS = 2.0
 _LEAST_STEPS = 15
 _STAYS = 2.0
-"""Work that stays for fewer steps may as well be drawn anew."""
+"""Work that stays alike for fewer steps than this may as well be drawn anew in each."""
 _PART = 0.25
 
 
@@ -50,7 +53,7 @@ def now_and_then(evidence: Evidence, cause: Cause, thresholds: Thresholds, past:
 
 
 def _at_least(successes: int, trials: int, chance: float) -> float:
-    """Return how probable so many successes are, or more (0..1); `chance` of each is below 1."""
+    """Return the probability (0..1) of at least so many successes, if each has probability `chance` < 1."""
     if successes <= trials * chance:
         return 1.0
     log_chance, log_other = math.log(chance), math.log1p(-chance)

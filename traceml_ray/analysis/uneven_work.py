@@ -20,14 +20,14 @@ from traceml_ray.analysis.window import Bool, Float, Int64
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE
 
 MIN_STEPS = 20
-"""With fewer steps, nothing is said."""
+"""Number of steps below which no reason is given."""
 _SIGMAS, _INDEPENDENT = 5.0, 10.0
 """A correlation counts from so many standard errors on, and from so many independent pairs."""
 _LAGS = 256
-"""Steps over which it is looked for how long work and sizes stay the same."""
+"""Number of steps over which the persistence of work and sizes is measured."""
 _ALMOST_1 = 1 - 1e-9
 _HOLDS = 0.5
-"""Share of the variance from which one thing is named as the reason."""
+"""Share of the variance from which on one thing is named as the reason."""
 _BEYOND = 0.03
 """By how much more tokens must explain than samples do: with samples of one length both explain the same."""
 FEW, _IN_FEW = 0.05, 0.7
@@ -45,7 +45,7 @@ _GROUPS: Mapping[str, tuple[int, ...]] = {
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """Why ranks are uneven. A share (0..1) is of the variance that is explained here; None: not known."""
+    """Why ranks are uneven. Shares (0..1) are of the variance that is explained. None: not known."""
 
     what: ReasonKind
     """
@@ -54,26 +54,29 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     `unknown`: too little is known to say.
     """
     share: float | None = None
-    """The share that `what` explains, or that is in these stages."""
+    """Share that `what` explains, or that is in these stages."""
     tokens: float | None = None
-    """The share that tokens explain,"""
+    """Share that tokens explain. None: not known, or no more than chance explains."""
     samples: float | None = None
-    """and that samples explain; None: not known, or no more than chance explains."""
+    """Share that samples explain. None: not known, or no more than chance explains."""
     compute: float | None = None
-    """The share of the variance of `forward` and `backward` alone that tokens, else samples, explain."""
+    """
+    Share of the variance of `forward` and `backward` alone that tokens explain, or samples if tokens are not
+    known.
+    """
     in_compute: float | None = None
-    """The share that is in `forward` and `backward`."""
+    """Share of the variance that is in `forward` and `backward`."""
     sizes_known: bool = False
-    """The sizes of enough batches are known."""
+    """Whether the sizes of enough batches are known."""
     times: float | None = None
     """
-    Of ranks that are named: how many times as many tokens, else samples, their batches have as those of the
-    others. Then the shares are of what they work longer, in proportion to that.
+    For named ranks: ratio of the tokens, or else the samples, in their batches to those of the others. The
+    shares are then of the additional time they work, in proportion to it.
     """
     steps: int = 0
-    """How many steps this is of."""
+    """Number of steps that the reason is based on."""
     unknown_ranks: tuple[int, ...] = ()
-    """Ranks whose sizes of batches are not known."""
+    """Ranks whose batch sizes are not known."""
 
 
 class Fit(NamedTuple):
@@ -82,15 +85,15 @@ class Fit(NamedTuple):
     share: float
     """Adjusted R², 0..1."""
     slope: float
-    """Nanoseconds per sample or token."""
+    """Slope of work over the amount, in ns per sample or token."""
     sigmas: float
-    """The correlation's Fisher transform, in standard errors of one that is nothing but chance,"""
+    """Fisher transform of the correlation, in standard errors of one that is only chance."""
     independent: float
-    """and the number of pairs that are as good as independent."""
+    """Number of pairs that are as good as independent."""
 
     @property
     def counts(self) -> bool:
-        """Whether more work comes with more of the amount, and chance does not make it."""
+        """Whether more work comes with more of the amount, beyond chance."""
         return self.slope > 0 and self.sigmas >= _SIGMAS and self.independent >= _INDEPENDENT
 
 
@@ -98,11 +101,11 @@ class Amounts(NamedTuple):
     """The sizes of the ranks' batches where enough of them are known."""
 
     values: Mapping[str, Float]
-    """By name (`samples`, `tokens`): (S', R')."""
+    """Amounts by name (`samples`, `tokens`): (S', R')."""
     steps: Bool
-    """Which steps (S,) these are of,"""
+    """Which steps (S,) the amounts are known of."""
     ranks: Bool
-    """and which ranks (R,)."""
+    """Which ranks (R,) the amounts are known of."""
 
 
 def unevenness(work: Int64 | Float) -> Float:
@@ -147,7 +150,7 @@ def _lagged(values: Float, lag: int, sum_of_squares: float) -> float:
 
 
 def explained(work: Int64 | Float, amount: Float) -> Fit | None:
-    """Return the fit where it counts; else None."""
+    """Return the fit if it counts; else None."""
     fitted = fit(work, amount)
     return fitted if fitted is not None and fitted.counts else None
 
@@ -271,7 +274,7 @@ def reason_of_more(
 
 
 def _is_larger(values: Float, named: Bool) -> bool:
-    """Whether the named ranks have more per step (S, R) than the others, and not by chance."""
+    """Whether the named ranks have more per step (S, R) than the others, beyond chance."""
     values = values[~np.isnan(values[:, named]).any(axis=1) & ~np.isnan(values[:, ~named]).all(axis=1)]
     apart = values[:, named].mean(axis=1) - np.nanmean(values[:, ~named], axis=1)
     if len(apart) < MIN_STEPS or apart.mean() <= 0:
@@ -287,7 +290,7 @@ def _is_larger(values: Float, named: Bool) -> bool:
 
 
 def _times(values: Float, named: Bool) -> float:
-    """Return how many times as much the named ranks have, per step, as the median of the others."""
+    """Return the ratio of what the named ranks have per step to the median of the others."""
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.nanmean(values, axis=0)
         return float(mean[named].mean() / np.median(mean[~named]))
@@ -307,7 +310,7 @@ def _where_seen(work: Int64, amounts: Mapping[str, Float]) -> tuple[Int64, Mappi
 
 
 def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
-    """Return the ranks of which most sizes are not known, by any name."""
+    """Return the ranks most of whose sizes are not known, by any name."""
     lacking = np.ones(len(ranks), bool)
     for values in amounts.values():
         lacking &= np.isnan(values).mean(axis=0) > 1 - _KNOWN_STEPS
@@ -334,7 +337,7 @@ def _by_sizes(work: Int64, amounts: Mapping[str, Float]) -> dict[str, Any]:
 def _elsewhere(
     work: Int64, shares: Mapping[str, float], uneven_experts: bool, sizes_known: bool
 ) -> tuple[ReasonKind, float | None]:
-    """Return the reason, and its share, where the sizes of batches are none."""
+    """Return the reason other than batch sizes, and its share."""
     for what in _OF_STAGES:
         if shares.get(what, 0.0) >= _HOLDS:
             return what, shares[what]

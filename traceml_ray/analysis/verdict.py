@@ -48,7 +48,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """The stack of `ranks`, the same on all of them: the innermost call last."""
+    """A stack that is the same on all of `ranks`, with the innermost call last."""
 
     ranks: tuple[int, ...]
     text: str
@@ -72,74 +72,86 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     confidence: str | None = None
     excess_pct: float | None = None
-    """By how much `rank` is late out of `stage`, % of the mean step; of `group_wide`, all ranks together."""
+    """Lateness of `rank` in `stage`, in % of the mean step. For `group_wide`: of all ranks together."""
     gain_pct: float | None = None
-    """What fixing `stage` alone saves, %; of what, says `about`."""
+    """What fixing `stage` alone saves, in % of what `about` says."""
     cost_pct: float | None = None
-    """Cost of all that is named together, %; of what, says `about`."""
+    """Cost of all that is named together, in % of what `about` says."""
     cost_range_pct: tuple[float, float] | None = None
-    """Range of `cost_pct` over the windows (p10, p90), where there were several."""
+    """Range of `cost_pct` over the windows (p10, p90), if there were several."""
     about: Literal["now", "run"] = "now"
-    """What its cost is a share of: the time since what it names began, or the whole run."""
+    """What the cost is a share of: the time since the finding began (`now`), or the whole run (`run`)."""
     cost_s: float | None = None
-    """Time that the run has waited for what is named here, s; of `cost_pct`, the seconds."""
+    """Time that the run has waited for what is named here, in s: `cost_pct` in seconds."""
     lost_s: float | None = None
-    """Time that the run has waited for all that was named so far, s,"""
+    """Time that the run has waited for everything that was named so far, in s."""
     elapsed_s: float | None = None
-    """and how long it has been judged, s."""
+    """Time that has been judged so far, in s."""
     rank_hours_per_hour: float | None = None
-    """`cost_pct` over all ranks that exchange gradients with the late ones."""
+    """
+    Rank-hours lost per hour: the cost as a share, times the number of ranks that exchange gradients with the
+    late ones.
+    """
     chronic: bool | None = None
     pattern: Pattern | None = None
-    """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
+    """
+    Whether the finding is late in most steps (`lasting`), now and then (`transient`), or in turn
+    (`rotating`).
+    """
     host_bound: bool | None = None
-    """On a device clock: devices wait for their hosts, so a gain is at most as large as given."""
+    """
+    Whether devices wait for their hosts (with a device clock). Then a gain is at most as large
+    as given.
+    """
     coverage: float | None = None
     from_step: int | None = None
-    """Where it began, or the first step of the window if it began before that."""
+    """First step of the finding, or of the window if the finding began before it."""
     to_step: int | None = None
     window_steps: int = 0
     suspects: tuple[Suspect, ...] = ()
     exposed_ms: tuple[float, ...] | None = None
-    """Exposed time of each of STAGES, mean per step; the sum is `mean_step_ms`."""
+    """Mean exposed time per step of each of STAGES, in ms. The sum is `mean_step_ms`."""
     mean_step_ms: float | None = None
     why: str = ""
     next: str = ""
     note: str = ""
-    """A finding that is too brief to be named as yet, or that the named one is not seen now."""
+    """A sentence on a finding that is too brief to be named yet, or that the named one is not seen now."""
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None
     span: str | None = None
-    """The span of `stage` that `rank` is late in; in a hang, the one that is open: `checkpoint`, …"""
+    """The span of `stage` that `rank` is late in, such as `checkpoint`. In a hang: the span that is open."""
     began_ns: int | None = None
-    """Of a hang: when the last row before it came (ns since the epoch)."""
+    """For a hang: when the last row before it arrived (ns since the epoch)."""
     lasted_s: float | None = None
-    """Of a hang that is over: until the next row came."""
+    """For a hang that is over: time until the next row arrived, in s."""
     stacks: tuple[Stack, ...] = ()
-    """Of a hang: those of the rank that blocks first, then the others', each kind once."""
+    """For a hang: stacks of the first blocking rank, then of the others, each kind once."""
     machine: tuple[Anomaly, ...] | None = None
-    """Anomalies at that time on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
+    """
+    Anomalies at that time on the nodes of `ranks` (`group_wide`: on any node). They are evidence, not a
+    cause. None: not known.
+    """
     roles: tuple[RoleShare, ...] = ()
-    """Where ranks do different work: what each role waits for the others."""
+    """If ranks do different work: the time that each role waits for the others."""
     reason: Reason | None = None
-    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
+    """Why ranks are late in turn, or how much larger the batches of the named ranks are."""
     also: tuple[Verdict, ...] = ()
     """Other findings, the costliest first, each with its own cost and no `also`."""
     z: float | None = None
-    """By how many standard errors `rank` is late more often than it would be by chance."""
+    """Number of standard errors by which `rank` is late more often than by chance."""
     at_most: bool = False
-    """Fixing it may save less than `gain_pct`."""
+    """Whether fixing it may save less than `gain_pct`."""
     saving: str = ""
-    """The sentence of `why` on what fixing it saves; "" where it has none."""
+    """The sentence of `why` on what fixing the finding saves. "" if it has none."""
 
     @property
     def meaning(self) -> Meaning:
-        """What its label says."""
+        """Meaning of the label."""
         return LABELS[self.label]
 
     def plain(self) -> dict[str, Any]:
-        """Return it as data; what it names `also` without what is of a window only."""
+        """Return the verdict as data. Findings in `also` come without the facts about the window."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         for other in fields["also"]:
             for name in ("suspects", "exposed_ms", "roles"):
@@ -148,7 +160,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_window(self) -> dict[str, Any]:
-        """Its facts about the window, whatever it names."""
+        """Facts about the window, whatever the verdict names."""
         return {name: getattr(self, name) for name in _OF_WINDOW}
 
 
@@ -158,7 +170,7 @@ class Judged(NamedTuple):
     verdict: Verdict
     evidence: Evidence | None
     maybe: Verdict | None = None
-    """A rank that was late now and then, maybe by chance. It is followed, not named."""
+    """A rank that was late now and then, perhaps by chance. It is followed, not named."""
 
 
 def judge_window(
@@ -218,7 +230,7 @@ def _of_groups(
 
 
 def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
-    """Return the order in which the verdict of one of several groups is chosen, the largest first."""
+    """Return the key by which the verdict of one of several groups is chosen, largest first."""
     if verdict.rank_hours_per_hour is not None:
         return 2, times * verdict.rank_hours_per_hour
     return int(verdict.label != "healthy"), 0.0
@@ -231,7 +243,7 @@ def _of_group(
     baseline: Baseline | None = None,
     past: PastSteps | None = None,
 ) -> Judged:
-    """Return what `judge_window` does, for one group of ranks."""
+    """Return what `judge_window` returns, for one group of ranks."""
     findings, evidence = find(window, thresholds, baseline, past)
     sure, unsure = ([finding for finding in findings if finding.sure is value] for value in (True, False))
     headline, *others = (_verdict(finding, evidence, window, thresholds, whole_run, past) for finding in sure)
@@ -273,7 +285,7 @@ def _verdict(
 
 
 def too_few_steps(window: Window | None, needed: int) -> Verdict:
-    """Return the abstention for a window too short to be judged at all, None: no step was seen."""
+    """Return the abstention for a window that is too short to be judged. None: no step was seen."""
     why = abstention.too_few(len(window.starts) if window else 0, needed)
     facts = _facts(window, None) if window else {}
     return Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
@@ -357,7 +369,7 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
 
 
 def _timing(finding: Finding, evidence: Evidence) -> Timing:
-    """Return since when the first cause is late."""
+    """Return when the first cause is late, and since when."""
     causes = finding.causes if finding.label == "straggler" else finding.causes[:1]
     late = late_steps(evidence.series(*causes))
     if finding.new:  # the evidence begins where it does

@@ -1,4 +1,7 @@
-"""What is seen, but not named yet: since when, what it has cost, and which condition is still lacking."""
+"""
+Findings that are seen, but not named yet: since when, what they have cost, and which condition
+is not met.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,32 @@ from traceml_ray.text import duration, share, unit
 
 _FEW_PEERS = 2
 _WINDOWS = 0.5
-"""Share of the windows that a name needs from which a cause is watched."""
+"""Share of the windows required for a name from which on a cause is watched."""
 
 
 class Watch:
     """
     One cause that is not named, from its first late step on.
 
-    It goes on while tracks of it come and go: a track is dropped as soon as too few windows show it.
+    It continues while tracks of it come and go: a track is dropped as soon as too few windows show it.
     """
 
     def __init__(self, track: FindingTrack) -> None:
         self.verdict = track.verdict
-        """As found last."""
+        """The newest verdict that shows the cause."""
         self.began, self.began_ns = track.began, track.began_ns
         self.last, self.last_ns = track.last, track.last_ns
-        """The last late step, and its end."""
+        """The last late step; `last_ns` is when it ended, in ns."""
         self.seen, self.missed = 1, 0
-        """Windows that show it, and that do not."""
+        """Number of windows that show it; `missed` is the number of those that do not."""
         self.long = False
-        """Whether it has been watched: as long as any verdict must last."""
+        """Whether it has been watched for as long as any verdict must last."""
         self.shown = True
-        """Whether the newest window shows it."""
+        """Whether the newest window shows the cause."""
         self.doubt = ""
-        """Why what the newest window has of it may be chance."""
+        """Why the newest window may show it by chance."""
         self.cost_ns = 0
-        """Cost so far: of its dropped tracks, and of the present one."""
+        """Cost so far in ns, of dropped tracks and the present one."""
         self._dropped_ns = 0
 
     def is_of(self, verdict: Verdict) -> bool:
@@ -67,7 +70,7 @@ class Watch:
         self.missed += counts and not self.shown
 
     def _doubt(self, evidence: Evidence, past: PastSteps | None, limits: Thresholds) -> str:
-        """Return why what a window has of it may be chance, see `doubt`."""
+        """Return why a window may show the cause by chance, see `doubt`."""
         if self.verdict.pattern != "lasting" or self.verdict.stage not in STAGES:
             return ""
         ranks = evidence.window.ranks.tolist()
@@ -75,7 +78,7 @@ class Watch:
         return doubt(evidence, places, STAGES.index(self.verdict.stage), past, limits)
 
     def follow(self, tracks: Sequence[FindingTrack]) -> None:
-        """Take what has become of the `tracks` that are of this cause."""
+        """Update the cause from its tracks among `tracks`."""
         mine = [track for track in tracks if self.is_of(track.verdict)]
         costs = [max(track.cost_ns, track.outlived_ns) for track in mine]
         self.cost_ns = self._dropped_ns + max(costs, default=0)
@@ -86,28 +89,31 @@ class Watch:
                 self.last, self.last_ns = latest.last, latest.last_ns
 
     def drop(self, cost_ns: int) -> None:
-        """Add the cost of a track that was dropped."""
+        """Add the cost of a dropped track."""
         self._dropped_ns += cost_ns
 
     def lasts(self, clock: Clock, limits: Thresholds) -> bool:
-        """Whether it has lasted as long as any verdict must, in a third of the windows."""
+        """Whether the cause has lasted as long as any verdict must, in a third of the windows."""
         ns, steps = self.last_ns - self.began_ns, clock.timed(self.last - self.began) + 1
         return limits.lasted("watching", ns, steps) and not self.rare(limits)
 
     def rare(self, limits: Thresholds) -> bool:
-        """Whether too few windows show it for it to be watched."""
+        """Whether too few windows show the cause for it to be watched."""
         return self.seen < _WINDOWS * limits.hold_share * (self.seen + self.missed)
 
     def gone(self, clock: Clock, limits: Thresholds) -> bool:
-        """Whether no step has been late for as long as any verdict must last; what recurs goes on."""
+        """
+        Whether no step has been late for as long as any verdict must last. A recurring cause is
+        not gone.
+        """
         steps = clock.timed(int(clock.steps[-1]) - self.last)
         silent = clock.now_ns - self.last_ns > limits.hold_s * 1e9 and steps > limits.hold_steps
         return silent and not (self.shown and self.verdict.pattern == "transient")
 
     def passed(self, ranks: int, *, named: bool) -> Episode:
         """
-        Return what this has cost as an episode that was not named; where it is `named` at last, what it had
-        cost before.
+        Return the cost of this cause as an episode that was not named. If it is `named` at last: the cost
+        before that.
         """
         mine, cost_s = self.verdict, (self._dropped_ns if named else self.cost_ns) / 1e9
         seconds = max(self.last_ns - self.began_ns, 1) / 1e9
@@ -127,8 +133,8 @@ class Watch:
 
     def in_effect(self, window: Verdict, lacking: str, clock: Clock, ranks: int) -> Verdict:
         """
-        Return the verdict while this is watched: `window` has the facts about the newest window, `lacking`
-        says why it is not named, `ranks` is how many wait for it.
+        Return the verdict while this cause is watched. `window` has the facts about the newest window,
+        `lacking` says why it is not named, `ranks` is the number of ranks that wait for it.
         """
         mine, for_ns = self.verdict, max(self.last_ns - self.began_ns, 1)
         cost = min(1.0, self.cost_ns / for_ns)
@@ -218,7 +224,7 @@ def few_peers(verdict: Verdict, ranks: int, steps: int, limits: Thresholds) -> b
 
 
 def pending(tracks: Sequence[FindingTrack], watch: Watch | None) -> str:
-    """Return a note on the candidates for a name, without those that are `watch`ed."""
+    """Return a note on the candidates for a name, except those that belong to `watch`."""
     longest: dict[tuple[int | None, str | None], tuple[float, Verdict]] = {}
     drifts = [track for track in tracks if track.verdict.meaning.names == "all"]
     drifts.sort(key=lambda track: -track.exact)
@@ -233,7 +239,7 @@ def pending(tracks: Sequence[FindingTrack], watch: Watch | None) -> str:
 
 
 def without_window(verdict: Verdict) -> Verdict:
-    """Return `verdict` without what is of its window only: for a finding that is not the headline."""
+    """Return `verdict` without the facts about its window, for a finding that is not the headline."""
     return msgspec.structs.replace(
         verdict, suspects=(), exposed_ms=None, mean_step_ms=None, roles=(), stacks=(), also=(), note="",
         coverage=None, window_steps=0, excess_pct=None, lost_s=None, elapsed_s=None,

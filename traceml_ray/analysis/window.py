@@ -17,9 +17,9 @@ UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float64]
 Group = tuple[int, int]
-"""Ranks that exchange gradients with each other: the lowest of them, and how many they are."""
+"""Ranks that exchange gradients with each other, as (lowest rank, number of ranks)."""
 MAX_MISSING = 64
-"""Missing ranks that are listed; how many they are is known from the size of the job."""
+"""Largest number of missing ranks that are listed. The total follows from the size of the job."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class RankRows:
     group: Group | None = None
     strategy: str | None = None
     process_id: int = 0
-    """Tells one process of the rank from the next."""
+    """Id of the rank process."""
     role: str | None = None
-    """What work it does, where not all ranks do the same, see `roles`."""
+    """Work of the rank if not all ranks do the same, see `roles`. None: not known."""
 
     def take(self, which: slice | Bool | Int64) -> RankRows:
-        """Return the rows of `which` alone."""
+        """Return the rows selected by `which`."""
         return replace(self, keys=self.keys[which], flags=self.flags[which], rows=self.rows[which])
 
 
@@ -70,15 +70,24 @@ class Window:
     groups: tuple[Group | None, ...] = ()
     strategies: frozenset[str] = frozenset()
     host: Int64 | None = None
-    """Where `d` is of device events: the rows of the hosts, int64 ns (K, R, 6), and"""
+    """Rows of the hosts, in ns (K, R, 6), if `d` holds times of device events. None otherwise."""
     leads: UInt8 | None = None
-    """how far each host was ahead, (K, R, 3): bit s of `late`, `full`, `sure` is of stage s, see `Hosts`."""
+    """
+    How far each host was ahead of its device (K, R, 3): bit s of `late`, `full` and `sure` is for stage s,
+    see `Hosts`.
+    """
     roles: tuple[str | None, ...] = ()
-    """That of each rank, as `groups`."""
+    """Role of each rank, in order of `ranks`; empty if not known."""
     arrived: Int64 | None = None
-    """Of one role of several: how long each replica was on the way to the exchange of each role, how much"""
+    """
+    For one role of several: time that each replica took to the exchange of each role, in ns (K, R, roles),
+    see `roles`.
+    """
     held: Int64 | None = None
-    """longer than the other replicas it waited for roles on that way, ns (K, R, roles), see `roles`."""
+    """
+    For one role of several: by how much longer than the other replicas it waited for roles on that way, in ns
+    (K, R, roles).
+    """
 
     @property
     def coverage(self) -> float:
@@ -87,20 +96,20 @@ class Window:
 
     @cached_property
     def starts(self) -> Int64:
-        """The places (S,) of the rows with which a step begins."""
+        """Indices (S,) of the rows that begin a step."""
         return starts_of(self.keys)
 
     @property
     def steps(self) -> Int64:
-        """The numbers of the steps (S,)."""
+        """Step numbers (S,)."""
         return self.keys[self.starts] >> SEGMENT_BITS
 
     def by_step(self, values: Int64) -> Int64:
-        """Return `values` (K, …) added up over the rows of each step (S, …)."""
+        """Return `values` (K, …) summed over the rows of each step (S, …)."""
         return values if len(self.starts) == len(values) else np.add.reduceat(values, self.starts, axis=0)
 
     def last(self, steps: int) -> Window:
-        """Return the newest `steps` of the window, or all of it."""
+        """Return the window of the newest `steps` steps, or all of it if it has fewer."""
         starts = self.starts
         return self.take(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
 
@@ -120,7 +129,7 @@ class Window:
         return self.take(slice(int(np.searchsorted(self.keys, step << SEGMENT_BITS)), None))
 
     def in_all(self, rows: Bool) -> Bool:
-        """Return which steps (S,), or (S, R), have `rows` (K,), or (K, R), in each of their rows."""
+        """Return the steps (S,), or (S, R), all of whose rows are set in `rows` (K,), or (K, R)."""
         if len(self.starts) == len(rows):
             return rows
         complete: Bool = np.logical_and.reduceat(rows, self.starts, axis=0)
@@ -133,7 +142,7 @@ class Window:
 
     @property
     def whole_steps(self) -> int:
-        """How many steps have all their rows from every rank."""
+        """Number of steps that have all rows from every rank."""
         return int(np.isin(self.steps, self.lacking >> SEGMENT_BITS, invert=True).sum())
 
     @property
@@ -155,12 +164,12 @@ class Window:
 
     @property
     def inferred(self) -> tuple[str, ...]:
-        """The functions in which ranks are taken to exchange gradients, see `INFERRED`."""
+        """Functions in which ranks are inferred to exchange gradients, see `INFERRED`."""
         parts = {part for strategy in self.strategies for part in strategy.split("+")}
         return tuple(sorted(part.removesuffix(INFERRED) for part in parts if part.endswith(INFERRED)))
 
     def take(self, which: slice | Bool) -> Window:
-        """Return the window with only the keys of `which`."""
+        """Return the window of the keys selected by `which`."""
         keys = self.keys[which]
         lacking = self.lacking
         if len(self.keys):
@@ -179,7 +188,7 @@ class Window:
         )
 
     def copied(self) -> Window:
-        """Return a copy, which does not hold the rows of the window that this one is a part of."""
+        """Return a copy that does not keep the memory of a larger window alive."""
         return replace(
             self,
             d=self.d.copy(order="K"),
@@ -222,11 +231,11 @@ class Window:
         return windows
 
     def group_of(self, rank: int) -> Window:
-        """Return the window of the group that `rank`, one of `ranks`, is in."""
+        """Return the window of the group that contains `rank`, one of `ranks`."""
         return next(group for group in self.by_group() if rank in group.ranks)
 
     def _of(self, places: list[int], expected: int, missing: Sequence[int]) -> Window:
-        """Return the window of the ranks at `places` alone, laid out as before."""
+        """Return the window of the ranks at `places` only, in the same memory layout."""
         host, leads = self.host, self.leads
         return replace(
             self,
@@ -244,13 +253,13 @@ class Window:
 
 
 def starts_of(keys: Int64) -> Int64:
-    """Return the places (S,) in sorted `keys` at which a step begins."""
+    """Return the indices (S,) in sorted `keys` at which a step begins."""
     steps = keys >> SEGMENT_BITS
     return np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
 
 
 def joined(pieces: Sequence[Window]) -> Window:
-    """Return pieces of a run that follow one another as one window, of the ranks of the last."""
+    """Return consecutive pieces of a run as one window, with the ranks of the last piece."""
     hosts = [piece.d if piece.host is None else piece.host for piece in pieces]
     leads = [_no_leads(piece.flags) if piece.leads is None else piece.leads for piece in pieces]
     known = any(piece.host is not None for piece in pieces)  # of one without, the rows are the host's
@@ -266,11 +275,11 @@ def joined(pieces: Sequence[Window]) -> Window:
 
 
 def _no_leads(flags: UInt8) -> UInt8:
-    """Return leads (K, R, 3) that are not known, of rows (K, R)."""
+    """Return leads (K, R, 3) that mean "not known", for rows (K, R)."""
     return np.full((*flags.shape, LEAD_BYTES), LEAD_UNKNOWN, np.uint8)
 
 
 def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:
-    """Return the ranks of a job of size `world` that are not `live`; of more than `most`, the lowest."""
+    """Return the ranks of a job of size `world` that are not `live`, at most the lowest `most`."""
     known = frozenset(live)
     return list(itertools.islice((rank for rank in range(world) if rank not in known), most))

@@ -32,7 +32,7 @@ from traceml_ray.stages import (
 )
 
 _NAMED = 8
-"""Up to so many nodes are listed, more are counted."""
+"""Largest number of nodes that are listed; further ones are counted."""
 _DEVICE = "the device (clocks, temperature, what else uses it)"
 _LOOK = {
     "post_sync": ("the work between two steps: optimizer, logging, checkpoint, evaluation",),
@@ -45,13 +45,13 @@ _LOOK_HOST = {
     "forward": ("what the host does in it: Python code, synchronisation", "the CPU load of its node"),
     "backward": ("what the host does in it: hooks, garbage collection", "the CPU load of its node"),
 }
-"""Where the device waits for its host."""
+"""What to look at, by stage, where the device waits for its host."""
 _SPANS = {
     "workers": "the DataLoader workers of rank {}, which do not keep up: their number, the time per sample",
     "fetch": "how rank {} reads its samples (`__getitem__`, disk), and whether DataLoader workers can do it",
     "collate": "`collate_fn` of rank {}, and whether DataLoader workers can run it",
 }
-"""What to look at where the span in the stage is known."""
+"""What to look at, by span, where the span in the stage is known."""
 _EVEN_OUT = {
     "post_sync": "Look at what ranks do in turn between two steps: logging, checkpoints, garbage collection.",
     "data": "Look at prefetching and the number of DataLoader workers: loading is uneven on every rank.",
@@ -75,7 +75,10 @@ _LACKING = {
     POST_SYNC: (FLAG_NO_DATA, "data wait", "loading the data"),
     FORWARD: (FLAG_NO_FORWARD, "start of forward", "preparing the batch"),
 }
-"""By stage: the flag of a missing mark that merges other time into it, the mark, and what time that is."""
+"""
+By stage: the flag of a missing mark that merges other time into it, the name of the mark, and that other
+time.
+"""
 
 
 def _who(window: Window, places: Sequence[int]) -> str:
@@ -89,7 +92,7 @@ def _who(window: Window, places: Sequence[int]) -> str:
 
 
 def _whole_node(window: Window, places: Sequence[int]) -> str | None:
-    """Return the node, one of several, of which `places` are all ranks, two or more."""
+    """Return the node all of whose ranks are `places`, if these are two or more of several nodes' ranks."""
     node = window.nodes[places[0]]
     of_node = {place for place, other in enumerate(window.nodes) if other == node}
     return node if 1 < len(of_node) < len(window.nodes) and of_node == set(places) else None
@@ -102,7 +105,7 @@ def _inferred(window: Window) -> str:
 
 
 def in_group(group: Window, why: str) -> str:
-    """Return `why` with the group of ranks, one of several, that it is about."""
+    """Return `why` with a mention of the group of ranks it is about, if there are several groups."""
     roles = {*group.roles}
     if len(roles) == 1 and None not in roles and several(group):
         return f"In role {roles.pop()} ({text.ranks(group.ranks.tolist())}): {why}"
@@ -114,7 +117,7 @@ def healthy_groups(groups: int) -> str:
 
 
 def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: PastSteps | None) -> str:
-    """Return why no rank is named; `past` has the steps by which chance is measured."""
+    """Explain why no rank is named. `past` has the steps by which chance is measured."""
     window = evidence.window
     if len(window.ranks) == 1:
         share = evidence.frontier.exposed.sum(axis=0) / evidence.total_ns
@@ -166,7 +169,7 @@ def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: Past
 
 
 def _idle(evidence: Evidence) -> str:
-    """Return that devices wait for their hosts, and for how much of their time."""
+    """Say that devices wait for their hosts, and for what share of their time."""
     times = idle_ns(evidence.window) if evidence.host_bound else None
     if times is None:
         return ""
@@ -291,7 +294,7 @@ def _imbalance(evidence: Evidence, finding: Finding) -> tuple[str, str]:
 
 
 def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
-    """Return (why, next) for a stage that has drifted from the baseline; its cost is said by `saving`."""
+    """Return (why, next) for a stage that has drifted from the baseline. Its cost is added by `saving`."""
     baseline, slow, ranks = drift.baseline, len(drift.slow), len(evidence.window.ranks)
     who = (
         ""
@@ -321,7 +324,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
 
 
 def baseline_is(baseline: Baseline) -> str:
-    """Return what the baseline is: "the baseline (steps 60-309)", "the baseline (session good)"."""
+    """Describe the baseline: "the baseline (steps 60-309)", "the baseline (session good)"."""
     where = baseline.source or f"steps {baseline.from_step:,}–{baseline.to_step:,}"
     return f"the baseline ({where})"
 
@@ -336,7 +339,7 @@ def with_span(
 
 
 def _whose(evidence: Evidence, cause: Cause, late_ns: float) -> str:
-    """Return whether it is the host or the device of `cause` that is slow, where that is known."""
+    """Say whether the host or the device of `cause` is slow, if that is known."""
     hosts, window, stage = evidence.hosts, evidence.window, cause.stage
     if hosts is None:
         return ""
@@ -377,7 +380,10 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
 
 
 def _look(evidence: Evidence, *causes: Cause) -> str:
-    """Return what to look at for causes of the same ranks, each thing once; first what their node shares."""
+    """
+    Return what to look at for causes of the same ranks, each thing once; first what the node's
+    ranks share.
+    """
     node = _whole_node(evidence.window, causes[0].places)
     looks = [[f"what the ranks of {node} share (network, CPU, memory, cooling)"]] if node else []
     for cause in causes:
@@ -394,7 +400,7 @@ def _waiting_place(evidence: Evidence) -> str:
 
 
 def _merged(evidence: Evidence, cause: Cause) -> str:
-    """Return what else a stage includes because a mark was not seen, on all ranks or on some."""
+    """Say what else a stage includes because a mark is missing, on all ranks or on some."""
     stage = evidence.seen_in(cause)
     if stage not in _LACKING or stage != cause.stage:
         return ""

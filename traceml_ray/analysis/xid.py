@@ -1,4 +1,4 @@
-"""What the numbers of NVIDIA's critical errors (XID) mean, for those that training meets."""
+"""Meanings of the numbers of NVIDIA's critical errors (XID) that occur in training."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ _MEANINGS = {
 
 
 def meaning(xid: int) -> str:
-    """Return "XID 79: the GPU has fallen off the bus"."""
+    """Return the number with its meaning: "XID 79: the GPU has fallen off the bus"."""
     return f"XID {xid}: " + _MEANINGS.get(xid, "see NVIDIA's XID list")
