@@ -17,9 +17,9 @@ from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import (
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FORWARD,
     LEAD_BYTES,
     N_STAGES,
@@ -230,10 +230,10 @@ class Played:
             host[late, self.stage] = rows[late, self.stage]
             leads[late, LATE], leads[late, SURE] = 1 << self.stage, 0
         flags = np.full(n, FLAG_DEVICE_CLOCK, np.uint8)
-        flags[: not rank.produced] |= FLAG_FIRST
-        flags[np.arange(self.step, self.step + n) % self.every != 0] = FLAG_COUPLED
+        flags[: not rank.produced] |= FLAG_EXCLUDED
+        flags[np.arange(self.step, self.step + n) % self.every != 0] = FLAG_INSEPARABLE
         if self.step < self.clock_from:
-            flags = flags & FLAG_FIRST | FLAG_COUPLED
+            flags = flags & FLAG_EXCLUDED | FLAG_INSEPARABLE
             return {"flags": flags.tobytes()}
         return {"host_rows": host.tobytes(), "leads": leads.tobytes(), "flags": flags.tobytes()}
 

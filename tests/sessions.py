@@ -25,7 +25,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.nodes.records import NodeSample
-from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
@@ -86,7 +86,7 @@ class Rank:
         keys = np.arange(first, first + steps, dtype="<i8") << SEGMENT_BITS
         flags = np.zeros(steps, np.uint8)
         if first == 0 and steps:
-            flags[0] = FLAG_FIRST
+            flags[0] = FLAG_EXCLUDED
         self.produced += steps
         self.seq += 1
         default: dict[str, Any] = {"identity": self.identity, "sent_ns": 0, "first_row": first}

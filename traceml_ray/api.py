@@ -184,8 +184,8 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
             return
         try:
             agent.recorder.close_traced()
-            if agent.recorder.at_step is not None:
-                agent.recorder.at_step()
+            if agent.recorder.step_hook is not None:
+                agent.recorder.step_hook()
         except Exception as error:
             agent.instrumentation.failed("trace_step", error)
 

@@ -21,9 +21,9 @@ FLAG_NO_FORWARD = 2  # no forward mark: forward starts where the data wait ended
 FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are one: the whole of it stands in `backward`
 FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in this backward
 FLAG_DEVICE_CLOCK = 16  # taken from device events; the CPU's row of the same marks is its host row
-FLAG_FIRST = 32  # in no statistic: the first step of a rank process (no sync exit before it), or a slowed one
+FLAG_EXCLUDED = 32  # in no statistic: the first step of a rank process, or one that was slowed
 FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
-FLAG_COUPLED = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
+FLAG_INSEPARABLE = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
 
 INFERRED = " (inferred)"
 """

@@ -14,7 +14,7 @@ from integration import loops
 from unit.test_device import drained
 
 from traceml_ray.agent.device import DeviceClock
-from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_PEERS, SEGMENT_BITS
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_INSEPARABLE, FLAG_NO_PEERS, SEGMENT_BITS
 
 TICK_NS = 1000
 NAMES = [name for name in loops.ATTRIBUTED | loops.UNBROKEN if name != "spawn_workers"]
@@ -72,11 +72,11 @@ def test_rows_on_an_idle_device_are_those_of_its_host(name: str) -> None:
     rows = drained(job)  # type: ignore[arg-type]
     plain = loops.run(name)
     expected = [(row["step"], row["segment"], row["flags"]) for row in plain.rows()]
-    clocks = FLAG_DEVICE_CLOCK | FLAG_COUPLED
+    clocks = FLAG_DEVICE_CLOCK | FLAG_INSEPARABLE
     assert [(key >> 8, key & 255, flags & ~clocks) for key, flags, *_ in rows] == expected
     assert not clock.stopped
     for _, flags, row, host, _ in rows[1:]:
-        assert flags & FLAG_DEVICE_CLOCK and not flags & FLAG_COUPLED
+        assert flags & FLAG_DEVICE_CLOCK and not flags & FLAG_INSEPARABLE
         assert all(abs(a - b) < 20 * TICK_NS for a, b in zip(row, host, strict=True))
         assert flags & FLAG_NO_PEERS
 

@@ -12,7 +12,7 @@ from integration.two_ranks import results_of
 from unit.sample_windows import judge
 
 from traceml_ray.analysis.window import Window
-from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_FIRST, FORWARD, SYNC_WAIT
+from traceml_ray.stages import DATA, FLAG_DEVICE_CLOCK, FLAG_EXCLUDED, FLAG_INSEPARABLE, FORWARD, SYNC_WAIT
 
 pytestmark = pytest.mark.long
 
@@ -63,9 +63,9 @@ def test_every_row_has_its_host_row_and_key(ranks: list[dict[str, Any]]) -> None
             assert [row["key"] >> 8 for row in case["rows"]] == list(range(24)), name
             for row in case["rows"]:
                 on_device = bool(row["flags"] & FLAG_DEVICE_CLOCK)
-                assert on_device != bool(row["flags"] & FLAG_COUPLED)
+                assert on_device != bool(row["flags"] & FLAG_INSEPARABLE)
                 assert on_device or row["row"] == row["host"]
-            assert case["rows"][0]["flags"] & FLAG_FIRST
+            assert case["rows"][0]["flags"] & FLAG_EXCLUDED
             assert case["produced"] == 24 and not case["dropped"], name
 
 

@@ -30,7 +30,7 @@ from traceml_ray.agent.patch import ray_data
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import (
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
     FLAG_NO_PEERS,
@@ -461,7 +461,7 @@ def test_rows_beyond_the_capacity_of_the_mark_log_are_counted(monkeypatch: pytes
     assert job.recorder.lost_marks > job.ring.dropped > 0 == job.recorder.lost_rows
     assert abs(len(rows) + job.ring.dropped - 8 * loops.STEPS) <= 1, "one row may be cut in two"
     assert abs(int(str(rows[-1]["step"])) + 1 - 8 * loops.STEPS) <= 1
-    assert sum(bool(int(str(row["flags"])) & FLAG_FIRST) for row in rows) == 2
+    assert sum(bool(int(str(row["flags"])) & FLAG_EXCLUDED) for row in rows) == 2
 
 
 # -- named parts -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from integration.two_ranks import results_of
 
-from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_INSEPARABLE
 
 MS = 1_000_000
 
@@ -31,7 +31,7 @@ def test_reduction_over_the_replicas_is_a_wait(
         assert on_device(case["rows"]) == list(range(3 + rank, len(case["losses"]))) and not case["errors"]
         for row in case["rows"][3 + rank :]:
             assert [ns / MS for ns in row["row"]] == pytest.approx([0, 0, 0, 13, 20, copies_ms + 6], abs=0.02)
-            assert not row["flags"] & FLAG_COUPLED
+            assert not row["flags"] & FLAG_INSEPARABLE
 
 
 @pytest.mark.parametrize("version", ["first", "plain"])
@@ -42,8 +42,8 @@ def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]
         assert on_device(rows) == list(range(3 + rank, len(case["losses"]))) and not case["errors"]
         for row in rows[3 + rank :]:
             assert [ns / MS for ns in row["row"]] == pytest.approx([0, 0, 0, 13, 20, 4], abs=0.02)
-            assert not row["flags"] & FLAG_COUPLED
-        assert all(row["flags"] & FLAG_COUPLED for row in rows[: 3 + rank])
+            assert not row["flags"] & FLAG_INSEPARABLE
+        assert all(row["flags"] & FLAG_INSEPARABLE for row in rows[: 3 + rank])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_ranks_mark_the_same_steps_where_all_would_cost_too_much(ranks: list[dic
         assert steps[-7:] == [72, 76, 80, 84, 88, 92, 96]
         sampled = [row for row in case["rows"] if row["key"] >> 8 == 96]
         assert sum(sampled[0]["row"]) / MS == pytest.approx(37, abs=0.1)
-        assert all(row["flags"] & FLAG_COUPLED for row in case["rows"][97:])
+        assert all(row["flags"] & FLAG_INSEPARABLE for row in case["rows"][97:])
 
 
 def test_losses_are_those_without_it(ranks: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from unit.sample_windows import align, judge
 from traceml_ray.analysis.roles import role_of
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.signals.sharding.records import Sharding
-from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26
 WORLD = 4
@@ -350,7 +350,7 @@ def test_late_rank_is_named_in_its_group(
         pytest.skip("this torch has no fully_shard")
     ranks = ranks_of(cases, name)
     assert [rank.group for rank in ranks] == groups and {rank.strategy for rank in ranks} == {strategy}
-    assert not any((rank.flags & FLAG_COUPLED).any() for rank in ranks)
+    assert not any((rank.flags & FLAG_INSEPARABLE).any() for rank in ranks)
     verdict = judge(align(ranks, WORLD))
     late = CASES[name][1]
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
@@ -418,7 +418,7 @@ def test_late_rank_is_named_among_those_that_do_the_same_work(
 ) -> None:
     ranks = ranks_of(cases, name)
     _, late, stage = CASES[name]
-    assert ranks[late].role == role and not any((rank.flags & FLAG_COUPLED).any() for rank in ranks)
+    assert ranks[late].role == role and not any((rank.flags & FLAG_INSEPARABLE).any() for rank in ranks)
     verdict = judge(align(ranks, WORLD))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
     assert verdict.why.startswith(f"In role {role} (ranks {replicas}): "), verdict.why
@@ -486,17 +486,17 @@ def test_waits_of_tensor_parallel_layers_and_pipeline_stages_are_seen_on_the_cpu
         if "ddp" in strategy:
             nn.parallel.DistributedDataParallel(loops.Net())
         exchange = job.recorder.exchange
-        assert job.instrumentation.strategy == strategy and exchange.roles and not exchange.coupled
+        assert job.instrumentation.strategy == strategy and exchange.roles and not exchange.inseparable
         exchange.clock(True)  # on a device streams wait, not the training thread
-        assert exchange.coupled and not exchange.roles
+        assert exchange.inseparable and not exchange.roles
         train(job, loops.Net())
     finally:
         job.instrumentation.remove()
         dist.destroy_process_group()
     assert not job.instrumentation.errors and not job.instrumentation.missing
     assert functional.wait_tensor is wait
-    flags = {int(row["flags"]) & FLAG_COUPLED for row in job.rows()}  # type: ignore[call-overload]
-    assert flags == {FLAG_COUPLED}
+    flags = {int(row["flags"]) & FLAG_INSEPARABLE for row in job.rows()}  # type: ignore[call-overload]
+    assert flags == {FLAG_INSEPARABLE}
 
 
 def test_collective_work_before_the_wait_is_time_of_the_rank_itself() -> None:

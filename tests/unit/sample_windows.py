@@ -18,7 +18,7 @@ from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import RankRows, Window
-from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, N_STAGES, SEGMENT_BITS
 
 _DATA = Path(__file__).parent.parent / "data" / "windows"
 RECORDED = dict(np.load(_DATA / "recorded.npz"))
@@ -49,12 +49,14 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
         (rank_rows for rank_rows in ranks if rank_rows.rank not in missing),
         key=lambda rank_rows: rank_rows.rank,
     )
-    counting = [rank_rows.take(rank_rows.flags & FLAG_FIRST == 0) for rank_rows in live]
+    counting = [rank_rows.take(rank_rows.flags & FLAG_EXCLUDED == 0) for rank_rows in live]
     distinct = [rank_rows.take(np.unique(rank_rows.keys, return_index=True)[1]) for rank_rows in counting]
     none = np.empty(0, np.int64)
     keys = functools.reduce(np.intersect1d, [rank_rows.keys for rank_rows in distinct]) if distinct else none
     seen = np.unique(np.concatenate([none, *(rank_rows.keys for rank_rows in distinct)]))
-    aside = np.concatenate([none, *(rank_rows.keys[rank_rows.flags & FLAG_FIRST != 0] for rank_rows in live)])
+    aside = np.concatenate(
+        [none, *(rank_rows.keys[rank_rows.flags & FLAG_EXCLUDED != 0] for rank_rows in live)]
+    )
     common = [rank_rows.take(np.isin(rank_rows.keys, keys)) for rank_rows in distinct]
     inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
     d = np.array([rank_rows.rows for rank_rows in common], np.int64).reshape(len(live), len(keys), N_STAGES)

@@ -42,7 +42,7 @@ from traceml_ray.monitor.live_runs import MAX_UNKNOWN, LiveRanks
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
-from traceml_ray.stages import FLAG_FIRST, FORWARD, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import FLAG_EXCLUDED, FORWARD, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
@@ -294,7 +294,7 @@ def test_rank_that_is_profiled_is_not_named_and_its_steps_are_in_no_statistic(
             return made
 
         def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
-            flags = FLAG_FIRST * (self.slowed & (rank.identity.global_rank == 5))
+            flags = FLAG_EXCLUDED * (self.slowed & (rank.identity.global_rank == 5))
             return super()._batch(rank, rows, flags=flags.astype(np.uint8).tobytes(), **fields)
 
     played, labels = Profiled(tmp_path, late=None), set()

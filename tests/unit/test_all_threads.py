@@ -66,7 +66,7 @@ def _names(rank: Rank) -> dict[str, int]:
 def test_rank_without_steps_records_what_it_is_asked_to_do_until_the_others_are_done(rank: Rank) -> None:
     _calls(1)
     rank.ask(first_step=5)
-    assert rank.status.state == "recording" and rank.recorder.at_step is None
+    assert rank.status.state == "recording" and rank.recorder.step_hook is None
     _calls(3)
     rank.ask(first_step=5, over=1)
     _settle(rank)

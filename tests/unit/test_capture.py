@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from traceml_ray.agent import capture
 from traceml_ray.agent.capture import TraceFile, TraceTooLargeError
 from traceml_ray.agent.torch_profiler import TorchProfiler, without_line
-from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.wire import messages as wire
 
 
@@ -33,7 +33,7 @@ def rank() -> Iterator[Rank]:
     yield made
     made.captures.abandon()
     made.patches.remove()
-    assert made.recorder.at_step is None
+    assert made.recorder.step_hook is None
     assert not torch.autograd._profiler_enabled() and not profiler._is_profiler_enabled
 
 
@@ -169,7 +169,7 @@ def test_end_of_watching_while_the_profiler_is_turned_on_leaves_none_on(
     _during_start(monkeypatch, detach)
     rank.train(3)
     script.remove()
-    assert len(steps) == 4 and rank.recorder.at_step is None
+    assert len(steps) == 4 and rank.recorder.step_hook is None
     assert not torch.autograd._profiler_enabled() and not profiler._is_profiler_enabled
 
 
@@ -262,7 +262,7 @@ def test_rows_that_a_profile_slows_are_in_no_statistic(rank: Rank, monkeypatch: 
     assert rank.recorder.settle(60.0)
     _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
     steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
-    marked = np.frombuffer(flags, np.uint8) & FLAG_FIRST != 0
+    marked = np.frombuffer(flags, np.uint8) & FLAG_EXCLUDED != 0
     assert steps[marked].tolist() == [0, 8, 9, 10, 13, 14, 15] and len(steps) >= 18
 
 
@@ -284,7 +284,7 @@ def test_script_that_starts_its_profiler_wins(rank: Rank) -> None:
     assert rank.status.state == "failed" and "a profiler of its own" in rank.status.reason
     assert any(event.key == "aten::addmm" for event in users_profiler.key_averages())
     rank.train(6)
-    assert rank.recorder.at_step is None
+    assert rank.recorder.step_hook is None
 
 
 def test_profiler_of_another_thread_wins_and_nothing_is_saved(rank: Rank) -> None:
@@ -303,7 +303,7 @@ def test_profiler_of_another_thread_wins_and_nothing_is_saved(rank: Rank) -> Non
     while thread.is_alive():
         rank.train(1)
         thread.join(0.01)
-    assert "aten::add" in names and rank.recorder.at_step is None
+    assert "aten::add" in names and rank.recorder.step_hook is None
     rank.train(5)
     assert rank.status.state == "failed" and not rank.captures.pieces(10)
 
@@ -314,7 +314,7 @@ def test_steps_that_do_not_come_are_given_up(rank: Rank) -> None:
     rank.now = 61.0
     status = rank.status
     assert status.state == "refused" and "did not come within 60 s" in status.reason
-    assert rank.recorder.at_step is None
+    assert rank.recorder.step_hook is None
 
 
 def test_evaluation_among_its_steps_is_not_recorded_for_long(rank: Rank) -> None:

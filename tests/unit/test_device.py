@@ -28,9 +28,9 @@ from traceml_ray.agent.spans import Spans
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FORWARD,
     LEAD_UNKNOWN,
     N_STAGES,
@@ -81,7 +81,7 @@ def test_device_without_delays_gives_the_row_of_its_host() -> None:
         loop.step(post=7)
     loop.device.wait(EPSILON_NS)
     first, *rows = loop.both()
-    assert first[1] == FLAG_FIRST | FLAG_COUPLED and first[2] == first[3]
+    assert first[1] == FLAG_EXCLUDED | FLAG_INSEPARABLE and first[2] == first[3]
     assert len(rows) == 3
     for number, (key, flags, row, host, _) in enumerate(rows, 1):
         assert (key, flags) == (number << SEGMENT_BITS, FLAG_DEVICE_CLOCK)
@@ -99,12 +99,12 @@ def test_device_row_follows_its_host_whatever_the_order_of_marks(marks: list[tup
         one.step()
     loop.device.wait(EPSILON_NS)
     rows = loop.both()
-    assert [(key, flags & ~FLAG_DEVICE_CLOCK & ~FLAG_COUPLED) for key, flags, *_ in rows] == [
+    assert [(key, flags & ~FLAG_DEVICE_CLOCK & ~FLAG_INSEPARABLE) for key, flags, *_ in rows] == [
         (key, flags) for key, flags, _ in plain.rows()
     ]
     for _, flags, row, host, _ in rows:
         assert row == host
-        assert bool(flags & FLAG_DEVICE_CLOCK) != bool(flags & FLAG_COUPLED)
+        assert bool(flags & FLAG_DEVICE_CLOCK) != bool(flags & FLAG_INSEPARABLE)
     assert rows[-1][1] == FLAG_DEVICE_CLOCK
 
 
@@ -220,7 +220,7 @@ class TestDeviceThatIsBehind:
         loop.step()
         late = loop.both()
         assert [key >> SEGMENT_BITS for key, *_ in late] == [2, 3]
-        assert all(flags & FLAG_COUPLED for _, flags, *_ in late)
+        assert all(flags & FLAG_INSEPARABLE for _, flags, *_ in late)
         assert loop.use.counts["device rows late"] == 2
 
     def test_row_that_never_is_done_is_given_up_once_later_ones_are(self) -> None:
@@ -293,7 +293,7 @@ def test_marks_of_streams_that_are_far_out_of_order_leave_the_host_row() -> None
     loop.optimizer(1)
     loop.device.wait(MS)
     *_, last = loop.both()
-    assert last[1] & FLAG_COUPLED and last[2] == last[3]
+    assert last[1] & FLAG_INSEPARABLE and last[2] == last[3]
     assert loop.use.counts["device rows out of order: several streams"] == 1
 
 
@@ -441,11 +441,11 @@ class TestCollectives:
         loop.optimizer(1)
         loop.device.wait(20 * MS)
         *_, last = loop.both()
-        assert last[1] & FLAG_DEVICE_CLOCK and not last[1] & FLAG_COUPLED
+        assert last[1] & FLAG_DEVICE_CLOCK and not last[1] & FLAG_INSEPARABLE
         assert last[2][FORWARD] < MS < 6 * MS < last[2][SYNC_WAIT]
 
     @pytest.mark.parametrize(
-        ("device", "stream", "handle", "inside", "coupled"),
+        ("device", "stream", "handle", "inside", "inseparable"),
         [
             ("meta", "default", None, True, True),
             ("cpu", "default", None, True, False),
@@ -455,7 +455,7 @@ class TestCollectives:
         ],
     )
     def test_one_in_a_hook_of_a_backward_couples_where_it_makes_the_stages_wait(
-        self, device: str, stream: str, handle: Any, inside: bool, coupled: bool
+        self, device: str, stream: str, handle: Any, inside: bool, inseparable: bool
     ) -> None:
         """On a device hooks run in autograd's thread, whose waits cannot be marked."""
         loop, collectives = self.made()
@@ -466,11 +466,11 @@ class TestCollectives:
         loop.device.stream = stream
         reduce = collectives._collective("all_reduce")(lambda *_: handle)
         in_autograds_thread(lambda: reduce(tensor))
-        assert loop.recorder.exchange.coupled == coupled
+        assert loop.recorder.exchange.inseparable == inseparable
 
     @pytest.mark.parametrize("future", [False, True])
     def test_wait_in_a_hook_of_a_backward_couples_where_it_makes_the_stages_wait(self, future: bool) -> None:
-        for stream, hook, coupled in (
+        for stream, hook, inseparable in (
             ("default", True, True),
             ("reduce", True, False),
             ("default", False, False),
@@ -481,7 +481,7 @@ class TestCollectives:
             loop.recorder.ready = 0
             loop.device.stream = stream
             in_autograds_thread(wait, hook)
-            assert loop.recorder.exchange.coupled == coupled, (stream, hook)
+            assert loop.recorder.exchange.inseparable == inseparable, (stream, hook)
 
     @pytest.mark.parametrize("on_device", [True, False])
     def test_wait_for_a_future_is_marked_on_a_device_only(self, on_device: bool) -> None:
@@ -497,15 +497,15 @@ class TestCollectives:
         loop.device.wait(20 * MS)
         if on_device:
             *_, last = loop.both()
-            assert last[2][SYNC_WAIT] > 6 * MS and not last[1] & FLAG_COUPLED
+            assert last[2][SYNC_WAIT] > 6 * MS and not last[1] & FLAG_INSEPARABLE
 
     def test_coalesced_ones_couple_where_they_are_waited_for(self) -> None:
         loop, collectives = self.made()
         manager = collectives._coalesced(Mock())
         manager(None, None, async_ops=True)
-        assert not loop.recorder.exchange.coupled
+        assert not loop.recorder.exchange.inseparable
         manager()
-        assert loop.recorder.exchange.coupled
+        assert loop.recorder.exchange.inseparable
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
@@ -541,10 +541,10 @@ def test_wait_inside_those_of_fsdp_does_not_couple(monkeypatch: pytest.MonkeyPat
         if stops:
             waits.stop()
         in_autograds_thread(lambda: _runtime_utils._pre_backward_hook())  # type: ignore[call-arg]
-        assert not loop.recorder.exchange.coupled
+        assert not loop.recorder.exchange.inseparable
     patcher.restore()
     in_autograds_thread(wait)
-    assert loop.recorder.exchange.coupled
+    assert loop.recorder.exchange.inseparable
 
 
 def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

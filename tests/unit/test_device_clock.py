@@ -9,7 +9,7 @@ import pytest
 from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.reports.summary import summarize
-from traceml_ray.stages import FLAG_COUPLED, FLAG_FIRST
+from traceml_ray.stages import FLAG_EXCLUDED, FLAG_INSEPARABLE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.messages import DEVICE_CLOCK
 
@@ -19,16 +19,16 @@ OFF = "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns 
 @pytest.mark.parametrize(
     ("why", "strategy", "flags", "advice"),
     [
-        (OFF, "ddp", FLAG_COUPLED, "Set TRACEML_DEVICE_CLOCK=1"),
-        ("turned off by TRACEML_DEVICE_CLOCK=0", "fsdp2", FLAG_COUPLED, "Set TRACEML_DEVICE_CLOCK=1"),
+        (OFF, "ddp", FLAG_INSEPARABLE, "Set TRACEML_DEVICE_CLOCK=1"),
+        ("turned off by TRACEML_DEVICE_CLOCK=0", "fsdp2", FLAG_INSEPARABLE, "Set TRACEML_DEVICE_CLOCK=1"),
         (
             "off since step 7: CUDA error 719",
             "ddp",
-            FLAG_COUPLED,
+            FLAG_INSEPARABLE,
             "The device's clock is not read: off since",
         ),
-        (OFF, "ddp+tp", FLAG_COUPLED, ""),
-        ("", "ddp", FLAG_COUPLED, ""),
+        (OFF, "ddp+tp", FLAG_INSEPARABLE, ""),
+        ("", "ddp", FLAG_INSEPARABLE, ""),
         (OFF, "ddp", 0, ""),
         ("off since step 7: CUDA error 719", "ddp", 0, ""),
     ],
@@ -43,7 +43,7 @@ def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
     for second in range(20):
         clock.tick()
         marks = np.full(10, flags, np.uint8)
-        marks[0] |= FLAG_FIRST * (second == 0)
+        marks[0] |= FLAG_EXCLUDED * (second == 0)
         core.ingest(relay.message(*(rank.batch(10, flags=marks.tobytes(), **more) for rank in ranks)))
         assert core.commit()
         core.judge()

@@ -138,20 +138,20 @@ class OnCuda(nn.Module):
         return iter([Parameter()])
 
 
-@pytest.mark.parametrize(("part", "coupled"), [(nn.Linear(1, 1), False), (nn.SyncBatchNorm(1), True)])
+@pytest.mark.parametrize(("part", "inseparable"), [(nn.Linear(1, 1), False), (nn.SyncBatchNorm(1), True)])
 def test_only_the_exchange_itself_is_on_the_devices_clock(
-    monkeypatch: pytest.MonkeyPatch, part: nn.Module, coupled: bool
+    monkeypatch: pytest.MonkeyPatch, part: nn.Module, inseparable: bool
 ) -> None:
     """DDP's waits are; those of SyncBatchNorm inside forward and backward have no marks."""
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
     agent = make(Pipe())
     agent.instrumentation.data_parallel._add_ddp(OnCuda(part), {})
     exchange = agent.recorder.exchange
-    assert exchange.streamed and exchange.coupled
+    assert exchange.streamed and exchange.inseparable
     agent.device.begin(FakeDevice())
-    assert exchange.coupled == coupled
+    assert exchange.inseparable == inseparable
     agent.recorder.leave_device()
-    assert exchange.coupled
+    assert exchange.inseparable
 
 
 def test_clock_ends_where_gradients_are_reduced_by_hand() -> None:

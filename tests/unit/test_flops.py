@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from traceml_ray.signals.throughput import flops
 from traceml_ray.signals.throughput.flops import SKIPPED, FlopCount, ModelFlops
-from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 
 BY_HAND = 2 * (2 * 2 * 4 * 4)
 """Of the rank's step: (2, 4) × (4, 4) forward, and the same for the gradient of the weights."""
@@ -32,7 +32,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     yield made
     made.captures.abandon()
     made.patches.remove()
-    assert made.recorder.at_step is None and _get_current_dispatch_mode() is None
+    assert made.recorder.step_hook is None and _get_current_dispatch_mode() is None
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_flops_of_one_step_are_counted_as_by_hand_and_once(rank: Rank, count: Fl
     assert count.found is None and _get_current_dispatch_mode() is not None
     rank.train(1)
     assert count.found == ModelFlops(BY_HAND, SKIPPED, "float32")
-    assert _get_current_dispatch_mode() is None and rank.recorder.at_step is None
+    assert _get_current_dispatch_mode() is None and rank.recorder.step_hook is None
     rank.train(3)
     assert (count.found.flops, count.why, dict(rank.patches.errors)) == (BY_HAND, "", {})
 
@@ -69,7 +69,7 @@ def test_rows_that_counting_slows_are_marked(rank: Rank) -> None:
     assert rank.recorder.settle(60.0)
     _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
     steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
-    marked = np.frombuffer(flags, np.uint8) & FLAG_FIRST != 0
+    marked = np.frombuffer(flags, np.uint8) & FLAG_EXCLUDED != 0
     assert steps[marked].tolist() == [0, SKIPPED, SKIPPED + 1] and len(steps) >= 7
 
 

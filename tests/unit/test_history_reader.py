@@ -14,7 +14,7 @@ from unit.test_step_history import check_stats, rows
 from traceml_ray.analysis import reduction
 from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -86,7 +86,7 @@ def test_rank_that_ends_first_ends_the_statistics(tmp_path):
 def test_rank_of_which_there_is_only_the_first_row_holds_up_no_other(tmp_path):
     every = processes(rows(STEPS, RANKS))
     first = every[2].take(slice(0, 1))
-    first.flags[:] = FLAG_FIRST
+    first.flags[:] = FLAG_EXCLUDED
     with stored(tmp_path / "session.sqlite", [every[0], every[1], first]) as session:
         reader = HistoryReader(session, LIMITS)
         reader.read()

@@ -442,7 +442,7 @@ def job() -> Iterator[Callable[..., Job]]:
     yield make
     for one in made:
         one.close()
-        assert one.recorder.at_step is None
+        assert one.recorder.step_hook is None
     assert nn.Module.__call__ is call
 
 
@@ -485,7 +485,7 @@ def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]
     rank = job(always=False)
     call = nn.Module.__call__
     rank.train(5)
-    assert nn.Module.__call__ is call and rank.recorder.at_step is None
+    assert nn.Module.__call__ is call and rank.recorder.step_hook is None
     command = wire.Command("layers", {"id": "a", "run": None, "ranks": "all", "steps": 6})
     assert LayersCommand(id="a", steps=6)
     for _ in range(3):  # it is repeated
@@ -493,7 +493,7 @@ def test_steps_are_measured_on_request_and_nothing_after(job: Callable[..., Job]
         rank.train(60)
     (window,) = rank.windows
     assert (window.asked, window.steps) == ("a", 6)
-    assert nn.Module.__call__ is call and rank.recorder.at_step is None
+    assert nn.Module.__call__ is call and rank.recorder.step_hook is None
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -543,7 +543,7 @@ def test_sample_that_begins_while_the_agent_stops_leaves_nothing_on(
         ours.sampler.handle_command(command)
         ours.train(60)
     assert [(window.asked, len(window.layers)) for window in ours.windows] == [("b", 4)]
-    assert not sampler._calls.on and ours.recorder.at_step is None
+    assert not sampler._calls.on and ours.recorder.step_hook is None
 
 
 def test_layers_beyond_the_bound_are_one_row(job: Callable[..., Job]) -> None:

@@ -31,9 +31,9 @@ from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
@@ -191,7 +191,7 @@ def test_plain_steps_are_cut_at_sync_exit() -> None:
     for _ in range(3):
         loop.step(post=7)
     assert loop.rows() == [
-        (0 << SEGMENT_BITS, FLAG_FIRST, [0, 2, 3, 4, 5, 6]),
+        (0 << SEGMENT_BITS, FLAG_EXCLUDED, [0, 2, 3, 4, 5, 6]),
         (1 << SEGMENT_BITS, 0, [7, 2, 3, 4, 5, 6]),
         (2 << SEGMENT_BITS, 0, [7, 2, 3, 4, 5, 6]),
     ]
@@ -449,7 +449,7 @@ def test_optimizer_inside_the_backward_closes_at_its_end() -> None:
         loop.recorder.gradients_done()
         loop.recorder.backward_end(True)
     assert loop.rows() == [
-        (0, FLAG_FIRST | FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
+        (0, FLAG_EXCLUDED | FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
         (1 << SEGMENT_BITS, FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
     ]
 
@@ -599,7 +599,7 @@ def test_device_side_reduction_is_flagged_as_coupled() -> None:
         loop.backward(5, 0)
         loop.reduce(1, 0, on_device=True)
         loop.optimizer(1)
-    assert [flags & ~FLAG_NO_FORWARD for flags, _ in flags_and_rows(loop)] == [FLAG_COUPLED]
+    assert [flags & ~FLAG_NO_FORWARD for flags, _ in flags_and_rows(loop)] == [FLAG_INSEPARABLE]
 
 
 def test_spans_before_an_inferred_exchange_belong_to_its_row() -> None:

@@ -31,7 +31,7 @@ from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
-    FLAG_COUPLED,
+    FLAG_INSEPARABLE,
     FLAG_NO_PEERS,
     FORWARD,
     POST_SYNC,
@@ -144,9 +144,11 @@ def test_where_waits_are_not_seen_nobody_is_named() -> None:
     slow = Slow(1, FORWARD, 16.0)
     assert named(Pipeline(unmarked=True), slow)[0] == "accounting_only"
     (window,) = windows(Pipeline(), slow, 1)
-    coupled = replace(window, flags=window.flags | FLAG_COUPLED)
-    assert judge(coupled).why.startswith("In role pp=0 (ranks 0 and 1): These ranks are stages of a pipeline")
-    assert bubbles(coupled) is None and judge(coupled).roles[0].bubble is None
+    inseparable = replace(window, flags=window.flags | FLAG_INSEPARABLE)
+    assert judge(inseparable).why.startswith(
+        "In role pp=0 (ranks 0 and 1): These ranks are stages of a pipeline"
+    )
+    assert bubbles(inseparable) is None and judge(inseparable).roles[0].bubble is None
 
 
 def test_stages_without_replicas_are_not_judged_and_their_bubble_is_told() -> None:
@@ -203,7 +205,7 @@ def test_rows_are_coupled_where_waits_cannot_be_told_apart(why: str) -> None:
         loop.forward(4)
         loop.backward(5, 6, split=why != "no split")
         loop.optimizer(1)
-    assert {flags & FLAG_COUPLED for _, flags, _ in loop.rows()} == {FLAG_COUPLED}
+    assert {flags & FLAG_INSEPARABLE for _, flags, _ in loop.rows()} == {FLAG_INSEPARABLE}
 
 
 # -- sessions --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask, check_led
 from traceml_ray.reports.status import render_status
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
-from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
 from traceml_ray.store.session_file import SessionFile
@@ -42,7 +42,7 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
         chunk, cursor = session.rows()
         assert [(rows.rank, rows.node) for rows in chunk] == [(0, "host-0"), (1, "host-0")]
         assert (chunk[0].keys >> SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
-        assert chunk[0].flags.tolist() == [FLAG_FIRST, 0, 0, 0, 0]
+        assert chunk[0].flags.tolist() == [FLAG_EXCLUDED, 0, 0, 0, 0]
         assert (chunk[1].rows == np.array([1, 2, 3, 4, 5, 5]) * MS).all()
         assert session.rows(since=cursor) == ([], cursor)
 

@@ -18,8 +18,8 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.stages import (
-    FLAG_COUPLED,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FLAG_NO_DATA,
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
@@ -76,7 +76,7 @@ def test_history_does_not_depend_on_how_rows_arrive(data: st.DataObject) -> None
     count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
     d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
     ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
-    marks = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_NO_PEERS, FLAG_COUPLED])
+    marks = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_NO_PEERS, FLAG_INSEPARABLE])
     some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
     flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
     steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
@@ -129,7 +129,7 @@ def test_slowed_step_is_in_no_statistic_without_any_warm_up(
     limits = msgspec.structs.replace(LIMITS, warmup_steps=0)
     d, flags = rows(60, 2), np.zeros((60, 2), np.uint8)
     aside = [0, 2, 3]  # the first, and those that FLOPs are counted in
-    flags[aside], d[aside, :, FORWARD] = FLAG_FIRST, 10**10
+    flags[aside], d[aside, :, FORWARD] = FLAG_EXCLUDED, 10**10
     steps = fed(d, cuts, flags, limits=limits)
     stats = steps.stats()
     assert stats is not None and stats.steps == 57 and stats.step(1.0)[0] < 1000
@@ -146,7 +146,7 @@ def test_slowed_step_is_in_no_statistic_without_any_warm_up(
 def test_step_that_one_rank_is_slowed_in_is_left_out_and_not_lacking() -> None:
     """As in a profile of rank 1: the other rank has waited for it."""
     d, flags = rows(60, 2), np.zeros((60, 2), np.uint8)
-    flags[0], flags[20:50, 1], d[20:50] = FLAG_FIRST, FLAG_FIRST, 10**9
+    flags[0], flags[20:50, 1], d[20:50] = FLAG_EXCLUDED, FLAG_EXCLUDED, 10**9
     window = fed(d, [], flags).window([0, 1], 2, (), 60)
     assert window.steps.tolist() == [*range(1, 20), *range(50, 60)] and not window.gaps
 
@@ -164,7 +164,7 @@ def test_however_many_steps_are_set_aside_they_are_counted(again: bool) -> None:
     """As those of many profiles of rank 1: three runs of consecutive steps, then many single ones."""
     d, flags = rows(1000, 2), np.zeros((1000, 2), np.uint8)
     aside = [0, *range(20, 120), *range(130, 200), *range(300, 310), *range(400, 900, 5)]
-    flags[0], flags[aside, 1], d[aside, 1] = FLAG_FIRST, FLAG_FIRST, 10**9
+    flags[0], flags[aside, 1], d[aside, 1] = FLAG_EXCLUDED, FLAG_EXCLUDED, 10**9
     steps = fed(d, [], flags)
     if again:
         steps.take(processes(d, 0, flags=flags))
@@ -196,7 +196,7 @@ def test_impossible_durations_are_left_out() -> None:
     assert np.isnan(columns.exposed).any(axis=1).nonzero()[0].tolist() == [40]
 
 
-MARKS = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_FIRST])
+MARKS = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_EXCLUDED])
 
 
 def same(one: StepHistory, other: StepHistory) -> None:

@@ -23,7 +23,7 @@ from traceml_ray.analysis.span_rates import SpanRate, SpanRates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import Group, Window, missing_of
-from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
+from traceml_ray.stages import DATA, FLAG_INSEPARABLE, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 
 MS = 1_000_000
@@ -205,7 +205,7 @@ def test_span_is_compared_within_the_group_of_the_rank() -> None:
 )
 def test_reason_of_a_coupling_is_in_the_verdict(strategy: str, why: str) -> None:
     for groups in (PAIRS, [None] * 4):
-        verdict = judge(grouped([*BALANCED, *LATE], groups, strategy=strategy, flags=FLAG_COUPLED))
+        verdict = judge(grouped([*BALANCED, *LATE], groups, strategy=strategy, flags=FLAG_INSEPARABLE))
         assert verdict.label == "accounting_only" and why in verdict.why
 
 

@@ -21,8 +21,8 @@ from traceml_ray.importers import v1
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FLAG_INSEPARABLE,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
@@ -36,7 +36,7 @@ from traceml_ray.wire import messages as wire
 INTERNAL = "_traceml_internal:"
 NS = 1_000_000
 SAMPLE = {"seq": 1, "ts": 1.8e9, "pid": 7, "cpu": 90.5, "cpu_cores": 4, "ram_used": 2.0e9, "ram_total": 8e9}
-UNTOLD = FLAG_NO_SPLIT | FLAG_COUPLED
+UNTOLD = FLAG_NO_SPLIT | FLAG_INSEPARABLE
 
 
 def times(ms: float, **more: Any) -> dict[str, Any]:

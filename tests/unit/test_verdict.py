@@ -15,8 +15,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.stages import (
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FLAG_INSEPARABLE,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
@@ -245,12 +245,12 @@ class TestTelemetry:
     def test_rows_without_the_devices_clock_are_left_out_where_most_have_it(self, off: slice):
         """A device clock begins after some steps, may end before the last, and has no times of some."""
         flags = np.full((50, 4), FLAG_DEVICE_CLOCK)
-        flags[off] = FLAG_COUPLED
+        flags[off] = FLAG_INSEPARABLE
         d = LATE_DATA.copy()
         d[off] = BALANCED[off]
         verdict = judge(window(d, flags=flags))
         assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 2)
-        flags[:30] = FLAG_COUPLED
+        flags[:30] = FLAG_INSEPARABLE
         assert judge(window(d, flags=flags)).label == "accounting_only"
 
 
@@ -276,7 +276,7 @@ class TestInferredExchange:
         snapshot("verdict", verdict.why)
 
     def test_inferred_exchange_on_a_device_is_not_judged(self, snapshot: Snapshot):
-        verdict = self.judge(LATE_DATA, FLAG_COUPLED)
+        verdict = self.judge(LATE_DATA, FLAG_INSEPARABLE)
         assert verdict.label == "accounting_only"
         snapshot("verdict", verdict.why)
 
@@ -393,7 +393,7 @@ class TestMissingMarks:
         snapshot("verdict", verdict.why)
 
     def test_coupled_ranks_are_never_called_healthy(self, snapshot: Snapshot):
-        verdict = judge(window(BALANCED, flags=FLAG_COUPLED))
+        verdict = judge(window(BALANCED, flags=FLAG_INSEPARABLE))
         assert verdict.label == "accounting_only"
         snapshot("verdict", verdict.why)
 

@@ -27,9 +27,9 @@ from traceml_ray.reports.whole import reduce
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FORWARD,
     LEAD_BYTES,
     LEAD_UNKNOWN,
@@ -125,7 +125,7 @@ def test_rows_that_the_device_clock_has_no_times_for_do_not_count_while_it_goes_
     """Before a rank's first device row, and long after its last, they count as what they are."""
     steps = 700
     flags = np.full(steps, DEVICE, np.uint8)
-    flags[:5] = flags[20:30] = flags[300:] = FLAG_COUPLED
+    flags[:5] = flags[20:30] = flags[300:] = FLAG_INSEPARABLE
     keys = np.arange(steps, dtype=np.int64) << SEGMENT_BITS
     for cuts in ([0, steps], [0, 3, 25, 26, 301, 400, steps]):
         table = RowTable(most=1 << 16)
@@ -139,13 +139,13 @@ def test_rows_that_the_device_clock_has_no_times_for_do_not_count_while_it_goes_
     closed.add_ranks([0])
     closed.put(closed.places([0]), keys[:50], flags[None, 30:80], wide(50)[None])
     narrow = np.ones((1, 50, N_STAGES), np.int64)
-    closed.put(closed.places([0]), keys[50:100], np.full((1, 50), FLAG_COUPLED, np.uint8), narrow)
+    closed.put(closed.places([0]), keys[50:100], np.full((1, 50), FLAG_INSEPARABLE, np.uint8), narrow)
     assert len(table_window(closed, 1).keys) == 100, "a device clock that has closed itself is none"
 
 
 def test_window_of_sampled_steps_has_as_many_as_one_of_all() -> None:
     history, steps = StepHistory(LIMITS), 800
-    flags = np.where(np.arange(steps) % 8, FLAG_COUPLED, DEVICE).astype(np.uint8)
+    flags = np.where(np.arange(steps) % 8, FLAG_INSEPARABLE, DEVICE).astype(np.uint8)
     rows = np.ones((steps, WIDTH), np.int64)
     history.take([RankRows(r, "n", np.arange(steps) << SEGMENT_BITS, flags, rows) for r in range(2)])
     history.advance({0, 1}, 0, 2)
@@ -180,8 +180,8 @@ def test_all_steps_are_counted_also_those_the_device_clock_is_not_read_in(steps:
     """One step in 8 is; rank 1 comes late with some rows, and of two rows of step 400 one is read."""
     every = np.arange(steps)
     keys = np.insert(every << SEGMENT_BITS, 401, 400 << SEGMENT_BITS | 1)
-    flags = np.where((keys >> SEGMENT_BITS) % 8, FLAG_COUPLED, DEVICE).astype(np.uint8)
-    flags[401], flags[0] = FLAG_COUPLED, DEVICE | FLAG_FIRST
+    flags = np.where((keys >> SEGMENT_BITS) % 8, FLAG_INSEPARABLE, DEVICE).astype(np.uint8)
+    flags[401], flags[0] = FLAG_INSEPARABLE, DEVICE | FLAG_EXCLUDED
     rows = np.full((len(keys), WIDTH), MS)
     history = StepHistory(LIMITS, deep=True)
     both = [RankRows(rank, "n", keys, flags, rows) for rank in range(2)]
@@ -420,7 +420,7 @@ def test_run_whose_device_clock_began_after_some_steps_is_judged_live_and_afterw
     for verdict in (live, stored):
         assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
     sample = whole and whole.judged.sample()
-    assert sample is not None and sample.flags[0, 0] & FLAG_COUPLED
+    assert sample is not None and sample.flags[0, 0] & FLAG_INSEPARABLE
     assert sample.host is not None and sample.leads is not None
     since = sample.since(101)
     for rank in range(2):
@@ -431,8 +431,8 @@ def test_run_whose_device_clock_began_after_some_steps_is_judged_live_and_afterw
 def test_rank_without_a_device_clock_among_others_is_reported(node: Node) -> None:
     node.played.late = None
     both, (first, second) = node.played._beside, node.played.ranks
-    coupled = {"flags": np.full(20, FLAG_COUPLED, np.uint8).tobytes()}
-    node.played._beside = lambda rank, rows: both(rank, rows) if rank is first else coupled  # type: ignore[method-assign]
+    inseparable = {"flags": np.full(20, FLAG_INSEPARABLE, np.uint8).tobytes()}
+    node.played._beside = lambda rank, rows: both(rank, rows) if rank is first else inseparable  # type: ignore[method-assign]
     node.play(10)
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:

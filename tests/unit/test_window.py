@@ -11,7 +11,7 @@ from unit.sample_windows import window as window_of
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import MAX_MISSING, RankRows, joined, missing_of
-from traceml_ray.stages import FLAG_FIRST, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_EXCLUDED, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, SEGMENT_BITS
 
 
 def rank_rows(rank, keys, flags=None):
@@ -85,7 +85,7 @@ def test_missing_ranks_listed_are_the_lowest():
 
 
 def test_first_rows_never_count():
-    window = together([rank_rows(0, [1, 2, 3], [FLAG_FIRST, 0, 0]), rank_rows(1, [1, 2, 3])], expected=2)
+    window = together([rank_rows(0, [1, 2, 3], [FLAG_EXCLUDED, 0, 0]), rank_rows(1, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [2, 3]
     assert_rows_belong(window)
 

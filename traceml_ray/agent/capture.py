@@ -1,7 +1,7 @@
 """
 A profile of a few steps on this rank: armed by the agent's thread, recorded by the one that trains.
 
-That thread asks one attribute a step (`Recorder.at_step`), which is None while nothing is wanted. Whatever
+That thread asks one attribute a step (`Recorder.step_hook`), which is None while nothing is wanted. Whatever
 goes wrong ends the capture, with a reason, and nothing else.
 
 The trace of a rank as a file of its own process: compressed, then read piece by piece.
@@ -109,7 +109,7 @@ State = CaptureState | Literal["recorded"]
 
 class StepCapture:
     """
-    One capture; `at_step` runs on the training thread, the rest on the agent's.
+    One capture; `on_step` runs on the training thread, the rest on the agent's.
 
     Only the thread that turns the profiler on turns it off: others say that it is to (`_given_up`), and it
     looks after `start`, which may take long, and at each step.
@@ -154,7 +154,7 @@ class StepCapture:
         if self._profiler.cannot:
             self.end("refused", self._profiler.cannot)
         elif not self.serves:
-            self._recorder.each_step(self.at_step)
+            self._recorder.add_step_hook(self.on_step)
 
     @property
     def state(self) -> State:
@@ -185,11 +185,11 @@ class StepCapture:
             self._recorder.new_iterator()
 
     def _disarm(self) -> None:
-        self._recorder.no_step(self.at_step)
+        self._recorder.remove_step_hook(self.on_step)
 
     # -- the training thread -------------------------------------------------------------------------
 
-    def at_step(self) -> None:
+    def on_step(self) -> None:
         """Turn the profiler on where its steps begin, and off where they are over; raises nothing."""
         if self._thread not in (0, get_ident()):
             return

@@ -25,9 +25,9 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import error_text
 from traceml_ray.stages import (
     BACKWARD,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     LEAD_BYTES,
     LEAD_UNKNOWN,
     N_STAGES,
@@ -258,7 +258,7 @@ class DeviceClock:
         api: the device.
         ring: where rows go.
         clock: the CPU's, in ns.
-        streamed: whether a row without the device's times is coupled (see `GradientExchange`).
+        streamed: whether a row without the device's times is inseparable (see `GradientExchange`).
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class DeviceClock:
         """Hand a row out with its times on the CPU's clock alone."""
         if why:
             self.counts[why] += 1
-        flags = row.flags | (FLAG_COUPLED if self._streamed() else 0)
+        flags = row.flags | (FLAG_INSEPARABLE if self._streamed() else 0)
         self._ring.push(row.key, flags, row.times)
 
     # -- the agent's thread ------------------------------------------------------------------------
@@ -454,7 +454,7 @@ class DeviceClock:
             return
         self.counts["device ns out of order"] += moved
         stages = stages_of(cuts, times)
-        if row.flags & FLAG_FIRST and not row.times[POST_SYNC]:
+        if row.flags & FLAG_EXCLUDED and not row.times[POST_SYNC]:
             stages[POST_SYNC] = 0
         self.medians.append(times[-1])
         if self.sharded:

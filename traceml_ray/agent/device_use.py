@@ -159,7 +159,7 @@ class DeviceUse:
         """Count what was the matter; end the clock where it has ended itself, or there is no use of it."""
         assert self.clock is not None
         self._count(self.clock)
-        if self._recorder.exchange.coupled:
+        if self._recorder.exchange.inseparable:
             why = ", ".join(sorted(self._recorder.exchange.reasons - {STREAMED}))
             self._ours.missing[f"{DEVICE_CLOCK}: rows"] = f"ranks are not compared by them: {why}"[:200]
         if self.clock.counts["no event inside a graph capture"]:

@@ -12,7 +12,7 @@ class GradientExchange:
     """Set by the patches of DDP, FSDP and others; read where rows are cut and flagged."""
 
     __slots__ = (
-        *("_clocked", "_seen", "_sharded", "bracketed", "coupled", "inferred", "on_device", "peers"),
+        *("_clocked", "_seen", "_sharded", "bracketed", "inseparable", "inferred", "on_device", "peers"),
         *("reasons", "roles", "several"),
     )
 
@@ -21,7 +21,7 @@ class GradientExchange:
         """Does the backward that ends now exchange gradients? None: there are no peers."""
         self.reasons: set[str] = set()
         """Why waits for peers cannot be told apart inside forward and backward."""
-        self.coupled = False
+        self.inseparable = False
         """There is such a reason; the device's clock is none any longer for STREAMED."""
         self.several = False
         """Some step has had several backwards that exchanged gradients, or might have."""
@@ -62,8 +62,8 @@ class GradientExchange:
 
     def _decide(self) -> None:
         reasons = self.reasons - {STREAMED} if self._clocked else self.reasons
-        self.coupled = bool(reasons or (self._seen and (self._sharded or self._clocked)))
-        self.roles = bool(self._seen) and not self.coupled
+        self.inseparable = bool(reasons or (self._seen and (self._sharded or self._clocked)))
+        self.roles = bool(self._seen) and not self.inseparable
 
     @property
     def streamed(self) -> bool:

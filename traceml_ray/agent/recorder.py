@@ -29,7 +29,7 @@ SILENT_OWNER_NS = 5_000_000_000
 class Recorder(MarkLog):
     """The marks of one process; methods named `*_begin` and `*_end` are marks."""
 
-    __slots__ = ("_at_each", "_each_lock", "at_step", "batches", "exchange", "iterator")
+    __slots__ = ("_hooks_lock", "_step_hooks", "batches", "exchange", "iterator", "step_hook")
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
         self.exchange = GradientExchange()
@@ -37,38 +37,38 @@ class Recorder(MarkLog):
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
         self.batches = BatchSizes()
-        self._at_each: list[Callable[[], object]] = []
-        self._each_lock = Lock()
-        self.at_step: Callable[[], object] | None = None
+        self._step_hooks: list[Callable[[], object]] = []
+        self._hooks_lock = Lock()
+        self.step_hook: Callable[[], object] | None = None
         """
         Called by the training thread once an optimizer has taken its step, and at the first wait for an
-        iterator, while a profile is wanted, layers are measured or FLOPs counted; see `each_step`.
+        iterator, while a profile is wanted, layers are measured or FLOPs counted; see `add_step_hook`.
         """
 
-    def each_step(self, call: Callable[[], object]) -> None:
+    def add_step_hook(self, call: Callable[[], object]) -> None:
         """Have `call` called at each step, beside what is called already."""
-        with self._each_lock:
-            self._at_each = [*self._at_each, call]
+        with self._hooks_lock:
+            self._step_hooks = [*self._step_hooks, call]
             self._call_each()
 
-    def no_step(self, call: Callable[[], object]) -> None:
+    def remove_step_hook(self, call: Callable[[], object]) -> None:
         """Have it called no longer."""
-        with self._each_lock:
-            self._at_each = [other for other in self._at_each if other != call]
+        with self._hooks_lock:
+            self._step_hooks = [other for other in self._step_hooks if other != call]
             self._call_each()
 
     def forked(self) -> None:
         """In a child of this process: call nothing any more. A thread that is gone may hold the lock."""
-        self._each_lock, self._at_each, self.at_step = Lock(), [], None
+        self._hooks_lock, self._step_hooks, self.step_hook = Lock(), [], None
 
     def _call_each(self) -> None:
-        several = self._at_each
+        several = self._step_hooks
 
         def all_of_them() -> None:
             for call in several:
                 call()
 
-        self.at_step = None if not several else several[0] if len(several) == 1 else all_of_them
+        self.step_hook = None if not several else several[0] if len(several) == 1 else all_of_them
 
     @property
     def sums(self) -> SpanSums:
@@ -107,8 +107,8 @@ class Recorder(MarkLog):
             self.log.append(self.stamp())
             return True
         self.batches.forget()
-        if self.at_step is not None and get_ident() == self.owner:
-            self.at_step()
+        if self.step_hook is not None and get_ident() == self.owner:
+            self.step_hook()
         # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
         known = getattr(iterator, "__dict__", {})
         named = known.get("_traceml_loader") or id(iterator), known.get("_num_workers") or 0
@@ -218,7 +218,7 @@ class Recorder(MarkLog):
         It is written down at any time, as a span is, since no row is cut by it; not where the waits that
         matter are not on this clock anyway, as those of a device's other streams (FSDP gathers on one).
         """
-        if self.exchange.coupled or get_ident() != self.owner or not self._room():
+        if self.exchange.inseparable or get_ident() != self.owner or not self._room():
             return False
         if self.device is not None and self.device.elsewhere():
             return False

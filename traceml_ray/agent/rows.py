@@ -23,8 +23,8 @@ from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.stages import (
     DATA,
-    FLAG_COUPLED,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
+    FLAG_INSEPARABLE,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
     FLAG_NO_PEERS,
@@ -205,12 +205,12 @@ class RowBuilder:
         self.pending = [a + b for a, b in zip(self.pending, times, strict=True)]
         self.cuts = self.cuts + cuts
 
-    def infer(self, coupled: bool) -> None:
+    def infer(self, inseparable: bool) -> None:
         """Take the end of the pending row for an exchange; all its waits were seen, so it has a split."""
         self.synced = True
         self.flags &= ~(FLAG_NO_PEERS | FLAG_NO_SPLIT)
-        if coupled:
-            self.flags |= FLAG_COUPLED
+        if inseparable:
+            self.flags |= FLAG_INSEPARABLE
 
     def close_segment(self) -> None:
         """Close the pending row; the step goes on."""
@@ -277,7 +277,7 @@ class RowBuilder:
 
     def _emit(self) -> None:
         if self.step in self.slowed or self.step == self._first_step:
-            self.flags |= FLAG_FIRST
+            self.flags |= FLAG_EXCLUDED
         (row, cuts), flags, exchange = self.take_back(), self.flags, None
         if self.exchange_ns is not None and not self.first:
             exchange = [*[0] * SYNC_WAIT, self.exchange_ns]
@@ -290,7 +290,7 @@ class RowBuilder:
             row[FORWARD], row[PREPARE] = row[PREPARE], 0
             cuts = without_forward(cuts)
         if self.first:
-            flags |= FLAG_FIRST
+            flags |= FLAG_EXCLUDED
             self.first, self._first_step = False, self.step
             row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
         key = self.step << SEGMENT_BITS | self.segment

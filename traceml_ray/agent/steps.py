@@ -21,7 +21,7 @@ from traceml_ray.agent.work_sums import WorkSums
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
-    FLAG_COUPLED,
+    FLAG_INSEPARABLE,
     FLAG_NO_BACKWARD,
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
@@ -226,8 +226,8 @@ class Steps:
         flags = 0 if synced else FLAG_NO_PEERS
         flags |= 0 if self._split else FLAG_NO_SPLIT
         apart = synced and self._exchange.roles
-        if self._exchange.coupled or (apart and not self._split):
-            flags |= FLAG_COUPLED
+        if self._exchange.inseparable or (apart and not self._split):
+            flags |= FLAG_INSEPARABLE
         exchange_ns = max(0, self.partition.times[SYNC_WAIT] - self._apart_ns)
         self._leave(flags, synced)
         self.rows.exchange_ns = exchange_ns if apart and self._split else None

@@ -132,7 +132,7 @@ def of_roles(evidence: Evidence, waited_ns: Int64) -> str:
     window = evidence.window
     if not evidence.rows.synced.any():
         return _NO_REPLICA + _bubble(window) + f": {_ONLY}"
-    return "" if waited_ns.any(axis=0).all() else coupled(window)
+    return "" if waited_ns.any(axis=0).all() else dependence(window)
 
 
 def _bubble(window: Window) -> str:
@@ -159,7 +159,7 @@ def functions(window: Window) -> str:
     return text.listed([f"`{name}`" for name in window.inferred])
 
 
-def coupled(window: Window) -> str:
+def dependence(window: Window) -> str:
     """Describe how the ranks depend on each other besides one exchange per step."""
     parts = {part for strategy in window.strategies for part in strategy.split("+")}
     if not parts:

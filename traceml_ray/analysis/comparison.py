@@ -20,8 +20,8 @@ from traceml_ray.analysis.step_sample import MEDIAN, NAMES, P95, SKEW, STEP, err
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.analysis.window import Float
 from traceml_ray.stages import (
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FLAG_INSEPARABLE,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
     FLAG_NO_SPLIT,
@@ -40,7 +40,7 @@ _MERGED = {
     FLAG_NO_DATA: ("post_sync", "data"),
     FLAG_NO_FORWARD: ("prepare", "forward"),
     FLAG_NO_SPLIT: ("backward", "sync_wait"),
-    FLAG_COUPLED: ("forward", "backward", "sync_wait"),
+    FLAG_INSEPARABLE: ("forward", "backward", "sync_wait"),
 }
 """For each flag: the stages that rows with this flag do not tell apart."""
 
@@ -294,7 +294,7 @@ def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> 
     Waiting is left out: all others wait longer for a rank that has become late.
     """
     flags = a["flags"] | b["flags"]
-    waits = {name for flag in (FLAG_NO_SPLIT, FLAG_COUPLED) if flags & flag for name in _MERGED[flag]}
+    waits = {name for flag in (FLAG_NO_SPLIT, FLAG_INSEPARABLE) if flags & flag for name in _MERGED[flag]}
     names = [s for s in STAGES if s not in waits | {"sync_wait"} and not _incomparable(s, a, b)]
     columns = [STAGES.index(name) for name in names]
     stages_of = [np.nan_to_num(_of_ranks(sample["stages"], alike)[:, columns]) for sample in (a, b)]

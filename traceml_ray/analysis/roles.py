@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
-from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, INFERRED, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, INFERRED, SEGMENT_BITS, SYNC_WAIT
 
 DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
@@ -141,7 +141,7 @@ def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
 
 def bubbles(window: Window) -> Float | None:
     """Return the share (0..1) of its time that each rank (R,) waits for other roles. None: not seen."""
-    if not several(window) or not window.d.any() or (window.flags & FLAG_COUPLED).any():
+    if not several(window) or not window.d.any() or (window.flags & FLAG_INSEPARABLE).any():
         return None
     apart = window.flags & FLAG_NO_PEERS != 0
     waited: Float = np.where(apart, window.d[:, :, SYNC_WAIT], 0).sum(axis=0).astype(float)

@@ -21,7 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
-from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import (
+    FLAG_DEVICE_CLOCK,
+    FLAG_EXCLUDED,
+    LEAD_BYTES,
+    LEAD_UNKNOWN,
+    N_STAGES,
+    SEGMENT_BITS,
+)
 
 WIDTH = 2 * N_STAGES + 1
 _SHIFTS = 8 * np.arange(LEAD_BYTES)
@@ -225,7 +232,7 @@ class RowTable:
         if not len(keys):
             return 0
         columns = self._columns(keys)
-        usable = flags & FLAG_FIRST == 0
+        usable = flags & FLAG_EXCLUDED == 0
         aside = ~usable
         if is_wide(rows):
             usable &= ~self._off_clock(places, keys, flags, rows)
@@ -318,7 +325,7 @@ class RowTable:
 
     def _flagged(self, lines: Any, columns: slice) -> Bool:
         """Return where (R, n) a row is excluded from statistics."""
-        flagged: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_FIRST != 0)
+        flagged: Bool = self._seen[lines, columns] & (self._flags[lines, columns] & FLAG_EXCLUDED != 0)
         return flagged
 
     def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:

@@ -24,7 +24,7 @@ from traceml_ray.analysis.roles import several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.unequal import is_hidden, largest_share, now_and_then, uneven_stages
 from traceml_ray.analysis.window import Float, Int64, Window
-from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_INSEPARABLE, FLAG_NO_BACKWARD, FLAG_NO_PEERS
 
 _TOO_LONG = 1 << 62
 _AGREE = 0.1
@@ -215,8 +215,8 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, cl
 def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     """`accounting_only`: return why these ranks cannot be compared at a common exchange, or ""."""
     window = evidence.window
-    if (window.flags & FLAG_COUPLED).any():
-        return abstention.coupled(window)
+    if (window.flags & FLAG_INSEPARABLE).any():
+        return abstention.dependence(window)
     if several(window) and (
         alone := abstention.of_roles(evidence, waited_apart_ns(window, evidence.rows.synced))
     ):

@@ -24,7 +24,7 @@ from traceml_ray.analysis.window import Bool, Group, Int64, RankRows, UInt8, Win
 from traceml_ray.stages import (
     BACKWARD,
     FLAG_DEVICE_CLOCK,
-    FLAG_FIRST,
+    FLAG_EXCLUDED,
     FLAG_NO_SPLIT,
     N_STAGES,
     SEGMENT_BITS,
@@ -293,7 +293,7 @@ class StepHistory(KeptSteps):
         Reduce steps again from the first of `keys` that is new and belongs to a step that was already
         reduced.
         """
-        counts = (flags & FLAG_FIRST == 0).any(axis=0)
+        counts = (flags & FLAG_EXCLUDED == 0).any(axis=0)
         late = self.table.unseen(places, keys[counts & (keys <= self.done)])
         if not len(late):
             return

@@ -22,8 +22,8 @@ from traceml_ray.identity import Rank, RankIdentity
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
-    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FLAG_INSEPARABLE,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
@@ -230,7 +230,7 @@ def _step(fields: _Fields, sender: _Sender) -> _Row:
         rest = times[_WHOLE][0] - ns[PREPARE] - ns[FORWARD] - ns[BACKWARD]
         ns[POST_SYNC] = max(rest, ns[POST_SYNC])
     seen = {_STAGES[name] for name in times if name in _STAGES}
-    flags = FLAG_NO_SPLIT | FLAG_COUPLED
+    flags = FLAG_NO_SPLIT | FLAG_INSEPARABLE
     flags |= sum(flag for stage, flag in _MISSING if stage not in seen)
     flags |= FLAG_DEVICE_CLOCK * any(device for _, device in times.values())
     return step << SEGMENT_BITS, flags, ns

@@ -35,8 +35,8 @@ def patch_optimizer(patcher: Patcher, recorder: Recorder) -> None:
 
     def end(_: bool) -> None:
         recorder.optimizer_end(True)
-        if recorder.at_step is not None:
-            recorder.at_step()
+        if recorder.step_hook is not None:
+            recorder.step_hook()
 
     begin = recorder.optimizer_begin
     patcher.replace(

@@ -55,8 +55,8 @@ def remove_hook(hook: Any, recorder: Recorder, instead: Hook = lambda *_: None) 
 def _at_step(recorder: Recorder, failed: Failed, *_: object) -> None:
     """Have the training thread end what only it can end, although this process is no longer watched."""
     try:
-        if recorder.at_step is not None:
-            recorder.at_step()
+        if recorder.step_hook is not None:
+            recorder.step_hook()
     except Exception as error:
         failed("optimizer", error)
 
@@ -105,8 +105,8 @@ def _hooks(
                 append(clock())
             else:
                 recorder.optimizer_end(began)
-            if recorder.at_step is not None:
-                recorder.at_step()
+            if recorder.step_hook is not None:
+                recorder.step_hook()
         except Exception as error:
             failed("optimizer", error)
 

@@ -50,7 +50,7 @@ _MAX_WAITING = 64
 
 class LayerSampler(Collector):
     """
-    One per process. `at_step` is called by the thread that trains, all else by the agent's.
+    One per process. `on_step` is called by the thread that trains, all else by the agent's.
 
     Args:
         instrumentation: knows the root modules, and counts what goes wrong.
@@ -88,7 +88,7 @@ class LayerSampler(Collector):
         self.every = _FIRST_EVERY
         self._done: deque[MeasuredStep] = deque()
         self._step = self._skip = 0
-        """The step that is measured; how many calls of `at_step` can be left out."""
+        """The step that is measured; how many calls of `on_step` can be left out."""
         self._began_ns = 0
         self._left = 0
         """Samples that may still begin: set by the agent's thread, counted down by the one that trains."""
@@ -105,7 +105,7 @@ class LayerSampler(Collector):
 
     # -- the training thread -------------------------------------------------------------------------
 
-    def at_step(self) -> None:
+    def on_step(self) -> None:
         """Begin and end samples where steps do; raises nothing."""
         self._skip -= 1
         if self._skip > 0 and not self._calls.on:
@@ -210,7 +210,7 @@ class LayerSampler(Collector):
             return False
         self._calls.install(self._patcher)
         self._installed = True
-        self._recorder.each_step(self.at_step)
+        self._recorder.add_step_hook(self.on_step)
         return True
 
     def _find(self) -> bool:
@@ -263,7 +263,7 @@ class LayerSampler(Collector):
             return
         try:
             self._installed = False
-            self._recorder.no_step(self.at_step)
+            self._recorder.remove_step_hook(self.on_step)
             self._calls.on = False
             self._patcher.restore()
             self._began_ns = 0
@@ -333,7 +333,7 @@ class LayerSampler(Collector):
         exchange = self._recorder.exchange
         window.cost_ns += self._idle_ns
         self._idle_ns = 0
-        waits = exchange.coupled or self._shares_layers()
+        waits = exchange.inseparable or self._shares_layers()
         made = window.made(self._windows, self.every, self._clock(), waits)
         self._windows += 1
         self._window = None

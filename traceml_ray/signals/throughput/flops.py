@@ -42,7 +42,7 @@ class ModelFlops(NamedTuple):
 
 class FlopCount:
     """
-    Of one process. `at_step` runs on the training thread.
+    Of one process. `on_step` runs on the training thread.
 
     Args:
         recorder: of that thread's marks.
@@ -63,9 +63,9 @@ class FlopCount:
 
     def arm(self) -> None:
         """Have a step counted: the third from here on. Any thread may."""
-        self._recorder.each_step(self.at_step)
+        self._recorder.add_step_hook(self.on_step)
 
-    def at_step(self) -> None:
+    def on_step(self) -> None:
         """Turn the mode on where the step begins, and off where it is over; raises nothing."""
         try:
             if self._mode is None:
@@ -133,7 +133,7 @@ class FlopCount:
 
     def _done(self) -> None:
         self._over = True
-        self._recorder.no_step(self.at_step)
+        self._recorder.remove_step_hook(self.on_step)
 
     def abandon(self) -> None:
         """End it: this process is no longer watched. Any thread may."""
