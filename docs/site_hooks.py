@@ -28,6 +28,7 @@ SOURCES = {page: path for path, page in PAGES.items() if page != "index.md"}
 COPIES = "source/"
 """Folder of the site with copies of linked files."""
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_CODE = re.compile(r"`[^`\n]+`")
 _FOLDER = re.compile(r"\[([^\]]+)\]\(folder:\)")
 
 
@@ -45,6 +46,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page."""
     here = page.file.src_uri
     rewritten = _LINK.sub(lambda match: f"]({_target(here, match[1])}{match[2] or ''})", markdown)
+    # A bar in code is escaped for GitHub's tables, and must not be for those of mkdocs.
+    rewritten = _CODE.sub(lambda match: match[0].replace("\\|", "|"), rewritten)
     return _FOLDER.sub(r"\1", rewritten)
 
 
