@@ -23,13 +23,18 @@ MAPPED = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy: a build in place would pick up what an earlier build left."""
+    """
+    Build a source distribution, and the wheel from that, as an installation from source does. They are built
+    from a copy: a build in place would pick up what an earlier one left.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in MAPPED:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
     built = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = (source / "dist").glob("*.whl")
