@@ -47,6 +47,7 @@ OUTPUT = {"traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine")}
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
+    "traceml_ray/signals/memory/answer.py": ("RunMemory", "MemoryOfRank"),
     "traceml_ray/signals/memory/shapes.py": (
         *("Memory", "FirstCause", "CollectiveOnset", "MemoryFinding", "Attribution", "Incident"),
         "RankMemory",

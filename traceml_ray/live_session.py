@@ -48,7 +48,7 @@ from traceml_ray.reports.comparison import (
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.memory.shapes import Memory
+from traceml_ray.signals.memory.answer import GetMemory, RunMemory
 from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.throughput.answer import GetThroughput
@@ -362,9 +362,9 @@ class Session:
         """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
         return self._ask(query.GetVerdict(run))
 
-    def memory(self, run: str | None = None) -> Memory:
+    def memory(self, run: str | None = None) -> RunMemory:
         """Return which rank's memory grew first, and what else is to be said about it."""
-        return self._ask(query.GetMemory(run))
+        return self._ask(GetMemory(run))
 
     def findings(self, run: str | None = None) -> list[Finding]:
         """

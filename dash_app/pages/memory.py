@@ -13,9 +13,10 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
-from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS
+from traceml_ray.signals.memory.answer import GetMemory
+from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
@@ -86,7 +87,7 @@ _KEYS: listing.Keys = {
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    memory, divided = cache.ask(query.GetMemory(run.id)), cache.ask(GetSharding(run.id, MOST_RANKS))
+    memory, divided = cache.ask(GetMemory(run.id, peaks=False)), cache.ask(GetSharding(run.id, MOST_RANKS))
     if memory is None or not memory.ranks:
         return {"memory": None, "axis": spine, "sharding": divided}
     asked, wrong = _asked(route)

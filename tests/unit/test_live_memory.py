@@ -19,6 +19,7 @@ from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.answers import Answers
 from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.events import MemoryEvents
 from traceml_ray.signals.memory.judge import judge
 from traceml_ray.signals.memory.live import (
@@ -33,8 +34,8 @@ from traceml_ray.signals.memory.live import (
 )
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.shapes import Memory, Series
+from traceml_ray.signals.views import with_causes
 from traceml_ray.stages import SYNC_WAIT
-from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
 
@@ -263,7 +264,7 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
         first = 5 * second
         played.play(5, spans=[wire.SpanSum(name, SYNC_WAIT, 5, 5, 1, first, first + 4, 1 << 20, "7")])
     live = ask(played.aggregator, "memory")
-    assert live == Answers(played.folder, LIMITS).answer(query.GetMemory())
+    assert live == Answers(played.folder, LIMITS).answer(GetMemory())
     assert live.first_cause is not None and live.first_cause.rank == 5
     assert {(attribution.op, attribution.group) for attribution in live.collectives} == {("all_to_all", "7")}
     assert len(live.collectives) == 8
@@ -361,10 +362,10 @@ def test_rank_that_took_memory_in_its_last_second_is_not_said_to_have_had_its_le
     ends = 400 * MIB * (np.arange(40) >= 39)
     memory = judge([on_host(0, flat(40)), on_host(1, flat(40, 1) + ends)], expected=2)
     verdict = Verdict(label=label, ranks=(1,), why="Rank 1 ended first.", exit_reason=reason)
-    took = sentences.with_memory(verdict, memory).why
+    took = with_causes(verdict, {"memory": memory}).why
     assert took.startswith("Rank 1 ended first. Rank 1's host memory was 4")
     assert took.endswith(" MB above its usual level at the end.")
-    other = sentences.with_memory(replace(verdict, ranks=(0,)), memory).why
+    other = with_causes(replace(verdict, ranks=(0,)), {"memory": memory}).why
     assert ("had not grown" in other) == (label == "oom")
 
 

@@ -20,6 +20,7 @@ from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.nodes.answer import GetSystem
 from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.sharding.answer import GetSharding
@@ -55,7 +56,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetNodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.GetProcessSamples(processes, 2, 3 * SECOND),
         GetExperts(run), GetExperts(run, 1), GetSystem(run),
-        query.Findings(run), query.GetMemory(run), GetSharding(run),
+        query.Findings(run), GetMemory(run), GetSharding(run),
         query.GetMemorySamples(processes, 3),
         query.GetMemorySamples(processes, 4, 3 * SECOND),
         query.GetBusy(run, (1, 2, 9), 50), query.GetRankSteps(run, 1, 100), query.GetRankSteps(run, 99, 100),

@@ -35,11 +35,12 @@ from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
 from traceml_ray.signals.findings import findings_of
-from traceml_ray.signals.memory import sentences
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.events import KIND as MEMORY_EVENT
 from traceml_ray.signals.memory.events import MemoryEvents
 from traceml_ray.signals.memory.live import LiveMemory, Ranks
 from traceml_ray.signals.memory.shapes import Memory
+from traceml_ray.signals.views import with_causes
 from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
@@ -98,6 +99,8 @@ class LiveJudge:
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
         self._memory_events: dict[str, MemoryEvents] = {}
+        self.signal_answers: dict[type[Any], Callable[[str | None], Any]] = {GetMemory: self.memory_now}
+        """What live judges of signals have found in a run (None: the newest), by question."""
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
@@ -346,7 +349,7 @@ class LiveJudge:
         memory = self.memory.of(run)
         if memory is None or verdict.label not in DEATHS:
             return verdict, False
-        with_memory = sentences.with_memory(verdict, memory)
+        with_memory = with_causes(verdict, {"memory": memory})
         return with_memory, with_memory is not verdict
 
     def _severe(self, run: str, verdict: Verdict) -> Conclusion | None:

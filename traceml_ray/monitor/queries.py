@@ -22,7 +22,7 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.store import query
 from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.profiles import remove_profile
-from traceml_ray.store.query import QueryError, Request
+from traceml_ray.store.query import OfRun, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.runs import has_ended, is_over
 from traceml_ray.store.session import REPORTS
@@ -121,7 +121,6 @@ class LiveAnswers(Answers):
         self._by_kind[query.StartProfile] = self._start_profile
         self._by_kind[query.StartLayers] = self._start_layers
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
-        self._by_kind[query.GetMemory] = self._memory
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -143,9 +142,9 @@ class LiveAnswers(Answers):
     def _verdict_now(self, run: str | None) -> Any:
         return self._judge.answer(run)
 
-    def _memory(self, asked: query.GetMemory) -> Any:
-        answer = None if self._over(asked.run) else self._judge.memory_now(asked.run)
-        return self._read(asked) if answer is None else answer
+    def _judged_live(self, asked: OfRun[Any]) -> Any:
+        judged = self._judge.signal_answers.get(type(asked))
+        return judged(asked.run) if judged else None
 
     @contextmanager
     def _history(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:

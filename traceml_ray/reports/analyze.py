@@ -14,23 +14,21 @@ from typing import get_args
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.identity import RankFilter, rank_filter
+from traceml_ray.identity import rank_filter
 from traceml_ray.importers.gather import FileRead, Gathered, gather
 from traceml_ray.importers.stormlog import EARLIEST_WALL_NS
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.signals.memory.judge import judge, order_of
-from traceml_ray.signals.memory.recordings import MergedRecordings, merge
+from traceml_ray.signals.memory.judge import judge_recordings
+from traceml_ray.signals.memory.recordings import merge
 from traceml_ray.signals.memory.sentences import where
 from traceml_ray.signals.memory.shapes import (
     Attribution,
-    Collective,
     FirstCause,
     Memory,
     MemoryFinding,
     RankMemory,
     Sensitivity,
-    Series,
     Severity,
 )
 from traceml_ray.signals.memory.stored import BUNDLE
@@ -118,7 +116,7 @@ def analyze(
     if not any(rank in chosen for rank in merged.present):
         raise AnalyzeError(f"ranks {ranks!r}: the files have {text.ranks(merged.present)} only")
     return Analysis(
-        **msgspec.structs.asdict(judged(merged, chosen, sensitivity)),
+        **msgspec.structs.asdict(judge_recordings(merged, chosen, sensitivity)),
         run=merged.run,
         world_size=merged.world_size,
         sources=[_source(source) for source in gathered.files],
@@ -161,51 +159,6 @@ def _source(source: FileRead) -> AnalyzedFile:
         ranks=sorted({recording.rank for recording in contents.recordings if recording.rank is not None}),
         samples=sum(len(recording.t_ns) for recording in contents.recordings),
         notes=contents.notes,
-    )
-
-
-def judged(merged: MergedRecordings, chosen: RankFilter, sensitivity: Sensitivity = "medium") -> Memory:
-    """
-    Return what is to be said of the ranks chosen. Those without wall-clock times are judged one by one: none
-    of them is named before others.
-    """
-    expected = {rank for rank in range(merged.world_size or 0) if rank in chosen}
-    timed = [series for series in merged.timed if series.rank in chosen]
-    alone: dict[int, list[Series]] = {}
-    for series in merged.untimed:
-        if series.rank in chosen:
-            alone.setdefault(series.rank, []).append(series)
-    clocks = [timed, *alone.values()]
-    count = len(expected | {rank for rank in merged.present if rank in chosen})
-    parts = [judge(group, _used_by(group, merged), count, sensitivity) for group in clocks if group]
-    return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
-
-
-def _used_by(series: Sequence[Series], merged: MergedRecordings) -> list[Collective]:
-    """Return the collectives of the ranks of some series: those of others may be on another clock."""
-    ranks = {one_series.rank for one_series in series}
-    return [use for use in merged.collectives if use.rank in ranks]
-
-
-def _together(parts: Sequence[Memory]) -> Memory:
-    """Return what was found on clocks of their own as one."""
-    grew = [part for part in parts if part.first_cause or part.collective_onset]
-    only = grew[0] if len(grew) == 1 else Memory()
-    return Memory(
-        first_cause=only.first_cause,
-        collective_onset=only.collective_onset,
-        findings=sorted(
-            (finding for part in parts for finding in part.findings),
-            key=order_of,
-        ),
-        collectives=[attribution for part in parts for attribution in part.collectives],
-        incidents=sorted(
-            (incident for part in parts for incident in part.incidents), key=lambda incident: incident.at_ns
-        ),
-        ranks=sorted(
-            (row for part in parts for row in part.ranks),
-            key=lambda row: (row.rank, -1 if row.device is None else row.device),
-        ),
     )
 
 

@@ -15,7 +15,6 @@ from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.files import page_of
 from traceml_ray.reports.headlines import findings_in
 from traceml_ray.reports.manifest import bundle_infos
-from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
@@ -25,6 +24,7 @@ from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import OF_QUESTION
@@ -162,6 +162,10 @@ class Answers:
         last = {name: value for name, value in verdicts[-1].items() if name != "t_ns"} if verdicts else None
         return last and {**last, "episodes": None, "brief": None}
 
+    def _judged_live(self, asked: OfRun[Any]) -> Any:
+        """Return what the live judge of a signal has found in a run that goes on; None: it has none."""
+        return None
+
     def _history(self, run: str | None, read_on: bool) -> AbstractContextManager[RunSteps]:
         """Give the step history of a run; `read_on`: with what has come since."""
         return self._histories.of(run, read_on)
@@ -203,7 +207,7 @@ class Answers:
             return findings_in(self._reported(asked.run))
         return findings_of(
             self._verdict_now(asked.run),
-            memory=self.answer(query.GetMemory(asked.run)),
+            memory=self.answer(GetMemory(asked.run, peaks=False)),
             layers=self.answer(GetLayers(asked.run)),
             sharding=self.answer(GetSharding(asked.run, MOST_RANKS)),
             loads=self.answer(GetExperts(asked.run)),
@@ -223,17 +227,21 @@ class Answers:
 
     def _signal(self, asked: Any) -> Any:
         view, over = OF_QUESTION[type(asked)], self._over(asked.run)
+        live = None if over else self._judged_live(asked)
         with self._file(asked.run) as file:
             self._records.read(file, view.states)  # before the history is held: nobody waits for the disk
             if not view.of_steps:
                 ranks = file.ranks()
                 world = world_size(ranks, file.meta().get("world_size"))
                 with self._records.lock if view.states else nullcontext():
-                    return view.answer(Run(file, self._records, None, ranks, world, over, over), asked)
+                    run = Run(file, self._records, None, ranks, world, over, over, live=live)
+                    return view.answer(run, asked)
             with self._history(asked.run, False) as steps, self._records.lock:
                 ended = bool(steps.ranks) and all(process.ended for process in steps.ranks.values())
                 whole, over = over, over or ended
-                run = Run(file, self._records, steps.history, steps.ranks, steps.world, over, whole)
+                run = Run(
+                    file, self._records, steps.history, steps.ranks, steps.world, over, whole, live=live
+                )
                 return view.answer(run, asked)
 
     def _reported(self, run: str | None) -> Summary:
@@ -278,7 +286,6 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
         asked.processes, asked.last, _time(asked)
     ),
     query.GetMemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
-    query.GetMemory: lambda file, _: memory_of(file),
     query.GetSpans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.GetStep: lambda file, asked: step_of(file, asked.step),
 }

@@ -34,7 +34,6 @@ from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines
-from traceml_ray.reports.memory import memory_block, memory_of
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
@@ -48,10 +47,8 @@ from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
-from traceml_ray.signals.memory import sentences
-from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.view import Records, Run
-from traceml_ray.signals.views import VIEWS
+from traceml_ray.signals.views import VIEWS, with_causes
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess
@@ -91,7 +88,7 @@ def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = No
     """Return the same with what else a report with charts is made of."""
     with session.at_one_moment():
         facts = RunFacts(session if run is None else session.of(run), thresholds)
-        return _report(facts, memory_of(facts.session))
+        return _report(facts, _Answers())
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
@@ -106,32 +103,42 @@ def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
     """Yield the same with what else a report with charts is made of."""
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
-        memory = memory_of(session)
+        answers = _Answers()
         if facts.stored > reports_whole.MAX_ROWS:
-            yield _report(facts, memory, newest=True)
-        yield _report(facts, memory)
+            yield _report(facts, answers, newest=True)
+        yield _report(facts, answers)
 
 
-def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
+def _report(facts: RunFacts, answers: _Answers, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = whole.history if whole else None
-    summary, signals = _summary(facts, memory, whole)
+    summary, signals = _summary(facts, answers, whole)
     return Report(summary, facts, history, signals)
 
 
+_Answers = dict[tuple[str, frozenset[int]], Any]
+"""Answers of signals that are not of the steps, by name and the processes that failed: read once."""
+
+
 def _signals(
-    facts: RunFacts, history: StepHistory | None, failed: Mapping[int, RankProcess]
+    facts: RunFacts, known: _Answers, history: StepHistory | None, failed: Mapping[int, RankProcess]
 ) -> dict[str, Any]:
-    """Return the answer of each signal on the whole run, `failed` as of `Run`. Raises `SessionFileError`."""
+    """
+    Return the answer of each signal on the whole run, `failed` as of `Run`; `known` are those of another
+    report of the same moment. Raises `SessionFileError`.
+    """
     records = Records()
     over = facts.fact("status") not in ("running", None)
     steps = history if history is not None and history.ranks else None
     run = Run(facts.session, records, steps, facts.ranks, facts.world_size, over, True, failed)
     answers = {}
     for name, view in VIEWS.items():
-        records.read(facts.session, view.states)
-        answers[name] = view.answer(run, view.question(facts.run.get("id")))
+        key = name, frozenset(process.id for process in failed.values())
+        if view.of_steps or key not in known:
+            records.read(facts.session, view.states)
+            known[key] = view.answer(run, view.question(facts.run.get("id")))
+        answers[name] = known[key]
     return answers
 
 
@@ -143,7 +150,7 @@ def _failed(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> d
     return facts.processes_of(named[:_MAX_FAILED], all_deaths)
 
 
-def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _summary(facts: RunFacts, known: _Answers, whole: Whole | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary, and the answers of signals that are in it."""
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(facts.session, facts.ranks)
@@ -153,14 +160,17 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict
     stood = hangs(facts.session.verdicts()[0])
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.fact("status")) or _headline(facts, deaths, memory) or performance
+    dead = None if (stands := still_open(stood, facts.fact("status"))) else _headline(facts, deaths)
+    failed = _failed(facts, verdict := stands or dead or performance, deaths)
+    signals = _signals(facts, known, whole.history if whole else None, failed)
+    if dead is not None:
+        verdict = with_causes(dead, signals)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     verdict = _with_first_steps(verdict, first := first_steps_of(facts, whole))
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
-    signals = _signals(facts, whole.history if whole else None, _failed(facts, verdict, deaths))
-    findings = _findings(verdict, episodes, memory, signals)
+    findings = _findings(verdict, episodes, signals)
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -182,7 +192,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": ranks_block(facts, deaths),
         "output": None,
-        "memory": memory_block(facts, memory),
+        "memory": None,
         "sharding": None,
         "layers": None,
         "profiles": profiles_block(facts.session.path.parent, facts.run.get("id")),
@@ -196,12 +206,10 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> tuple[dict
     return rounded, signals
 
 
-def _findings(
-    verdict: Verdict, episodes: list[dict[str, Any]], memory: Memory, signals: Mapping[str, Any]
-) -> list[Finding]:
+def _findings(verdict: Verdict, episodes: list[dict[str, Any]], signals: Mapping[str, Any]) -> list[Finding]:
     return findings_of(
         {**verdict.plain(), "episodes": episodes},
-        memory=memory,
+        memory=signals["memory"],
         layers=signals["layers"],
         sharding=signals["sharding"],
         loads=signals["experts"],
@@ -253,12 +261,11 @@ def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
     return {**entry, **times, "label": label or entry["label"]}
 
 
-def _headline(facts: RunFacts, all_deaths: Sequence[Death], memory: Memory) -> Verdict | None:
-    """Return the verdict on a run that ended by a death, of memory that ran out with what grew before."""
+def _headline(facts: RunFacts, all_deaths: Sequence[Death]) -> Verdict | None:
+    """Return the verdict on a run that ended by a death."""
     if not all_deaths or facts.fact("status") in ("finished", "stopped"):
         return None
-    verdict = headline(all_deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
-    return sentences.with_memory(verdict, memory)
+    return headline(all_deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:

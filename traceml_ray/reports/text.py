@@ -10,7 +10,6 @@ from traceml_ray import text
 from traceml_ray.reports import contents
 from traceml_ray.reports.heading import files, title
 from traceml_ray.reports.layout import WIDTH, laid_out, page
-from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.signals.views import VIEWS
 
@@ -32,7 +31,6 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(contents.verdict_facts(summary)),
         laid_out(profile_facts(summary)),
         laid_out(contents.findings_facts(summary)),
-        laid_out(memory_facts(summary["memory"])),
         *signal_blocks("model"),
         laid_out(contents.steps_facts(summary)),
         *signal_blocks("steps"),

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.section import Section
 from traceml_ray.store.query import OfRun
@@ -76,6 +77,8 @@ class Run:
     """What is asked without saying so is of all steps, not of the newest."""
     failed: Mapping[int, RankProcess] = field(default_factory=dict)
     """Ranks that a failure names first, with the process that failed; a report alone knows them."""
+    live: Any = None
+    """What the live judge of the signal has found as of now; None: what is found is that of the records."""
 
     def missing(self, names: Iterable[str]) -> dict[str, str]:
         """Return why processes know less than they could, by name, the first reason of each."""
@@ -102,6 +105,10 @@ class View(Generic[A]):
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""
         raise NotImplementedError
+
+    def cause(self, death: Verdict, answer: A) -> str:
+        """Return in a sentence what the signal knows of why a rank died; "" where that is nothing. Pure."""
+        return ""
 
     def block(self, answer: A) -> Any:
         """Return what `summary.json` has of an answer, as plain values."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.layers.view import LayersView
+from traceml_ray.signals.memory.view import MemoryView
 from traceml_ray.signals.nodes.view import NodesView
 from traceml_ray.signals.output.view import OutputView
 from traceml_ray.signals.section import Number, Section
@@ -14,7 +18,10 @@ from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View
 
-_ALL = ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView(), NodesView()
+_ALL = (
+    *(MemoryView(), ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView()),
+    NodesView(),
+)
 VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
@@ -29,3 +36,10 @@ def sections_of(answers: Mapping[str, Any]) -> Iterator[Section]:
     """Yield what signals show, from their answers by name."""
     for name, answer in answers.items():
         yield from VIEWS[name].sections(answer)
+
+
+def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
+    """Return the verdict on a death with what signals know of its cause; itself where that is nothing."""
+    causes = [VIEWS[name].cause(death, answer) for name, answer in answers.items()]
+    why = " ".join(filter(None, [death.why, *causes]))
+    return msgspec.structs.replace(death, why=why) if any(causes) else death

@@ -22,7 +22,6 @@ import numpy as np
 from traceml_ray import __version__
 from traceml_ray.errors import sendable
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape
@@ -152,10 +151,6 @@ class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
     last: Count
     first_ns: Int64 = 0
     last_ns: Int64 | None = None
-
-
-class GetMemory(OfRun[shapes.Memory], frozen=True):
-    """What is to be said about the memory of the run's ranks; without `ranks` where no sample has come."""
 
 
 class Findings(OfRun[list[Finding]], frozen=True):

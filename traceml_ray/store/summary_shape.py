@@ -180,26 +180,6 @@ class SummaryRank(TypedDict):
     """It only serves others over RPC: it takes no steps, and is not missing."""
 
 
-class MemoryOfRank(TypedDict):
-    """Memory of a rank's newest process, in bytes."""
-
-    rss_peak_bytes: int | None
-    rss_last_bytes: int | None
-    allocated_peak_bytes: int | None
-
-
-class MemoryBlock(TypedDict):
-    """Memory of each rank, by its number as text; the rest as `analyze --json` has it."""
-
-    per_rank: dict[str, MemoryOfRank]
-    first_cause: dict[str, Any] | None
-    """The rank whose memory grew before that of all others, or alone."""
-    collective_onset: dict[str, Any] | None
-    findings: list[dict[str, Any]]
-    """The most severe first, a hundred at most."""
-    missing_ranks: list[int]
-
-
 class UnevenParameter(TypedDict):
     """A parameter that does not divide evenly among the ranks."""
 
@@ -402,7 +382,11 @@ class Summary(TypedDict):
     ranks: dict[str, SummaryRank]
     output: list[LastOutput]
     """What ranks that died or hang printed last, the first cause first."""
-    memory: MemoryBlock
+    memory: dict[str, Any]
+    """
+    `per_rank`, `first_cause`, `collective_onset`, `findings` (a hundred at most) and `missing_ranks`, as
+    `Session.memory` has them.
+    """
     sharding: ShardingInfo | None
     """Null where no model is divided by FSDP2."""
     profiles: list[ProfileFound]

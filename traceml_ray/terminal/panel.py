@@ -13,10 +13,10 @@ import msgspec
 from rich.text import Text
 
 from traceml_ray import text
-from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.severity import SIGNS
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of
+from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.sharding.sections import sharding_facts
 from traceml_ray.stages import STAGES
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output

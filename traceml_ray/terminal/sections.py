@@ -12,9 +12,9 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import beside, line_of, part_of
-from traceml_ray.reports.memory import first_words, missing_words
 from traceml_ray.reports.severity import SIGNS, tone_of
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.memory.sections import first_words, missing_words
 from traceml_ray.signals.views import signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.text import natural

@@ -14,6 +14,7 @@ from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.output.lines import LastOutput
@@ -127,7 +128,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         times, steps = run.times, None
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
-    memory = poll.ask(query.GetMemory(run.id)) if wants_memory and fields["facts"]["memory"] else None
+    memory = poll.ask(GetMemory(run.id, peaks=False)) if wants_memory and fields["facts"]["memory"] else None
     sharding = poll.ask(GetSharding(run.id, MOST_RANKS)) if choice.pane == "memory" else None
     layers = poll.ask(GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"

@@ -8,6 +8,7 @@ from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.store import query
 
@@ -39,7 +40,7 @@ def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
     large = run.world >= SLOW_RANKS
     memory = sharding = None
     if not large and any(process.memory_from for process in run.ranks.values()):
-        memory = cache.ask(query.GetMemory(run.id), every_s=MEMORY_S)
+        memory = cache.ask(GetMemory(run.id, peaks=False), every_s=MEMORY_S)
     if not large and any(
         set(_SHARDED) & {*(process.strategy or "").split("+")} for process in run.ranks.values()
     ):

@@ -18,13 +18,13 @@ from traceml_ray.reports.html import charts
 from traceml_ray.reports.html.charts import heatmap
 from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
 from traceml_ray.reports.layout import Columns, Facts, Table
-from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
 from traceml_ray.reports.profiles import by_operation
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import SIGNS, sign_of
 from traceml_ray.reports.tiles import tiles
 from traceml_ray.signals.layers.sections import layers_facts, layers_table
+from traceml_ray.signals.memory.sections import memory_facts
 from traceml_ray.signals.output.sections import output_lines
 from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
 from traceml_ray.signals.views import signal_numbers
@@ -241,7 +241,7 @@ def findings(charted: Charted) -> Markup:
         "next": lambda one: one.next.replace("`", ""),
     }
     shown = [one for one in listed if one.key != verdict_key]
-    unknown = memory_facts(charted.summary["memory"])
+    unknown = memory_facts(charted.signals["memory"])
     return join(
         block("", Table("Findings beside the verdict", columns, shown), _MAX_FINDINGS, wide=True),
         panel("Memory", facts(unknown), wide=True) if any(line for _, line in unknown.pairs) else NOTHING,

@@ -14,12 +14,14 @@ import msgspec
 import numpy as np
 
 from traceml_ray import text
+from traceml_ray.identity import RankFilter
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.attribution import explain
 from traceml_ray.signals.memory.cause import first_cause, incidents
 from traceml_ray.signals.memory.findings import RankFindings, rank_findings
 from traceml_ray.signals.memory.growth import Growth, HostGrowth, finding_of, is_large, severity_of
 from traceml_ray.signals.memory.limits import MEMORY, MemoryLimits
+from traceml_ray.signals.memory.recordings import MergedRecordings
 from traceml_ray.signals.memory.robust import median
 from traceml_ray.signals.memory.shapes import (
     Collective,
@@ -182,6 +184,53 @@ def compare(
         incidents=incidents(judged),
         ranks=_table(judged, findings),
         missing_ranks=[rank for rank in range(expected or 0) if rank not in present],
+    )
+
+
+def judge_recordings(
+    merged: MergedRecordings, chosen: RankFilter, sensitivity: Sensitivity = "medium"
+) -> Memory:
+    """
+    Return what is to be said of the ranks chosen. Those without wall-clock times are judged one by one: none
+    of them is named before others.
+    """
+    expected = {rank for rank in range(merged.world_size or 0) if rank in chosen}
+    timed = [series for series in merged.timed if series.rank in chosen]
+    alone: dict[int, list[Series]] = {}
+    for series in merged.untimed:
+        if series.rank in chosen:
+            alone.setdefault(series.rank, []).append(series)
+    clocks = [timed, *alone.values()]
+    count = len(expected | {rank for rank in merged.present if rank in chosen})
+    parts = [judge(group, _used_by(group, merged), count, sensitivity) for group in clocks if group]
+    return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
+
+
+def _used_by(series: Sequence[Series], merged: MergedRecordings) -> list[Collective]:
+    """Return the collectives of the ranks of some series: those of others may be on another clock."""
+    ranks = {one_series.rank for one_series in series}
+    return [use for use in merged.collectives if use.rank in ranks]
+
+
+def _together(parts: Sequence[Memory]) -> Memory:
+    """Return what was found on clocks of their own as one."""
+    grew = [part for part in parts if part.first_cause or part.collective_onset]
+    only = grew[0] if len(grew) == 1 else Memory()
+    return Memory(
+        first_cause=only.first_cause,
+        collective_onset=only.collective_onset,
+        findings=sorted(
+            (finding for part in parts for finding in part.findings),
+            key=order_of,
+        ),
+        collectives=[attribution for part in parts for attribution in part.collectives],
+        incidents=sorted(
+            (incident for part in parts for incident in part.incidents), key=lambda incident: incident.at_ns
+        ),
+        ranks=sorted(
+            (row for part in parts for row in part.ranks),
+            key=lambda row: (row.rank, -1 if row.device is None else row.device),
+        ),
     )
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.signals.memory.limits import MEMORY, MemoryLimits
@@ -162,14 +160,13 @@ GROWTH = ("creep", "persistent_drift")
 """Kinds of findings that go on, with a forecast."""
 
 
-def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
-    """Return a `verdict` on a death with what memory had done before; itself where that is nothing."""
-    sentence = ""
+def cause_of_death(memory: Memory, verdict: Verdict) -> str:
+    """Return what memory had done before the death that a `verdict` is on; "" where that is nothing."""
     if verdict.label == "oom":
-        sentence = cause(memory, verdict.ranks, verdict.node)
-    elif verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
-        sentence = _before(memory, verdict.ranks)
-    return msgspec.structs.replace(verdict, why=f"{verdict.why} {sentence}") if sentence else verdict
+        return cause(memory, verdict.ranks, verdict.node)
+    if verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
+        return _before(memory, verdict.ranks)
+    return ""
 
 
 def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:

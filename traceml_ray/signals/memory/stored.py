@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +10,20 @@ import numpy as np
 
 from traceml_ray.analysis.hang import COLLECTIVE
 from traceml_ray.analysis.node_clock import NodeClock
+from traceml_ray.identity import RankFilter
+from traceml_ray.signals.memory.answer import MemoryOfRank
+from traceml_ray.signals.memory.judge import judge_recordings
 from traceml_ray.signals.memory.recordings import (
     FileContents,
     Ints,
     NoSamplesError,
     Recording,
+    merge,
 )
-from traceml_ray.signals.memory.shapes import Collective
+from traceml_ray.signals.memory.shapes import Collective, Memory
 from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import current_ranks, world_size
+from traceml_ray.store.rank_processes import RankProcess, current_ranks, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.samples import MemoryColumns
 from traceml_ray.store.schema import legible
@@ -87,6 +91,22 @@ def recordings_of(file: SessionFile) -> list[Recording]:
         recordings.append(recording)
     _add_collectives(file, recordings)
     return recordings
+
+
+def memory_of(file: SessionFile) -> Memory:
+    """Return what is found about the memory of the ranks of a file's run; empty without any sample."""
+    run = file.run_id()
+    recordings = [recording for recording in recordings_of(file) if recording.run == run]
+    return judge_recordings(merge(recordings), RankFilter()) if recordings else Memory()
+
+
+def memory_by_rank(file: SessionFile, ranks: Mapping[int, RankProcess]) -> dict[int, MemoryOfRank]:
+    """Return how much memory the process of each rank has used. Raises `SessionFileError`."""
+    resident, allocated = file.memory(), file.allocated_peaks()
+    return {
+        rank: MemoryOfRank(*resident.get(process.id, (None, None)), allocated.get(process.id))
+        for rank, process in ranks.items()
+    }
 
 
 def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None:
