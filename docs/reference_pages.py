@@ -36,7 +36,7 @@ def commands_page() -> str:
     parts = ["# Commands\n", f"{STARTING}\n", f"{EXIT_CODES}\n", "This page is written by `make api`.\n"]
     launch = argparse.ArgumentParser(add_help=False)
     add_flags(launch.add_argument, "the master's port + 1")
-    launch.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
+    launch.add_argument("--no-monitor", action="store_true", help="Run plain torchrun, without the monitor.")
     parts += [
         "## python -m traceml_ray.launch\n",
         "In place of `torchrun`, with all its options and these:\n",

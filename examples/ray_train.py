@@ -62,10 +62,8 @@ def share_of(resource: str, workers: int) -> float:
 def main() -> None:
     """Train, then say which rank was late, where, and what that cost."""
     args = parse_arguments()
-    config = {"steps": args.steps, "slow": args.slow, "fail": None, "seed": 0, "lr": 1e-3}
-    config |= {"layers": 3, "heads": 4, "width": 96, "context": 64, "batch_size": 4, "accumulate": 1}
-    config |= {"workers": 1, "amp": False, "compile": False, "log_every": 20}
-    config |= {"eval_every": args.steps, "eval_batches": 4, "checkpoint_dir": None}
+    config = vars(train_gpt.argument_parser().parse_args([]))
+    config |= {"steps": args.steps, "slow": args.slow, "log_every": 20, "eval_every": args.steps}
 
     ray.init()
     device = "GPU" if args.gpus else "CPU"

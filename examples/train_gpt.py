@@ -390,8 +390,8 @@ def count(text: str) -> int:
     return number
 
 
-def parse_arguments() -> tuple[argparse.Namespace, Process]:
-    """Read the command line; what cannot be done ends the process with one line that says so."""
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; its defaults train a small model."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -418,6 +418,12 @@ def parse_arguments() -> tuple[argparse.Namespace, Process]:
     add("--loss-log", default=os.devnull, metavar="FILE", help="exact losses; rank N > 0: FILE.rankN")
     add("--slow", type=parse_slow, action="append", default=[], metavar="STAGE:RANK:MS[@STEP]")
     add("--fail", type=parse_fail, metavar="RANK:STEP", help="raise RuntimeError on that rank at that step")
+    return parser
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Process]:
+    """Read the command line; what cannot be done ends the process with one line that says so."""
+    parser = argument_parser()
     args = parser.parse_args()
     me = this_process(args.device)
     for rank in [slow.rank for slow in args.slow] + ([args.fail[0]] if args.fail else []):

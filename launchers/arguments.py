@@ -25,7 +25,7 @@ _BARE = "--dashboard=\0"  # no argument can be that
 
 def add_flags(add: Callable[..., Any], default_port: str) -> None:
     """Add our flags by `add`, an `add_argument`."""
-    add("--session", help="Name of the session; default: made up from the time.")
+    add("--session", help="Name of the session; default: from the time.")
     add(
         *("--sessions", "--out"),
         dest="out",
@@ -33,26 +33,26 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         help="Folder of sessions; default: TRACEML_OUT, else traceml-sessions.",
     )
     add("--interval", help="Seconds between two reports of a rank; default: 0.5.")
-    add("--channel", help="How ranks reach their relay: auto, socket or actor.")
+    add("--channel", help="How ranks reach their relay: auto (default), socket or actor.")
     add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")
-    add("--flops", action="store_true", help="Count the model FLOPs of a step, once, for the MFU.")
-    add("--model-flops", metavar="N", help="Model FLOPs of a step of all ranks; nothing is counted then.")
-    add("--device-peak-tflops", metavar="N", help="What one device can do; default: as its maker says.")
-    add("--total-steps", metavar="N", help="How many steps the job will take, for the time that is left.")
+    add("--flops", action="store_true", help="Count the model FLOPs of one step, for the MFU.")
+    add("--model-flops", metavar="N", help="Model FLOPs of a step of all ranks, instead of counting them.")
+    add("--device-peak-tflops", metavar="N", help="Peak TFLOPS of one device; default: the maker's figure.")
+    add("--total-steps", metavar="N", help="Number of steps of the job, to show the time left.")
     add(
         "--traceml-port",
         type=_port,
-        help=f"Of the monitor's own Ray, on the first of several nodes; default: {default_port}.",
+        help=f"Port of the private Ray on the first of several nodes; default: {default_port}.",
     )
     add(
         "--live",
         action="store_true",
-        help="Show the session beneath the job's output, where that is a terminal (as traceml-ray top).",
+        help="Show the session below the job's output, if that is a terminal (as traceml-ray top).",
     )
     add(
         "--deep",
         action="store_true",
-        help="Measure each layer of the model, too, in as many steps as cost at most 3 %% of a step.",
+        help="Also measure each layer of the model, in some steps, for at most 3 %% of the time.",
     )
     add(
         "--dashboard",
@@ -64,7 +64,7 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         "--dashboard-linger",
         type=_seconds,
         metavar="SECONDS",
-        help="How long --dashboard stays after the job, at most, while a browser watches; 0: not at all. "
+        help="Keep serving this long after the job while a browser is open; 0: stop with the job. "
         f"Default: {LINGER_S}.",
     )
 
@@ -72,11 +72,17 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
 def add_command(add: Callable[..., Any]) -> None:
     """Add the arguments of `traceml-ray run` by `add`, an `add_argument`."""
     add_flags(add, str(RAY_PORT))
-    add("--nnodes", type=int, default=1, metavar="N", help="Nodes of the job, with one `run` on each.")
-    add("--node-rank", type=int, default=0, metavar="R", help="Of this node; the session is written on 0.")
-    add("--master-addr", metavar="HOST", help="Of node rank 0, where there are several.")
-    add("--no-monitor", action="store_true", help="The command, and nothing else.")
-    add("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="What to run, with its arguments.")
+    add("--nnodes", type=int, default=1, metavar="N", help="Number of nodes; start one `run` on each.")
+    add(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="Rank of this node; the session is written on node 0.",
+    )
+    add("--master-addr", metavar="HOST", help="Host of node rank 0, if there are several nodes.")
+    add("--no-monitor", action="store_true", help="Run the command without the monitor.")
+    add("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="Command to run, with its arguments.")
 
 
 def marked(argv: Sequence[str]) -> list[str]:

@@ -153,7 +153,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, ..."
     )
     add_flags(ours.add_argument, "the master's port + 1")
-    ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
+    ours.add_argument("--no-monitor", action="store_true", help="Run plain torchrun, without the monitor.")
     if "PET_NODE_RANK" not in os.environ:
         parser.set_defaults(node_rank=NotGiven(0))
     given = sys.argv[1:] if argv is None else argv

@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="SESSION|PATH",
-        help="name of a session, file or folder; rank files may be apart",
+        help="name of a session, file or folder; each rank may have its own file",
     )
     paths.completer = names_of_sessions
     which.add_folder(command)
@@ -30,24 +30,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--ranks",
         default="all",
         metavar="0,4-7",
-        help="what it is about (default: all); others are not looked at",
+        help="ranks to analyze, also as peers (default: all)",
     )
     command.add_argument("--json", action="store_true", help="print data instead of text")
     command.add_argument(
         "--sensitivity",
         choices=("low", "medium", "high"),
         default="medium",
-        help="how weak evidence may be that hidden memory is a collective's (default: medium)",
+        help="evidence needed to attribute hidden memory to a collective: high needs least (default: medium)",
     )
     command.add_argument(
         "--fail-on",
         choices=("warning", "critical"),
-        help="exit with 3 where a finding is that severe, or more",
+        help="exit with 3 if a finding has at least this severity",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
+    """Show which rank's memory grew first, and what is left: of sessions, bundles, Stormlog exports."""
     from traceml_ray.identity import RankFilterError
     from traceml_ray.reports import analyze as over_files
     from traceml_ray.reports.analyze import render_analysis

@@ -15,7 +15,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List what was kept of a session's incidents: the last minutes of every rank."""
+    """List the bundles of a session: the last minutes of every rank before a death or hang."""
     from traceml_ray.reports.manifest import render_bundles
 
     folder, answers = which.stored(arguments)

@@ -33,7 +33,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--fail-on-regression",
         type=percent,
         metavar="5%",
-        help="exit with 3 where B is worse by so much of a step or more; with 1 where that cannot be said",
+        help="exit with 3 if B's step is slower by at least this share, with 1 if undecidable",
     )
 
 
@@ -49,7 +49,7 @@ def percent(given: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say whether session B is better or worse than A, by how much, and which stage and ranks moved."""
+    """Show whether session B is faster or slower than A, by how much, in which stage and on which ranks."""
     from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, render_comparison, to_json
 
     gate = arguments.fail_on_regression

@@ -16,11 +16,11 @@ _ASKED = "_ARGCOMPLETE"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray completion`."""
-    command.add_argument("shell", choices=SHELLS, help="which shell the script is for")
+    command.add_argument("shell", choices=SHELLS, help="shell that will run the script")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what makes a shell complete subcommands, options and sessions."""
+    """Print a script that makes a shell complete subcommands, options and session names."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:

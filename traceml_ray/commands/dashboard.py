@@ -14,20 +14,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     which.add_session(command, waits=None)  # the web app has a page that waits
     which.add_run(command)
     command.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others need a token"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1); any other address needs a token",
     )
     command.add_argument("--port", type=_port, help="port to listen on; 0: a free one (default: 8050)")
     command.add_argument(
         "--token",
-        help="that browsers have to give, generated where one is needed; better in TRACEML_DASHBOARD_TOKEN: "
-        "every user of this machine can read arguments",
+        help="token that browsers must send (default: generated if needed); better in "
+        "TRACEML_DASHBOARD_TOKEN: every user of this machine can read arguments",
     )
     command.add_argument(
         "--allow-host",
         metavar="NAME",
         action="append",
         default=[],
-        help="another host name of the server, as behind a proxy; may be given several times",
+        help="another host name of this server, for example behind a proxy; can be repeated",
     )
     for hidden in ("--linger", "--listening"):  # of a launcher's dashboard: see dash_app/run.py
         command.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
@@ -35,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the web app of a session, live or stored, until it is ended."""
+    """Serve the web app of a running or stored session until interrupted."""
     if arguments.child:
         os.nice(5)  # training comes first
     try:

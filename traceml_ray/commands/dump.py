@@ -14,7 +14,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Keep the last minutes of every rank of a live session, with the stacks of all ranks, as a bundle."""
+    """Write a bundle of a running session now: the last minutes and the stacks of every rank."""
     from traceml_ray.launchers import control
 
     folder = which.folder_of(arguments)

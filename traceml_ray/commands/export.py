@@ -21,18 +21,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         required=True,
-        help="parquet (needs pyarrow) or csv: a folder with a file for each table; perfetto: one trace, with "
+        help="parquet (needs pyarrow) or csv: a folder with one file per table; perfetto: one trace with "
         "a track for each rank and stage, on one clock",
     )
     which.add_output(command, "folder or trace to write (default: SESSION-FORMAT here)")
     command.add_argument(
-        "--ranks", default="all", metavar="0,4-7", help="of whom there are steps (default: all)"
+        "--ranks", default="all", metavar="0,4-7", help="ranks whose steps are written (default: all)"
     )
     command.add_argument(
-        "--steps", type=steps, default=(0, 1 << 62), metavar="100-200", help="which steps (default: all)"
+        "--steps", type=steps, default=(0, 1 << 62), metavar="100-200", help="steps to write (default: all)"
     )
     command.add_argument(
-        "--run", help="of the trace, and of the findings: id or name of one run (default: the newest)"
+        "--run", help="a run's id or name, for the trace and the findings (default: the newest)"
     )
 
 
@@ -46,7 +46,7 @@ def steps(given: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a session as parquet or CSV, or as one trace for Perfetto."""
+    """Write a session as parquet or CSV tables, or as one trace for Perfetto."""
     from traceml_ray.exports.files import TRACE_SUFFIX, ExportError, export
     from traceml_ray.exports.tables import Chosen
     from traceml_ray.identity import RankFilterError, rank_filter

@@ -11,9 +11,9 @@ STARTING = (
     "scripts that start their ranks themselves."
 )
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr; analyze: also where only some of "
-    "the files can be used); 3 there is a finding that was asked for (analyze --fail-on, compare "
-    "--fail-on-regression). run: that of the command."
+    "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr; analyze: also if only some of the "
+    "files can be used); 3 a finding you asked for exists (analyze --fail-on, compare --fail-on-regression). "
+    "`run` exits with the command's own code."
 )
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (

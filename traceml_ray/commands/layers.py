@@ -26,14 +26,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help=f"have so many steps of a live session measured first, 1 to {wire.MAX_LAYER_STEPS}",
+        help=f"first measure this many steps of a running session, 1 to {wire.MAX_LAYER_STEPS}",
     )
-    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--run", help="a run's id or name (default: the newest)")
     command.add_argument("--json", action="store_true", help="print data instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say where the time of a step goes inside the model, layer by layer, and on which rank."""
+    """Show the time of each layer of the model, and which layer is slower on one rank."""
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
     from traceml_ray.signals.layers.sections import render_layers
     from traceml_ray.store import session

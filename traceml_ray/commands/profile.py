@@ -24,17 +24,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray profile`."""
     which.add_session(command)
     command.add_argument(
-        "--ranks", default="all", metavar="0,4-7", help="whom to profile, or to show (default: all)"
+        "--ranks", default="all", metavar="0,4-7", help="ranks to profile or to show (default: all)"
     )
     most = wire.MAX_PROFILE_STEPS
-    command.add_argument("--steps", type=int, metavar="N", help=f"how many steps, 1 to {most} (default: 3)")
+    command.add_argument("--steps", type=int, metavar="N", help=f"number of steps, 1 to {most} (default: 3)")
     for name, what in (
         ("memory", "what each operation allocates"),
         ("stacks", "where each is called: slow"),
         ("shapes", "the shapes of its inputs"),
     ):
-        command.add_argument(f"--{name}", action="store_true", help=f"record also {what}")
-    command.add_argument("--run", help="record a run of this id or name (default: the newest)")
+        command.add_argument(f"--{name}", action="store_true", help=f"also record {what}")
+    command.add_argument("--run", help="id or name of the run to record (default: the newest)")
     command.add_argument("--list", action="store_true", help="list the profiles of the session")
     command.add_argument("--remove", metavar="ID", help="remove a profile of the session")
     _add_views(command)
@@ -46,31 +46,35 @@ def _add_views(command: argparse.ArgumentParser) -> None:
         "files",
         nargs="*",
         metavar="TRACE",
-        help="after the word merge: traces of your own, or folders of them",
+        help="after the word merge: your own traces, or folders of traces",
     )
     about = (
-        "Of the newest profile of the session, or of merge TRACE …; nothing is recorded. With an option that "
-        f"records ({', '.join(_RECORDS)}), of the profile that is made now. docs/profiles.md has more."
+        "These use the newest profile of the session, or merge TRACE …, and record nothing. With an "
+        f"option that records ({', '.join(_RECORDS)}), they use the new profile. More: docs/profiles.md."
     )
-    shown = command.add_argument_group("traces that are there", about)
-    shown.add_argument("--id", help="which profile (default: the newest)")
+    shown = command.add_argument_group("showing profiles", about)
+    shown.add_argument("--id", help="id of the profile (default: the newest)")
     shown.add_argument("--table", action="store_true", help="print the operations")
-    shown.add_argument("--json", action="store_true", help="print them, or the difference, as JSON")
-    shown.add_argument("--csv", type=Path, metavar="OUT", help="write them as CSV")
-    shown.add_argument("--parquet", type=Path, metavar="OUT", help="write them as parquet (needs pyarrow)")
-    shown.add_argument("--trace", type=Path, metavar="OUT", help="write one trace of all ranks, for Perfetto")
+    shown.add_argument("--json", action="store_true", help="print the operations, or the difference, as JSON")
+    shown.add_argument("--csv", type=Path, metavar="OUT", help="write the operations as CSV")
+    shown.add_argument(
+        "--parquet", type=Path, metavar="OUT", help="write the operations as parquet (needs pyarrow)"
+    )
+    shown.add_argument("--trace", type=Path, metavar="OUT", help="write one trace of all ranks for Perfetto")
     shown.add_argument(
         "--diff",
         metavar="5,median",
-        help="what rank 5 does more of than the median of the others, or than rank 2",
+        help="operations that take rank 5 longer than the median of the others, or than another rank",
     )
-    shown.add_argument("--stage", choices=STAGES, help="of --diff: only operations of this stage")
-    shown.add_argument("--sort", metavar="COLUMN", help="(default: self_cpu_ms)")
+    shown.add_argument("--stage", choices=STAGES, help="for --diff: only operations of this stage")
+    shown.add_argument("--sort", metavar="COLUMN", help="column to sort by (default: self_cpu_ms)")
     shown.add_argument(
-        "--name", metavar="TEXT", help="only operations with this in their name, or a pattern: aten::*"
+        "--name",
+        metavar="TEXT",
+        help="only operations whose name contains this, or matches a pattern such as aten::*",
     )
-    shown.add_argument("--top", type=_number, metavar="N", help="only so many operations")
-    shown.add_argument("--by-shape", action="store_true", help="a row for each shape of inputs")
+    shown.add_argument("--top", type=_number, metavar="N", help="only the first N operations")
+    shown.add_argument("--by-shape", action="store_true", help="one row per shape of inputs")
 
 
 def _views(arguments: argparse.Namespace) -> bool:

@@ -18,16 +18,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray report`."""
     which.add_session(command, writes=True)
     kind = command.add_mutually_exclusive_group()
-    kind.add_argument("--json", action="store_true", help="the data of summary.json instead of text")
-    kind.add_argument(
-        "--html", action="store_true", help="one page that needs nothing else, written to a file"
-    )
+    kind.add_argument("--json", action="store_true", help="print the data of summary.json instead of text")
+    kind.add_argument("--html", action="store_true", help="write one self-contained HTML page to a file")
     which.add_output(command, "file to write (default: stdout; of --html, report.html of the session)")
-    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--run", help="a run's id or name (default: the newest)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report of a session, built anew from its file, or write it to a file."""
+    """Print the report of a session, computed from its file, or write it to a file."""
     from traceml_ray.reports.text import render
 
     folder, answers = which.stored(arguments)

@@ -29,15 +29,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "removing old sessions", "Shown only, until --yes is given. A session that runs is never removed."
     )
     prune.add_argument(
-        "--prune", action="store_true", help="show the sessions that can go; needs one of these:"
+        "--prune",
+        action="store_true",
+        help="show which sessions can be removed; needs --older-than or --keep",
     )
     prune.add_argument(
-        "--older-than", type=age, metavar="30d", help="only those over for so long (min, h, d, w)"
+        "--older-than",
+        type=age,
+        metavar="30d",
+        help="remove sessions that ended longer ago than this (min, h, d, w)",
     )
     prune.add_argument(
-        "--keep", type=number, metavar="20", help="keep the newest so many, whatever their age"
+        "--keep", type=number, metavar="20", help="keep this many of the newest sessions, whatever their age"
     )
-    prune.add_argument("--yes", action="store_true", help="remove them")
+    prune.add_argument("--yes", action="store_true", help="remove them instead of listing them")
 
 
 def age(given: str) -> float:

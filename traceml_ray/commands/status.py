@@ -19,7 +19,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of a session."""
+    """Print which ranks report, what was lost, and what could not be measured."""
     from traceml_ray.reports.answers import Answers
     from traceml_ray.reports.status import render_start, render_status, start_json, status_json
 

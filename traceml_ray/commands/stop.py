@@ -14,7 +14,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """End the relay and aggregator of a live session."""
+    """Stop the monitor of a running session; training continues."""
     from traceml_ray.launchers import control
 
     folder = which.folder_of(arguments)

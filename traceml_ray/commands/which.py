@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from traceml_ray.reports.answers import Answers
 
 NAMED = "name, session folder or session.sqlite"
-DEFAULT = "default: the one that runs, else the newest under --sessions"
+DEFAULT = "default: the running session, else the newest in --sessions"
 _WAIT_S = 60.0
 _WAITS = (
-    f"how long to wait for a session that is starting, s (default: {_WAIT_S:g}); if given, also for one that "
-    "is not there yet"
+    f"seconds to wait for a session that is starting (default: {_WAIT_S:g}); if given, also for one that "
+    "does not exist yet"
 )
 
 
@@ -60,9 +60,9 @@ def add_wait(command: argparse.ArgumentParser, about: str = _WAITS) -> None:
 
 def add_run(command: argparse.ArgumentParser) -> None:
     """Add `--run` and `--ray-address`: for commands that follow a session until they are ended."""
-    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--run", help="a run's id or name (default: the newest)")
     command.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="of the cluster of a live session (default: RAY_ADDRESS)"
+        "--ray-address", metavar="HOST:PORT", help="Ray cluster of a running session (default: RAY_ADDRESS)"
     )
 
 
