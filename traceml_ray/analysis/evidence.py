@@ -401,13 +401,18 @@ def _by_step(window: Window, excess: Int64) -> Int64:
 
 def _persistent(window: Window, frontier: Frontier, by_step: Int64) -> Float:
     """Return the median over steps of `by_step` (S, R, 6), as a share of the mean step (R, 6)."""
-    values = by_step.transpose(1, 2, 0).copy()
-    middle = len(by_step) // 2
-    values.partition(middle, axis=2)  # several times as fast as `np.median`, which asks for two places
-    above = values[:, :, middle].astype(np.float64)
-    below = above if len(by_step) % 2 else values[:, :, :middle].max(axis=2)
-    share: Float = (below + above) / 2 / (frontier.total_ns / len(window.starts))
+    share: Float = _median(by_step.transpose(1, 2, 0)) / (frontier.total_ns / len(window.starts))
     return share
+
+
+def _median(values: Int64) -> Float:
+    """Return the median over the last axis: several times as fast as `np.median`, which finds two places."""
+    values, count = values.copy(), values.shape[-1]
+    values.partition(count // 2, axis=-1)
+    above = values[..., count // 2].astype(np.float64)
+    below = above if count % 2 else values[..., : count // 2].max(axis=-1)
+    middle: Float = (below + above) / 2
+    return middle
 
 
 def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
@@ -468,7 +473,7 @@ def _faster_kind(local_ns: Int64, total_ns: int) -> Bool | None:
     ranks, rows = local_ns.shape
     if ranks < _KINDS_RANKS:
         return None
-    usual = np.median(local_ns, axis=1)
+    usual = _median(local_ns)
     ordered = np.sort(usual)
     faster = ordered[: (ranks + 1) // 2]  # most ranks are slower: the gap is below the lower median
     cut = 1 + int(np.argmax(np.diff(faster)))

@@ -79,11 +79,11 @@ def late_ranks(
         past if past is not None else PastSteps().then(usual or evidence),
         control if asks else None,
     )
-    result = newest.late(thresholds, sums=not evidence.host_bound)  # hosts are late in each stage a little
+    result = newest.late(thresholds, of_sums=not evidence.host_bound)  # hosts are late in each stage a little
     if usual is None and past is not None and asks and len(past) > steps and evidence.uneven() >= _LOUD:
         for longer in LONGER:
             if len(past) > max(steps, longer // 2):
-                for late in _Steps.of_past(past, longer).late(thresholds, sums=not evidence.host_bound):
+                for late in _late_in_past(past, longer, thresholds, of_sums=not evidence.host_bound):
                     if not any(_overlap(late, other) for other in result):
                         result.append(late)
     return sorted(result, key=lambda late: -late.excess)
@@ -146,21 +146,18 @@ class _Steps:
     past: PastSteps
     usual: Float | Int64 | None
 
-    @staticmethod
-    def of_past(past: PastSteps, steps: int) -> _Steps:
-        """Return the newest steps of the past."""
-        excess, step_ns = past.excess(steps), past.mean_step_ns(steps)
-        return _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess)
-
-    def late(self, thresholds: Thresholds, *, sums: bool) -> list[Late]:
-        """Return the late ranks of each stage and, with `sums`, those that only the sum of stages shows."""
+    def late(self, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
+        """Return the late ranks of each stage and, `of_sums`, those that only the sum of stages shows."""
         result = []
         for stage in np.flatnonzero(self.shares.max(axis=0) >= thresholds.min_excess).tolist():
             groups = self._groups(self.shares[:, stage], stage, thresholds)
             result += [self._late((Cause(stage, places),), excess, z) for places, excess, z in groups]
-        if not sums or len(self.excess) < thresholds.window_steps:
+        if not of_sums or len(self.excess) < thresholds.window_steps:
             return result
-        share = np.median(self.excess.sum(axis=2), axis=0) / self.step_ns
+        sums = _sums(self.excess)
+        if not _often(sums, thresholds.min_excess * self.step_ns):
+            return result
+        share = np.median(sums, axis=0) / self.step_ns
         shown = {place for late in result for place in late.places}
         for places, excess, z in self._groups(share, None, thresholds):
             if shown.isdisjoint(places):
@@ -229,3 +226,24 @@ class _Steps:
             result.append((tuple(candidates[alike].tolist()), most, float(z[alike].max())))
             candidates, z = candidates[~alike], z[~alike]
         return result
+
+
+def _late_in_past(past: PastSteps, steps: int, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
+    """Return the ranks that are late in the newest steps of the past, see `_Steps.late`."""
+    excess, step_ns = past.excess(steps), past.mean_step_ns(steps)
+    least = thresholds.min_excess * step_ns
+    if not _often(excess, least) and not (of_sums and _often(_sums(excess), least)):
+        return []
+    newest = _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess)
+    return newest.late(thresholds, of_sums=of_sums)
+
+
+def _often(excess: Float | Int64, least: float) -> bool:
+    """Whether any median over steps, the first axis, may be `least`: it takes as much in half of them."""
+    return bool(2 * np.count_nonzero(excess >= least, axis=0).max() >= len(excess))
+
+
+def _sums(excess: Float | Int64) -> Float | Int64:
+    """Return the excess out of all stages together (K, R); `sum` takes four times as long of so short an axis."""
+    sums: Float | Int64 = np.einsum("krs->kr", excess)
+    return sums

@@ -32,6 +32,8 @@ class PastSteps:
     last: int = -1
     pieces: tuple[tuple[_Float32, _Float32, Float], ...] = ()
     _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
+    _continued: list[tuple[Int64, PastSteps]] = field(default_factory=list, compare=False)
+    """What `then` made last, and of which excess: rules, doubts and the history of a run ask for the same."""
 
     def __len__(self) -> int:
         return self._steps
@@ -42,6 +44,8 @@ class PastSteps:
 
     def then(self, evidence: Evidence) -> PastSteps:
         """Return these steps followed by those of a window. If its ranks differ, only the window's."""
+        if self._continued and self._continued[0][0] is evidence.by_step:
+            return self._continued[0][1]
         window = evidence.window
         before = self if np.array_equal(window.ranks, self.ranks) else PastSteps(window.ranks)
         new = window.steps > before.last
@@ -56,7 +60,9 @@ class PastSteps:
         most = min(MOST_STEPS, MOST_ROWS // max(1, len(window.ranks)))
         while len(pieces) > 1 and steps - len(pieces[0][1]) >= most:
             steps -= len(pieces.pop(0)[2])
-        return PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
+        continued = PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
+        self._continued[:] = [(evidence.by_step, continued)]
+        return continued
 
     def excess(self, steps: int) -> Float:
         """Return the excess of each rank in each local stage in the newest steps, in ns (L, R, 5)."""

@@ -5,6 +5,7 @@ are in `docs/method.md` alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -325,7 +326,7 @@ def _newly(
             continue
         least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
         step_ns = evidence.frontier.exposed[window.starts[-count] :].sum() / count
-        often = np.count_nonzero(evidence.by_step[-count:] >= least * step_ns, axis=0)
+        often = np.count_nonzero(evidence.by_step[-count:] >= math.ceil(least * step_ns), axis=0)
         if 2 * often.max() < count or step_ns == 0:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)

@@ -417,13 +417,11 @@ def _score(evidence: Evidence) -> Float:
 
 def _suspects(evidence: Evidence, thresholds: Thresholds) -> tuple[Suspect, ...]:
     score = _score(evidence)
-    order = np.argsort(-score, axis=None, kind="stable")[:_MAX_SUSPECTS]
+    places, stages = np.nonzero(score >= thresholds.suspect_excess)
+    order = np.argsort(-score[places, stages], kind="stable")[:_MAX_SUSPECTS]
     suspects = []
-    for flat in order.tolist():
-        place, stage = divmod(flat, score.shape[1])
+    for place, stage in zip(places[order].tolist(), stages[order].tolist(), strict=True):
         share = float(score[place, stage])
-        if share < thresholds.suspect_excess:
-            break
         gain = evidence.gain(Cause(stage, (place,)))
         suspects.append(
             Suspect(
