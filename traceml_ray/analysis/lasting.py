@@ -244,6 +244,6 @@ def _often(excess: Float | Int64, least: float) -> bool:
 
 
 def _sums(excess: Float | Int64) -> Float | Int64:
-    """Return the excess out of all stages together (K, R); `sum` takes four times as long of so short an axis."""
+    """Return the excess out of all stages together (K, R): `sum` takes four times as long on such an axis."""
     sums: Float | Int64 = np.einsum("krs->kr", excess)
     return sums
