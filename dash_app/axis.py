@@ -15,7 +15,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
-from traceml_ray.reports import drawing
+from traceml_ray.document import drawing
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import severity

@@ -11,7 +11,8 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from traceml_ray import text
-from traceml_ray.reports import drawing
+from traceml_ray.document import drawing
+from traceml_ray.document.model import Column
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
@@ -193,6 +194,11 @@ def _legend(id: str, series: Mapping[str, str], off: set[str], route: Route) -> 
 
 Columns = Mapping[str, Callable[[Any], Any]]
 """Cells by header; a header that begins with `>` is that of a column of numbers."""
+
+
+def cells_of(columns: Iterable[Column]) -> Columns:
+    """Return the cells of a table of a document."""
+    return {">" * column.unit.number + column.name: column.cell for column in columns}
 
 
 def table(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
+from traceml_ray.document import drawing
+from traceml_ray.document.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
 from traceml_ray.signals.nodes.quantities import Quantity
 from traceml_ray.views.values import Array, brief, rounded
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis import row_table
-from traceml_ray.reports import drawing
+from traceml_ray.document import drawing
 from traceml_ray.stages import STAGES
 from traceml_ray.views.values import Array, rounded
 

@@ -15,8 +15,8 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
-from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, HEIGHT, HeatRow, css
+from traceml_ray.document import drawing
+from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, HEIGHT, HeatRow, css
 
 from . import figures
 from .components import Columns, table

@@ -20,7 +20,15 @@ def data(
 ) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [
-        {**tile._asdict(), "value": number(tile.value), "series": rounded(tile.series)}
+        {
+            "key": tile.key,
+            "label": tile.label,
+            "value": number(tile.value),
+            "unit": tile.unit,
+            "text": tile.about,
+            "series": rounded(tile.line),
+            "title": tile.title,
+        }
         for tile in tiles(times, columns, signal_numbers(signals))
     ]
 

@@ -9,8 +9,8 @@ import msgspec
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports import drawing
-from traceml_ray.reports.drawing import icicle
+from traceml_ray.document import drawing
+from traceml_ray.document.drawing import icicle
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layer, Layers
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of

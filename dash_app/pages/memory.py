@@ -26,7 +26,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
 
 from .. import axis, bundles, figures, listing
-from ..components import Chart, Columns, chart, marked, panel, part, rank_link, table, trail, when
+from ..components import Chart, Columns, cells_of, chart, marked, panel, part, rank_link, table, trail, when
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -38,7 +38,7 @@ def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
     rows: list[Row] = [(int(rank), values) for rank, values in sharding["per_rank"].items()]
     total = sum(len(model["ranks"]) for model in sharding["models"])
     hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
-    shown: Columns = {**columns(rows), ">rank": lambda row: rank_link(row[0], route)}
+    shown = {**cells_of(columns(rows)), ">rank": lambda row: rank_link(row[0], route)}
     body = [_model(sharding, model) for model in sharding["models"]]
     listed = table(shown, rows, label="Shards of ranks")
     inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")

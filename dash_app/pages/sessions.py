@@ -10,7 +10,8 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.reports import comparison, drawing
+from traceml_ray.document import drawing
+from traceml_ray.reports import comparison
 from traceml_ray.reports.comparison import change, label, range_of, render_value
 from traceml_ray.reports.listing import Entry, entries, found_in, names
 from traceml_ray.reports.severity import severity

@@ -9,7 +9,7 @@ import numpy as np
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports import drawing
+from traceml_ray.document import drawing
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import OneStep

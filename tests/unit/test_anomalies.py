@@ -20,8 +20,8 @@ from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
 from traceml_ray.analysis.samples import Samples
 from traceml_ray.analysis.step_times import of_rows, span
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.document.text import WIDTH
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
 from traceml_ray.signals.nodes.quantities import GPU_LIMITED, NODE_LIMITED
 from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample

@@ -24,7 +24,7 @@ from traceml_ray.dash_app.components import part
 from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.reports import drawing
+from traceml_ray.document import drawing
 from traceml_ray.wire import messages as wire
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]

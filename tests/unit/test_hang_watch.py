@@ -11,8 +11,8 @@ import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
+from traceml_ray.document.text import WIDTH
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.reports.layout import WIDTH
 from traceml_ray.settings import Settings
 from traceml_ray.stages import DATA, FORWARD, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile

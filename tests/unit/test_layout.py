@@ -8,15 +8,19 @@ from operator import itemgetter
 
 import pytest
 
-from traceml_ray.reports.layout import WIDTH, facts, page, table
+from traceml_ray.document.model import FIGURES, WORDS, Column, Facts, Table
+from traceml_ray.document.text import WIDTH, laid_out, page
 
 ROWS = [("0", "host-0", "", "a" * 70 + " and what follows"), ("1", "n\x1b[31m", "", "[bold]x[/bold] :smile:")]
-COLUMNS = {name: itemgetter(index) for index, name in enumerate((">rank", "node", "name", "end"))}
+COLUMNS = [
+    Column(name, itemgetter(index), WORDS if index else FIGURES)
+    for index, name in enumerate(("rank", "node", "name", "end"))
+]
 
 
 def _blocks() -> str:
-    ranks = table("Ranks", COLUMNS, ROWS)
-    return page([facts(("Why", "late " * 30), ("", "")), [], ranks])
+    ranks = Table("Ranks", COLUMNS, ROWS)
+    return page([Facts(("Why", "late " * 30), ("", "")), [], ranks])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_layout_is_plain_and_within_its_width() -> None:
 
 def test_number_and_unit_stay_on_one_line() -> None:
     for width in range(60, 100):
-        lines = facts(("Why", "x" * width + " 40.2 ms of 3 GB, 12 % more, 5 steps"))
+        lines = laid_out(Facts(("Why", "x" * width + " 40.2 ms of 3 GB, 12 % more, 5 steps")))
         assert not any(line.endswith(("40.2", "3", "12")) for line in lines), lines
         assert " ".join(line.strip() for line in lines).endswith(" 40.2 ms of 3 GB, 12 % more, 5 steps")
 
@@ -59,9 +63,10 @@ def test_rich_is_imported_only_where_a_report_is_written() -> None:
     """Neither by what runs in a training process nor by importing the reports."""
     code = (
         "import sys, traceml_ray.api, traceml_ray.agent.bootstrap, traceml_ray.agent.rank_agent\n"
-        "import traceml_ray.driver, traceml_ray.reports.files, traceml_ray.reports.layout as layout\n"
+        "import traceml_ray.driver, traceml_ray.reports.files\n"
+        "from traceml_ray.document import model, text\n"
         "assert 'rich' not in sys.modules\n"
-        "layout.facts(('a', 'b'))\n"
+        "text.laid_out(model.Facts(('a', 'b')))\n"
         "assert 'rich' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -22,11 +22,11 @@ from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.document.text import WIDTH, laid_out
 from traceml_ray.errors import Errors
 from traceml_ray.launchers.arguments import command_text
 from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
-from traceml_ray.reports.layout import WIDTH, laid_out
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.signals.output.lines import LastOutput, OutputLine, joined

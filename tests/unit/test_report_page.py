@@ -17,12 +17,12 @@ import pytest
 from played import Played
 
 from traceml_ray.cli import main
+from traceml_ray.document import drawing
+from traceml_ray.document.html import Markup, sentence, tag
+from traceml_ray.document.svg import png
 from traceml_ray.errors import Errors
-from traceml_ray.reports import drawing, files
-from traceml_ray.reports.charted import Charted, charted
-from traceml_ray.reports.html import page
-from traceml_ray.reports.html.charts import png
-from traceml_ray.reports.html.elements import Markup, sentence, tag
+from traceml_ray.reports import files, page
+from traceml_ray.reports.document import Charted, charted
 from traceml_ray.reports.summary import report_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionFolder

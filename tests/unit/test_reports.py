@@ -12,9 +12,9 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, stor
 from snapshot import Snapshot
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.document.text import WIDTH
 from traceml_ray.reports.deaths import Death, Moment
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render

@@ -19,7 +19,7 @@ from traceml_ray.analysis.span_rates import SpanRate, SpanRates, span_rates, wit
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window
-from traceml_ray.reports.layout import WIDTH
+from traceml_ray.document.text import WIDTH
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import StoredSpans
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS

@@ -7,17 +7,18 @@ Renders what files say about memory as plain text: `traceml-ray analyze`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.document.model import FIGURES, PLAIN, RANKS, SIZE, Column, Facts, Table, known
+from traceml_ray.document.text import page
 from traceml_ray.identity import rank_filter
 from traceml_ray.importers.gather import FileRead, Gathered, gather
 from traceml_ray.importers.stormlog import EARLIEST_WALL_NS
-from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.memory.judge import judge_recordings
 from traceml_ray.signals.memory.recordings import merge
@@ -173,12 +174,13 @@ def render_analysis(analysis: Analysis) -> str:
     """Return what was found as text: the first cause, the findings, the ranks, and the files it is from."""
     return page(
         [
-            facts(*(("Bundle", kept) for kept in _kept(analysis))) + _first(analysis),
+            Facts(*(("Bundle", kept) for kept in _kept(analysis)), *_first(analysis)),
             _findings(analysis.findings),
             _next(analysis.findings),
             _ranks(analysis.ranks),
             _collectives(analysis),
-            _notes(
+            Facts.listed(
+                "Notes",
                 [
                     *analysis.notes,
                     *(
@@ -187,7 +189,7 @@ def render_analysis(analysis: Analysis) -> str:
                         for note in source.notes
                         if note not in _kept(analysis)
                     ),
-                ]
+                ],
             ),
             _sources(analysis.sources),
             _refused(analysis),
@@ -201,20 +203,20 @@ def _kept(analysis: Analysis) -> list[str]:
     return bundles[:_BUNDLES]
 
 
-def _first(analysis: Analysis) -> list[str]:
+def _first(analysis: Analysis) -> Sequence[tuple[str, str]]:
     """Return who grew first, why that is said, and who is missing."""
     cause, onset = analysis.first_cause, analysis.collective_onset
     world = f" of {analysis.world_size:,}" if analysis.world_size else ""
     missing = f"no samples of {text.ranks(analysis.missing_ranks)}{world}" if analysis.missing_ranks else ""
     if cause is not None:
-        shown = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
+        shown = [("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next))]
     elif onset is not None:
         what = f"{text.ranks(onset.ranks)} grew at once, at {_date(onset.at_ns)}: no rank is the cause"
-        shown = facts(("First", what), ("Why", onset.why))
+        shown = [("First", what), ("Why", onset.why)]
     else:
         worst = analysis.findings[0].why if analysis.findings else ""
-        shown = facts(("First", _nobody(analysis)), ("Worst", worst))
-    return shown + facts(("Missing", missing))
+        shown = [("First", _nobody(analysis)), ("Worst", worst)]
+    return [*shown, ("Missing", missing)]
 
 
 def _nobody(analysis: Analysis) -> str:
@@ -237,52 +239,47 @@ def _cause(cause: FirstCause) -> str:
     return f"{sentence}, {lead}{bound} before the next rank; confidence {cause.confidence}"
 
 
-def _findings(findings: Sequence[MemoryFinding]) -> list[str]:
-    columns: Columns = {
-        "severity": lambda one: one.severity,
-        "finding": lambda one: text.words(one.kind),
-        "who": _who,
-        "from": lambda one: _moment(one.from_ns),
-        "what": lambda one: f"{one.why} Confidence {one.confidence}.",
-    }
-    lines = table("Findings, the most severe first (UTC)", columns, findings[:_MOST])
-    return lines + _more(len(findings) - _MOST, "finding")
+def _findings(findings: Sequence[MemoryFinding]) -> Table:
+    columns = [
+        Column("severity", lambda one: one.severity),
+        Column("finding", lambda one: text.words(one.kind)),
+        Column("who", _who),
+        Column("from", lambda one: _moment(one.from_ns)),
+        Column("what", lambda one: f"{one.why} Confidence {one.confidence}."),
+    ]
+    return _some("Findings, the most severe first (UTC)", columns, findings, "finding")
 
 
-def _next(findings: Sequence[MemoryFinding]) -> list[str]:
+def _next(findings: Sequence[MemoryFinding]) -> Table:
     """Return what to do, once for each kind of finding."""
     kinds: dict[str, str] = {}
     for finding in findings:
         kinds.setdefault(text.words(finding.kind), " ".join(finding.next))
-    columns: Columns = {"finding": lambda one: one[0], "what to do": lambda one: one[1]}
-    return table("Next", columns, kinds.items())
+    columns = [Column("finding", lambda one: one[0]), Column("what to do", lambda one: one[1])]
+    return Table("Next", columns, [*kinds.items()])
 
 
-def _ranks(ranks: Sequence[RankMemory]) -> list[str]:
+def _ranks(ranks: Sequence[RankMemory]) -> Table:
     """Return a line for each rank and device; of many, those with the most severe findings."""
     worst = sorted(ranks, key=lambda one: -SEVERITIES.index(one.severity) if one.severity else 1)
     kept = {id(one) for one in worst[:_MOST_RANKS]}
-    columns: dict[str, Callable[[RankMemory], str]] = {
-        ">rank": lambda one: str(one.rank),
-        "node": lambda one: one.node,
-        ">device": lambda one: "host" if one.device is None else str(one.device),
-        ">samples": lambda one: text.plain(one.samples),
-        ">allocated": lambda one: _growth(one.allocated_growth_bytes),
-        ">reserved": lambda one: _growth(one.reserved_growth_bytes),
-        ">RSS": lambda one: _growth(one.rss_growth_bytes),
-        ">gap": lambda one: text.size(one.gap_bytes),
-        ">used": _used,
-        "full in": _forecast,
-        "anomaly": lambda one: text.words(one.anomaly or ""),
-    }
+    columns = [
+        Column("rank", lambda one: str(one.rank), FIGURES),
+        Column("node", lambda one: one.node),
+        Column("device", lambda one: "host" if one.device is None else str(one.device), FIGURES),
+        Column("samples", lambda one: one.samples, PLAIN),
+        Column("allocated", lambda one: _growth(one.allocated_growth_bytes), FIGURES),
+        Column("reserved", lambda one: _growth(one.reserved_growth_bytes), FIGURES),
+        Column("RSS", lambda one: _growth(one.rss_growth_bytes), FIGURES),
+        Column("gap", lambda one: one.gap_bytes, SIZE),
+        Column("used", _used, FIGURES),
+        Column("full in", _forecast),
+        Column("anomaly", lambda one: text.words(one.anomaly or "")),
+    ]
     shown = [one for one in ranks if id(one) in kept]
-    known = {name: cell for name, cell in columns.items() if any(cell(one) != text.NA for one in shown)}
-    lines = table(
-        "Ranks (growth of allocated, reserved and RSS; gap: outside of the allocator)",
-        known,
-        shown,
-    )
-    return lines + _more(len(ranks) - _MOST_RANKS, "rank")
+    measured = [column for column in columns if any(column.cell(one) != text.NA for one in shown)]
+    title = "Ranks (growth of allocated, reserved and RSS; gap: outside of the allocator)"
+    return Table(title, measured, shown, _more(len(ranks) - _MOST_RANKS, "rank"))
 
 
 def _growth(value: int | None) -> str:
@@ -299,35 +296,30 @@ def _forecast(one: RankMemory) -> str:
     return ", ".join(filter(None, (steps, seconds)))
 
 
-def _collectives(analysis: Analysis) -> list[str]:
-    columns: Columns = {
-        "class": lambda one: text.words(one.kind),
-        "who": _who,
-        "finding": lambda one: text.words(one.finding),
-        ">size": lambda one: "" if one.bytes is None else text.size(one.bytes),
-        "why": lambda one: one.why,
-    }
-    lines = table("Hidden memory and collectives", columns, analysis.collectives[:_MOST])
-    return lines + _more(len(analysis.collectives) - _MOST, "line")
+def _collectives(analysis: Analysis) -> Table:
+    columns = [
+        Column("class", lambda one: text.words(one.kind)),
+        Column("who", _who),
+        Column("finding", lambda one: text.words(one.finding)),
+        Column("size", lambda one: one.bytes, known(SIZE)),
+        Column("why", lambda one: one.why),
+    ]
+    return _some("Hidden memory and collectives", columns, analysis.collectives, "line")
 
 
-def _notes(notes: Sequence[str]) -> list[str]:
-    return facts(*zip(["Notes", *[""] * len(notes)], notes[:_MOST], strict=False))
+def _sources(sources: Sequence[AnalyzedFile]) -> Table:
+    columns = [
+        Column("file", lambda one: _path(one.path)),
+        Column("format", lambda one: one.format),
+        Column("ranks", lambda one: one.ranks, RANKS),
+        Column("samples", lambda one: one.samples, PLAIN),
+    ]
+    return _some("Read", columns, sources, "file")
 
 
-def _sources(sources: Sequence[AnalyzedFile]) -> list[str]:
-    columns: Columns = {
-        "file": lambda one: _path(one.path),
-        "format": lambda one: one.format,
-        "ranks": lambda one: text.ranges(one.ranks),
-        ">samples": lambda one: text.plain(one.samples),
-    }
-    return table("Read", columns, sources[:_MOST]) + _more(len(sources) - _MOST, "file")
-
-
-def _refused(analysis: Analysis) -> list[str]:
-    columns: Columns = {"file": lambda one: _path(one.path), "why": lambda one: one.reason}
-    return table("Not used", columns, analysis.refused[:_MOST]) + _more(len(analysis.refused) - _MOST, "file")
+def _refused(analysis: Analysis) -> Table:
+    columns = [Column("file", lambda one: _path(one.path)), Column("why", lambda one: one.reason)]
+    return _some("Not used", columns, analysis.refused, "file")
 
 
 def _path(path: str) -> str:
@@ -335,8 +327,13 @@ def _path(path: str) -> str:
     return path if len(path) <= _PATH else f"…{path[-(_PATH - 1) :]}"
 
 
-def _more(count: int, noun: str) -> list[str]:
-    return [f"  and {text.count(count, noun)} more"] if count > 0 else []
+def _some(title: str, columns: Sequence[Column], items: Sequence[Any], noun: str) -> Table:
+    """Return a table of the first of many items, and how many more there are."""
+    return Table(title, columns, items[:_MOST], _more(len(items) - _MOST, noun))
+
+
+def _more(count: int, noun: str) -> str:
+    return f"and {text.count(count, noun)} more" if count > 0 else ""
 
 
 def _who(one: MemoryFinding | Attribution) -> str:

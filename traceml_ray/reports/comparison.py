@@ -26,9 +26,10 @@ from traceml_ray.analysis.comparison import (
 )
 from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
+from traceml_ray.document.model import FIGURES, MS, Column, Facts, Table
+from traceml_ray.document.text import page
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import STAGES
@@ -408,11 +409,11 @@ def render_comparison(comparison: Comparison) -> str:
     lines = [(name, _side(side)) for name, side in (("A", comparison.a), ("B", comparison.b))]
     return page(
         [
-            facts(*lines, ("Verdict", comparison.headline), ("Where", comparison.where)),
-            table("Numbers", _NUMBERS, [change for change in comparison.changes if _is_shown(change)]),
-            table(f"Ranks in {comparison.stage}", _RANKS, comparison.ranks[:_MOST_RANKS]),
-            facts(*_labelled("Not known", comparison.cannot)),
-            facts(*_labelled("Notes", comparison.notes)),
+            Facts(*lines, ("Verdict", comparison.headline), ("Where", comparison.where)),
+            Table("Numbers", _NUMBERS, [change for change in comparison.changes if _is_shown(change)]),
+            Table(f"Ranks in {comparison.stage}", _RANKS, comparison.ranks[:_MOST_RANKS]),
+            Facts.listed("Not known", comparison.cannot),
+            Facts.listed("Notes", comparison.notes),
         ]
     )
 
@@ -456,23 +457,19 @@ def _is_shown(change: NumberChange) -> bool:
     return not (change.a is None and change.b is None)
 
 
-_NUMBERS: Columns = {
-    "": lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else ""),
-    ">A": lambda row: render_value(row.a, row.unit),
-    ">B": lambda row: render_value(row.b, row.unit),
-    ">change": change,
-    "95 %": range_of,
-    "judged": lambda row: row.word or "",
-}
-_RANKS: Columns = {
-    ">rank": lambda row: str(row.rank),
-    "node": lambda row: row.node,
-    ">A": lambda row: text.ms(row.a),
-    ">B": lambda row: text.ms(row.b),
-    ">change": lambda row: f"{signed(row.change)} ms",
-    "95 %": lambda row: interval(row.low, row.high, "ms"),
-}
-
-
-def _labelled(label: str, sentences: list[str]) -> list[tuple[str, str]]:
-    return [(label if not number else "", sentence) for number, sentence in enumerate(sentences)]
+_NUMBERS = [
+    Column("", lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else "")),
+    Column("A", lambda row: render_value(row.a, row.unit), FIGURES),
+    Column("B", lambda row: render_value(row.b, row.unit), FIGURES),
+    Column("change", change, FIGURES),
+    Column("95 %", range_of),
+    Column("judged", lambda row: row.word or ""),
+]
+_RANKS = [
+    Column("rank", lambda row: str(row.rank), FIGURES),
+    Column("node", lambda row: row.node),
+    Column("A", lambda row: row.a, MS),
+    Column("B", lambda row: row.b, MS),
+    Column("change", lambda row: f"{signed(row.change)} ms", FIGURES),
+    Column("95 %", lambda row: interval(row.low, row.high, "ms")),
+]

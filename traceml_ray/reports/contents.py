@@ -8,6 +8,20 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
+from traceml_ray.document.model import (
+    ALIGNED,
+    CLOCK,
+    FIGURES,
+    OVER,
+    PERCENT,
+    PLAIN,
+    RANKS,
+    SHARE,
+    SIZE,
+    Column,
+    Facts,
+    Table,
+)
 from traceml_ray.reports.headlines import (
     beside,
     brief,
@@ -20,7 +34,6 @@ from traceml_ray.reports.headlines import (
     restarted,
     wasted,
 )
-from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import SIGNS
 from traceml_ray.signals.finding import Finding
@@ -36,15 +49,16 @@ _MOST_OF = 0.5
 
 def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
     """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
-    columns: Columns = {
-        "run": lambda run: run["name"],
-        "status": lambda run: run["status"],
-        "began (UTC)": lambda run: text.clock(run["started_at"]),
-        ">ranks": lambda run: text.plain(run["world_size"]),
-        ">attempts": lambda run: text.plain(run["attempts"]),
-        ">rows": lambda run: text.plain(run["ledger"]["stored"]),
-        "verdict": lambda run: text.words(run["label"] or text.NA) + " (selected)" * (run["id"] == chosen),
-    }
+    mark = " (selected)"
+    columns = [
+        Column("run", lambda run: run["name"]),
+        Column("status", lambda run: run["status"]),
+        Column("began (UTC)", lambda run: run["started_at"], CLOCK),
+        Column("ranks", lambda run: run["world_size"], PLAIN),
+        Column("attempts", lambda run: run["attempts"], PLAIN),
+        Column("rows", lambda run: run["ledger"]["stored"], PLAIN),
+        Column("verdict", lambda run: text.words(run["label"] or text.NA) + mark * (run["id"] == chosen)),
+    ]
     return Table("Runs of this session", columns, runs[-_MAX_LINES:] if len(runs) > 1 else [])
 
 
@@ -227,28 +241,28 @@ def _baseline(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def stages_table(stages: Sequence[dict[str, Any]]) -> Table:
     """Return where the time of a step goes."""
-    columns: Columns = {
-        "stage": lambda stage: stage["name"],
-        ">exposed ms": lambda stage: _figure(stage["exposed_ms"]),
-        ">share": lambda stage: text.share(stage["exposed_share"]),
-        "": lambda stage: "█" * round(20 * stage["exposed_share"]),
-        ">median ms": lambda stage: _figure(stage["median_ms"]),
-        ">largest ms": lambda stage: _figure(stage["max_ms"]),
-        "on": _of_rank,
-    }
+    columns = [
+        Column("stage", lambda stage: stage["name"]),
+        Column("exposed ms", lambda stage: stage["exposed_ms"], ALIGNED),
+        Column("share", lambda stage: stage["exposed_share"], SHARE),
+        Column("", lambda stage: "█" * round(20 * stage["exposed_share"])),
+        Column("median ms", lambda stage: stage["median_ms"], ALIGNED),
+        Column("largest ms", lambda stage: stage["max_ms"], ALIGNED),
+        Column("on", _of_rank),
+    ]
     return Table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
 
 
 def spans_table(spans: Sequence[dict[str, Any]], step_ms: float | None) -> Table:
     """Return the spans that take a noticeable share of a step."""
-    columns: Columns = {
-        "span": lambda span: span["name"],
-        "in": lambda span: span["stage"],
-        ">median ms": lambda span: _figure(span["median_ms"]),
-        ">largest ms": lambda span: _figure(span["max_ms"]),
-        "on": _of_rank,
-        ">of its stage": lambda span: text.share(span["share"]),
-    }
+    columns = [
+        Column("span", lambda span: span["name"]),
+        Column("in", lambda span: span["stage"]),
+        Column("median ms", lambda span: span["median_ms"], ALIGNED),
+        Column("largest ms", lambda span: span["max_ms"], ALIGNED),
+        Column("on", _of_rank),
+        Column("of its stage", lambda span: span["share"], SHARE),
+    ]
     large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
     return Table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
 
@@ -264,14 +278,14 @@ def nodes_table(summary: dict[str, Any]) -> Table:
     busy = summary["steps"]["per_node_median_ms"]
     measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
     nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
-    columns: Columns = {
-        "node": lambda node: node["hostname"] + " (lost)" * node["lost"],
-        "ranks": lambda node: text.ranges(node["ranks"]),
-        ">busy ms": lambda node: _figure(busy.get(node["hostname"])),
-        ">cpu (peak)": lambda node: _spread(node.get("cpu_pct"), text.percent),
-        ">memory (peak)": lambda node: _spread(node.get("mem_used_bytes"), text.size),
-        ">gpus": lambda node: _load(node.get("gpus") or []),
-    }
+    columns = [
+        Column("node", lambda node: node["hostname"] + " (lost)" * node["lost"]),
+        Column("ranks", lambda node: node["ranks"], RANKS),
+        Column("busy ms", lambda node: busy.get(node["hostname"]), ALIGNED),
+        Column("cpu (peak)", lambda node: _spread(node.get("cpu_pct"), text.percent), FIGURES),
+        Column("memory (peak)", lambda node: _spread(node.get("mem_used_bytes"), text.size), FIGURES),
+        Column("gpus", lambda node: _load(node.get("gpus") or []), FIGURES),
+    ]
     named, title = {*summary["verdict"]["nodes"]}, "Nodes"
     if len(nodes) > _MAX_RANKS:
         title = f"Nodes (the worst {_MAX_RANKS} of {len(nodes):,})"
@@ -303,18 +317,18 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         listed = sorted(worst[:_MAX_RANKS], key=int)
         title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
     over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
-    columns: Columns = {
-        ">rank": str,
-        "name": lambda rank: ranks[rank]["name"] or "",
-        "node": lambda rank: text.plain(ranks[rank]["node"]),
-        **({"role": lambda rank: _role(ranks[rank])} if any(map(_role, ranks.values())) else {}),
-        ">busy ms": lambda rank: _figure(busy.get(rank)),
-        ">to median": lambda rank: text.percent(over.get(rank), sign=True),
-        **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
-        ">peak rss": lambda rank: text.size(memory.get(rank, {}).get("rss_peak_bytes")),
-        ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
-        "end": lambda rank: _end(ranks[rank]),
-    }
+    columns = [
+        Column("rank", str, FIGURES),
+        Column("name", lambda rank: ranks[rank]["name"] or ""),
+        Column("node", lambda rank: text.plain(ranks[rank]["node"])),
+        *([Column("role", lambda rank: _role(ranks[rank]))] if any(map(_role, ranks.values())) else []),
+        Column("busy ms", lambda rank: busy.get(rank), ALIGNED),
+        Column("to median", lambda rank: over.get(rank), OVER),
+        *([Column("gpu idle", lambda rank: idle.get(rank), PERCENT)] if idle else []),
+        Column("peak rss", lambda rank: memory.get(rank, {}).get("rss_peak_bytes"), SIZE),
+        Column("last step", lambda rank: ranks[rank]["last_step"], PLAIN),
+        Column("end", lambda rank: _end(ranks[rank])),
+    ]
     return Table(title, columns, listed)
 
 
@@ -330,12 +344,12 @@ def roles_table(summary: dict[str, Any]) -> Table:
     members: dict[str, list[int]] = {}
     for number, rank in summary["ranks"].items():
         members.setdefault(rank.get("role") or "", []).append(int(number))
-    columns: Columns = {
-        "role": lambda one: one["role"],
-        ">ranks": lambda one: str(one["size"]),
-        "": lambda one: text.ranges(members.get(one["role"], [])),
-        ">bubble": lambda one: text.share(one["bubble"]),
-    }
+    columns = [
+        Column("role", lambda one: one["role"]),
+        Column("ranks", lambda one: str(one["size"]), FIGURES),
+        Column("", lambda one: members.get(one["role"], []), RANKS),
+        Column("bubble", lambda one: one["bubble"], SHARE),
+    ]
     title = "Roles (bubble: the share of their time in which ranks wait for those of other roles)"
     return Table(title, columns, summary.get("roles") or [])
 
@@ -348,14 +362,14 @@ def _end(rank: dict[str, Any]) -> str:
 def suspects_table(summary: dict[str, Any]) -> Table:
     """Return the ranks that were late; none where all is well."""
     healthy = meaning(summary["verdict"]).kind == "healthy"
-    columns: Columns = {
-        "rank": lambda suspect: f"rank {suspect['rank']}",
-        "node": lambda suspect: suspect["node"],
-        "stage": lambda suspect: suspect["stage"],
-        ">late by ms a step": lambda suspect: _figure(suspect["excess_ms"]),
-        ">fixing saves ms a step": lambda suspect: _figure(suspect["gain_ms"]),
-        f">{part_of(summary['verdict'])}": lambda suspect: text.percent(suspect["cost_pct"]),
-    }
+    columns = [
+        Column("rank", lambda suspect: f"rank {suspect['rank']}"),
+        Column("node", lambda suspect: suspect["node"]),
+        Column("stage", lambda suspect: suspect["stage"]),
+        Column("late by ms a step", lambda suspect: suspect["excess_ms"], ALIGNED),
+        Column("fixing saves ms a step", lambda suspect: suspect["gain_ms"], ALIGNED),
+        Column(part_of(summary["verdict"]), lambda suspect: suspect["cost_pct"], PERCENT),
+    ]
     return Table("Suspects", columns, [] if healthy else summary["suspects"])
 
 
@@ -366,15 +380,15 @@ def history_table(summary: dict[str, Any]) -> Table:
     others = [verdict for verdict in verdicts if (verdict["label"], verdict["from_step"]) not in costly]
     hung = [verdict for verdict in others if verdict["began_ns"] is not None]
     blind = [verdict for verdict in others if meaning(verdict).kind == "abstention"]
-    columns: Columns = {
-        "steps": lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}",
-        "verdict": lambda one: text.words(one["label"]),
-        "stage": lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all"),
-        "who": lambda one: text.ranks(one["ranks"]),
-        ">lasted": _lasted,
-        ">cost": lambda one: text.duration(one["cost_s"]) if "seconds" in one else "",
-        ">of the run": lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "",
-    }
+    columns = [
+        Column("steps", lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}"),
+        Column("verdict", lambda one: text.words(one["label"])),
+        Column("stage", lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all")),
+        Column("who", lambda one: text.ranks(one["ranks"])),
+        Column("lasted", _lasted, FIGURES),
+        Column("cost", lambda one: text.duration(one["cost_s"]) if "seconds" in one else "", FIGURES),
+        Column("of the run", lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "", FIGURES),
+    ]
     title = "Episodes, the costliest first"
     return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))
 
@@ -402,12 +416,14 @@ def events_table(events: Sequence[dict[str, Any]]) -> Table:
     silent = ("exit", "relay_start", "process_ended")
     worth = [event for event in events if event["message"] or event["kind"] not in silent]
     worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
-    columns: Columns = {
-        "time": lambda event: text.clock(event["time"]),
-        "kind": lambda event: event["kind"],
-        "who": lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
-        "what": lambda event: event["message"].partition("\n")[0],
-    }
+    columns = [
+        Column("time", lambda event: event["time"], CLOCK),
+        Column("kind", lambda event: event["kind"]),
+        Column(
+            "who", lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}"
+        ),
+        Column("what", lambda event: event["message"].partition("\n")[0]),
+    ]
     return Table("Events (UTC)", columns, worth[-_MAX_LINES:])
 
 
@@ -434,10 +450,6 @@ def overhead_facts(overhead: dict[str, Any]) -> Facts:
     }
     known = [f"{text.number(overhead[n])} {what}" for n, what in names.items() if overhead[n] is not None]
     return Facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
-
-
-def _figure(value: float | None) -> str:
-    return text.number(value, aligned=True)
 
 
 def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:

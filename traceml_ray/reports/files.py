@@ -10,8 +10,8 @@ from typing import Any
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
-from traceml_ray.reports.charted import charted
-from traceml_ray.reports.html import page
+from traceml_ray.reports import page
+from traceml_ray.reports.document import charted
 from traceml_ray.reports.summary import Report, reports
 from traceml_ray.reports.text import render
 from traceml_ray.store.session import SessionFolder

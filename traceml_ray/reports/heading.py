@@ -9,9 +9,9 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports.deaths import exit_words
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.layout import LABEL, shortened
 from traceml_ray.store.bundles import FOLDER as BUNDLES
 from traceml_ray.store.bundles import bundle_files, kept_why, names_of
 from traceml_ray.store.session import DATABASE, REPORTS

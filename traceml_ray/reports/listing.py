@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, page, table
+from traceml_ray.document.model import AGE, DATE, PLAIN, SIZE, Column, Table
+from traceml_ray.document.text import page
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import DATABASE, holder, read_json, starting_sessions
@@ -205,7 +206,7 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
 
 def render_sessions(sessions: Sequence[Listed], title: str) -> str:
     """Return sessions as text, each on one line, with its whole name: other programs read it, too."""
-    return page([table(title, _COLUMNS, sessions, wrapped=False) or [title]])
+    return page([Table(title, _COLUMNS, sessions) if sessions else [title]], wrapped=False)
 
 
 def total(sessions: Sequence[Listed]) -> str:
@@ -226,13 +227,13 @@ def _seconds(moment: str) -> float:
     return datetime.fromisoformat(moment).timestamp()
 
 
-_COLUMNS: Columns = {
-    "session": lambda session: session.name,
-    "began (UTC)": lambda session: text.date(session.started_at),
-    ">age": lambda session: text.age(session.age_s),
-    "status": lambda session: session.status,
-    ">ranks": lambda session: text.plain(session.world_size),
-    ">steps": lambda session: text.plain(session.steps),
-    ">size": lambda session: text.size(session.bytes),
-    "verdict": found_in,
-}
+_COLUMNS = [
+    Column("session", lambda session: session.name),
+    Column("began (UTC)", lambda session: session.started_at, DATE),
+    Column("age", lambda session: session.age_s, AGE),
+    Column("status", lambda session: session.status),
+    Column("ranks", lambda session: session.world_size, PLAIN),
+    Column("steps", lambda session: session.steps, PLAIN),
+    Column("size", lambda session: session.bytes, SIZE),
+    Column("verdict", found_in),
+]

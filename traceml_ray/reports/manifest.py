@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from traceml_ray import __version__, text
+from traceml_ray import __version__
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.document.model import DATE, SIZE, Column, Table
+from traceml_ray.document.text import page
 from traceml_ray.reports.deaths import Death, culprits, headline
-from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
 from traceml_ray.signals.output.answer import REPORTED_LINES
 from traceml_ray.signals.output.view import outputs_of
@@ -132,13 +133,13 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
 
 def render_bundles(bundles: Sequence[BundleInfo], folder: Path) -> str:
     """Return the list of bundles as text."""
-    columns: Columns = {
-        "began (UTC)": lambda one: text.date(one.time),
-        "reason": lambda one: one.reason,
-        "why": lambda one: one.why,
-        ">size": lambda one: text.size(one.bytes),
-        "folder": lambda one: one.name,
-    }
+    columns = [
+        Column("began (UTC)", lambda one: one.time, DATE),
+        Column("reason", lambda one: one.reason),
+        Column("why", lambda one: one.why),
+        Column("size", lambda one: one.bytes, SIZE),
+        Column("folder", lambda one: one.name),
+    ]
     if not bundles:
         return f"no bundles in {folder / FOLDER}\n"
-    return page([table("Bundles, the oldest first", columns, bundles), [f"in {folder / FOLDER}"]])
+    return page([Table("Bundles, the oldest first", columns, bundles), [f"in {folder / FOLDER}"]])

@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, Facts, page, table
+from traceml_ray.document.model import (
+    DATE,
+    FIGURES,
+    MS,
+    NUMBER,
+    PLAIN,
+    SIZE,
+    Column,
+    Facts,
+    Table,
+    Unit,
+    known,
+)
+from traceml_ray.document.text import page
 from traceml_ray.store.profiles import Profile, Profiles, profiles_of
 from traceml_ray.traces.difference import Difference
 from traceml_ray.traces.key_averages import Operation
@@ -51,88 +64,79 @@ def by_operation(summary: Mapping[str, Any]) -> list[str]:
 def profile_facts(summary: dict[str, Any]) -> Facts:
     """Return the part of the report that says which operations make the rank late."""
     sentences = by_operation(summary)
-    return Facts(*zip(["Operation", *[""] * len(sentences)], sentences, strict=False))
+    return Facts.listed("Operation", sentences)
 
 
 def render_list(profiles: Profiles, folder: Path) -> str:
     """Return the list of the profiles in `folder`."""
-    columns: Columns = {
-        "asked for (UTC)": lambda one: text.date(one.profile.time),
-        "id": lambda one: one.profile.id,
-        "ranks": lambda one: text.ranges(rank.rank for rank in one.profile.captured) or "none",
-        ">steps": lambda one: text.number(one.profile.n_steps),
-        ">from": lambda one: text.number(one.profile.first_step),
-        ">size": lambda one: text.size(one.bytes),
-        "why": lambda one: one.profile.why,
-    }
+    columns = [
+        Column("asked for (UTC)", lambda one: one.profile.time, DATE),
+        Column("id", lambda one: one.profile.id),
+        Column("ranks", lambda one: text.ranges(rank.rank for rank in one.profile.captured) or "none"),
+        Column("steps", lambda one: one.profile.n_steps, NUMBER),
+        Column("from", lambda one: one.profile.first_step, NUMBER),
+        Column("size", lambda one: one.bytes, SIZE),
+        Column("why", lambda one: one.profile.why),
+    ]
     lines = [] if profiles.now is None else [f"one is being made: {profiles.now.id}"]
     if not profiles.done:
         return "\n".join([f"no profiles in {folder}", *lines]) + "\n"
-    return page([table("Profiles, the oldest first", columns, profiles.done), [f"in {folder}", *lines]])
+    return page([Table("Profiles, the oldest first", columns, profiles.done), [f"in {folder}", *lines]])
 
 
 def render_profile(profile: Profile, path: Path) -> str:
     """Return what became of each rank of a profile."""
-    columns: Columns = {
-        ">rank": lambda one: str(one.rank),
-        "node": lambda one: one.node or text.NA,
-        "state": lambda one: one.state,
-        ">trace": lambda one: text.size(one.total_bytes),
-        ">start": lambda one: text.ms(one.start_ms),
-        ">stop": lambda one: text.ms(one.stop_ms),
-        ">export": lambda one: text.ms(one.export_ms),
-        "why not": lambda one: one.reason or "",
-    }
+    columns = [
+        Column("rank", lambda one: str(one.rank), FIGURES),
+        Column("node", lambda one: one.node or text.NA),
+        Column("state", lambda one: one.state),
+        Column("trace", lambda one: one.total_bytes, SIZE),
+        Column("start", lambda one: one.start_ms, MS),
+        Column("stop", lambda one: one.stop_ms, MS),
+        Column("export", lambda one: one.export_ms, MS),
+        Column("why not", lambda one: one.reason or ""),
+    ]
     title = f"Profile {profile.id}: {profile.extent}"
     lines = [f"nothing was captured: {profile.error}"] if profile.error else []
-    return page([table(title, columns, profile.ranks), [*lines, f"in {path}"]])
+    return page([Table(title, columns, profile.ranks), [*lines, f"in {path}"]])
 
 
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else text.size(nbytes)
+_MS = known(Unit(lambda value: text.number(value, 3)))
+_MORE = Unit(lambda value: text.number(value, 3, sign=True))
 
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else text.number(value, 3)
-
-
-OPERATIONS: Columns = {
-    "Node ID": lambda operation: operation.node or operation.node_id or "",
-    ">Rank": lambda operation: text.plain(operation.rank),
-    "Name": lambda operation: operation.name,
-    "Kind": lambda operation: operation.kind,
-    "Input shapes": lambda operation: operation.input_shapes or "",
-    ">Self CPU ms": lambda operation: _ms(operation.self_cpu_ms),
-    ">CPU ms": lambda operation: _ms(operation.cpu_ms),
-    ">Self device ms": lambda operation: _ms(operation.self_device_ms),
-    ">Device ms": lambda operation: _ms(operation.device_ms),
-    ">Self CPU memory": lambda operation: _size(operation.self_cpu_bytes),
-    ">Self device memory": lambda operation: _size(operation.self_device_bytes),
-    ">Calls": lambda operation: f"{operation.calls:,}",
-}
+_OPERATIONS = [
+    Column("Node ID", lambda operation: operation.node or operation.node_id or ""),
+    Column("Rank", lambda operation: operation.rank, PLAIN),
+    Column("Name", lambda operation: operation.name),
+    Column("Kind", lambda operation: operation.kind),
+    Column("Input shapes", lambda operation: operation.input_shapes or ""),
+    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, _MS),
+    Column("CPU ms", lambda operation: operation.cpu_ms, _MS),
+    Column("Self device ms", lambda operation: operation.self_device_ms, _MS),
+    Column("Device ms", lambda operation: operation.device_ms, _MS),
+    Column("Self CPU memory", lambda operation: operation.self_cpu_bytes, known(SIZE)),
+    Column("Self device memory", lambda operation: operation.self_device_bytes, known(SIZE)),
+    Column("Calls", lambda operation: operation.calls, PLAIN),
+]
 
 
 def render_operations(title: str, operations: Sequence[Operation]) -> str:
     """Return a table of operations; columns of what was not recorded are left out."""
-    return "\n".join(table(title, OPERATIONS, operations) or [f"{title}: none"]) + "\n"
+    return page([Table(title, _OPERATIONS, operations) if operations else [f"{title}: none"]])
 
 
-def _more(value: float) -> str:
-    return text.number(value, 3, sign=True)
-
-
-COMPARED: Columns = {
-    "Operation": lambda operation: operation.name,
-    "Kind": lambda operation: operation.kind,
-    ">More ms": lambda operation: _more(operation.more_ms),
-    "On": lambda operation: "device" if operation.on_device else "",
-    ">Self CPU ms": lambda operation: _ms(operation.self_cpu_ms),
-    ">Others": lambda operation: _ms(operation.other_self_cpu_ms),
-    ">Self device ms": lambda operation: _ms(operation.self_device_ms),
-    "> Others": lambda operation: _ms(operation.other_self_device_ms),
-    ">Calls": lambda operation: text.number(operation.calls),
-    ">  Others": lambda operation: text.number(operation.other_calls),
-}
+_COMPARED = [
+    Column("Operation", lambda operation: operation.name),
+    Column("Kind", lambda operation: operation.kind),
+    Column("More ms", lambda operation: operation.more_ms, _MORE),
+    Column("On", lambda operation: "device" if operation.on_device else ""),
+    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, _MS),
+    Column("Others", lambda operation: operation.other_self_cpu_ms, _MS),
+    Column("Self device ms", lambda operation: operation.self_device_ms, _MS),
+    Column("Others", lambda operation: operation.other_self_device_ms, _MS),
+    Column("Calls", lambda operation: operation.calls, NUMBER),
+    Column("Others", lambda operation: operation.other_calls, NUMBER),
+]
 
 
 def render_difference(difference: Difference, top: int = 15) -> str:
@@ -151,7 +155,7 @@ def render_difference(difference: Difference, top: int = 15) -> str:
     return page(
         [
             [one_sentence[0].upper() + one_sentence[1:] for one_sentence in difference.sentences],
-            table(title, COMPARED, difference.operations[:top]),
-            table(waits, COMPARED, difference.waits[:top]),
+            Table(title, _COMPARED, difference.operations[:top]),
+            Table(waits, _COMPARED, difference.waits[:top]),
         ]
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.document.model import FIGURES, PLAIN, Block, Column, Facts, Table
+from traceml_ray.document.text import page
 from traceml_ray.reports.contents import ledger_facts, runs_table
 from traceml_ray.reports.headlines import restarted
-from traceml_ray.reports.layout import Columns, facts, laid_out, page, table
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
@@ -34,16 +35,16 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
     alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")
     holds = "aggregator" if alone else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
-    parts = [[f"{folder}: {status.get('status', 'running')} ({live})"]]
+    parts: list[Block | Sequence[str]] = [[f"{folder}: {status.get('status', 'running')} ({live})"]]
     if verdict is not None:
-        parts.append(facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
-    parts.append(laid_out(runs_table(runs, status["run"])))
+        parts.append(Facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
+    parts.append(runs_table(runs, status["run"]))
     earlier = next((run["earlier"] for run in runs if run["id"] == status["run"]), ())
-    parts.append(facts(("Restarts", restarted(earlier))))
-    parts.append(_ranks(ranks, labels, now) or ["No rank has reported."])
+    parts.append(Facts(("Restarts", restarted(earlier))))
+    parts.append(_ranks(ranks, labels, now) if ranks else ["No rank has reported."])
     lost = [labels[node.node_id] for node in nodes if node.lost_ns]
-    parts.append(facts(("Nodes", ", ".join(lost))))
-    parts.append(laid_out(ledger_facts(ledger)))
+    parts.append(Facts(("Nodes", ", ".join(lost))))
+    parts.append(ledger_facts(ledger))
     errors, missing = _counted(status["errors"], nodes, processes)
     parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
@@ -137,20 +138,22 @@ def _counted(
     return errors, missing
 
 
-def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> list[str]:
-    columns: Columns = {
-        ">rank": str,
-        "name": lambda rank: identity.name if (identity := ranks[rank].identity) else "",
-        "node": lambda rank: labels.get(key := node_key(ranks[rank]), key),
-        ">pid": lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA,
-        ">last seen": lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago",
-        ">step": lambda rank: text.plain(ranks[rank].last_step),
-        "in": lambda rank: "" if ranks[rank].ended else ranks[rank].stage or "",
-        ">produced": lambda rank: text.plain(ranks[rank].produced),
-        ">stored": lambda rank: text.plain(ranks[rank].stored),
-        "end": lambda rank: ranks[rank].end,
-    }
-    return table("Ranks", columns, ranks)
+def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> Table:
+    columns = [
+        Column("rank", str, FIGURES),
+        Column("name", lambda rank: identity.name if (identity := ranks[rank].identity) else ""),
+        Column("node", lambda rank: labels.get(key := node_key(ranks[rank]), key)),
+        Column(
+            "pid", lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA, FIGURES
+        ),
+        Column("last seen", lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago", FIGURES),
+        Column("step", lambda rank: ranks[rank].last_step, PLAIN),
+        Column("in", lambda rank: "" if ranks[rank].ended else ranks[rank].stage or ""),
+        Column("produced", lambda rank: ranks[rank].produced, PLAIN),
+        Column("stored", lambda rank: ranks[rank].stored, PLAIN),
+        Column("end", lambda rank: ranks[rank].end),
+    ]
+    return Table("Ranks", columns, [*ranks])
 
 
 def _errors(

@@ -1,35 +1,23 @@
-"""The numbers above all charts, each with the line that it has been."""
+"""The numbers above all charts, each with its line, of which a long one is medians of its pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import quantiles
-from traceml_ray.signals.section import Number
+from traceml_ray.document.model import Number
 
 _SPARK = 60
 Array = np.ndarray[Any, Any]
 
 
-class Tile(NamedTuple):
-    """A number with its line; what is not known is None or NaN."""
-
-    key: str
-    label: str
-    value: float | None
-    unit: str
-    text: str
-    """What it is of."""
-    series: Array
-    """Of a long line the median of each piece."""
-    title: str = ""
-
-
-def tiles(times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()) -> list[Tile]:
+def tiles(
+    times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()
+) -> list[Number]:
     """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
     if not times["steps"]:
         return []
@@ -64,7 +52,7 @@ def tiles(times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterabl
     return shown
 
 
-def _idle(times: Mapping[str, Any]) -> list[Tile]:
+def _idle(times: Mapping[str, Any]) -> list[Number]:
     """Return the tile of the GPU that waits most for its host, where ranks have a device clock."""
     idle = times["gpu_idle_pct"]
     if np.isnan(idle).all():
@@ -81,11 +69,11 @@ def _tile(
     about: str,
     series: Sequence[float] | Array,
     title: str = "",
-) -> Tile:
+) -> Number:
     shown = np.asarray(series, dtype=float)
     if len(shown) > _SPARK:
         long = np.full((-(-len(shown) // _SPARK), _SPARK), np.nan)
         for index, piece in enumerate(np.array_split(shown, _SPARK)):
             long[: len(piece), index] = piece
         shown = quantiles(long, (0.5,))[0]
-    return Tile(key, label, value, unit, about, shown, title)
+    return Number(key, label, value, unit, about, shown, title)

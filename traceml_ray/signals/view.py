@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.document.model import Section
 from traceml_ray.signals.kind import Kind
-from traceml_ray.signals.section import Section
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile

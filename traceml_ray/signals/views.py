@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.document.model import Number, Section
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.memory.view import MemoryView
 from traceml_ray.signals.nodes.view import NodesView
 from traceml_ray.signals.output.view import OutputView
-from traceml_ray.signals.section import Number, Section
 from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View

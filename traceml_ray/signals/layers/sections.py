@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, Facts, Table, laid_out, page
+from traceml_ray.document.model import ALIGNED, NUMBER, PLAIN, SIZE, Column, Facts, Table, known
+from traceml_ray.document.text import page
 from traceml_ray.signals.layers.judge import Layers
 
 NONE_LONGER = "No layer takes longer on one rank than on its peers."
@@ -33,7 +34,7 @@ def layers_block(layers: Layers) -> dict[str, Any]:
 def render_layers(layers: Layers) -> str:
     """Return all layers as text."""
     block = layers_block(layers)
-    return page([laid_out(layers_facts(block)), laid_out(layers_table(block, len(layers.layers)))])
+    return page([layers_facts(block), layers_table(block, len(layers.layers))])
 
 
 def layers_sentences(layers: Layers) -> list[str]:
@@ -85,19 +86,19 @@ def layers_table(block: Mapping[str, Any], most: int = _ROWS) -> Table:
     kept = {id(one) for one in longest}
     called = any(one["calls"] != 1 for one in longest)
     recomputed = any(one["recomputed"] for one in longest)
-    columns: Columns = {
-        "layer": lambda one: _tail(layer_name(one), _NAME),
-        "class": lambda one: _tail(one["kind"], _KIND) + region_of(one),
-        **({">calls": lambda one: text.number(one["calls"])} if called else {}),
-        **({">again": lambda one: text.number(one["recomputed"])} if recomputed else {}),
-        ">fwd ms": lambda one: text.number(one["forward_ms"], aligned=True),
-        ">bwd ms": lambda one: text.number(one["backward_ms"], aligned=True),
-        ">largest": lambda one: "" if one["worst_ms"] is None else text.number(one["worst_ms"], aligned=True),
-        ">rank": lambda one: text.plain(one["worst_rank"]) if one["worst_ms"] is not None else "",
-        ">outputs": lambda one: text.size(one["output_bytes"]) if one["output_bytes"] else "",
-        ">params": lambda one: text.size(one["parameter_bytes"]) if one["parameter_bytes"] else "",
-        ">grads": lambda one: text.size(one["gradient_bytes"]) if one["gradient_bytes"] else "",
-    }
+    columns = [
+        Column("layer", lambda one: _tail(layer_name(one), _NAME)),
+        Column("class", lambda one: _tail(one["kind"], _KIND) + region_of(one)),
+        *([Column("calls", lambda one: one["calls"], NUMBER)] if called else []),
+        *([Column("again", lambda one: one["recomputed"], NUMBER)] if recomputed else []),
+        Column("fwd ms", lambda one: one["forward_ms"], ALIGNED),
+        Column("bwd ms", lambda one: one["backward_ms"], ALIGNED),
+        Column("largest", lambda one: one["worst_ms"], known(ALIGNED)),
+        Column("rank", lambda one: None if one["worst_ms"] is None else one["worst_rank"], known(PLAIN)),
+        Column("outputs", lambda one: one["output_bytes"] or None, known(SIZE)),
+        Column("params", lambda one: one["parameter_bytes"] or None, known(SIZE)),
+        Column("grads", lambda one: one["gradient_bytes"] or None, known(SIZE)),
+    ]
     title = "Layers that take longest" if most < len(layers) else "Layers"
     title += " (ms a step, without the layers inside; median of the ranks)"
     return Table(title, columns, [one for one in layers if id(one) in kept])

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.thresholds import LayerLimits
+from traceml_ray.document.drawing import icicle
+from traceml_ray.document.model import Boxes, Section
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers, layers_of, of_windows
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.layers.sections import layers_block, layers_facts, layers_table
-from traceml_ray.signals.section import Section
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.wire.codec import ready
@@ -53,4 +54,6 @@ class LayersView(View[Layers]):
         """Return who takes longer in which layer, and the layers that take longest."""
         block = layers_block(answer)
         facts, table = layers_facts(block, with_findings=False), layers_table(block)
-        return [Section("model", [facts]), Section("tables", [table])]
+        named = {one.layer for one in answer.findings}
+        boxes = Boxes("Time of each layer with the layers inside it", icicle(block["layers"], named))
+        return [Section("model", [facts, boxes], "Layers"), Section("tables", [table])]

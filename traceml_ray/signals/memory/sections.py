@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Facts
+from traceml_ray.document.model import Facts
 from traceml_ray.signals.memory.answer import RunMemory
 from traceml_ray.signals.memory.shapes import Memory
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.document.model import Section
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.answer import GetMemory, RunMemory
 from traceml_ray.signals.memory.sections import memory_block, memory_facts
 from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.memory.stored import memory_by_rank, memory_of
-from traceml_ray.signals.section import Section
 from traceml_ray.signals.view import Run, View
 from traceml_ray.wire.codec import ready
 
@@ -44,4 +44,4 @@ class MemoryView(View[RunMemory]):
 
     def sections(self, answer: RunMemory) -> Sequence[Section]:
         """Return of which ranks nothing is known; what was found is among the findings."""
-        return [Section("model", [memory_facts(answer)])]
+        return [Section("model", [memory_facts(answer)], "Memory")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Lines
+from traceml_ray.document.model import Lines
 from traceml_ray.signals.output.lines import LastOutput
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray.document.model import Section
 from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.output.lines import LastOutput, OutputLine, last_lines
 from traceml_ray.signals.output.records import OUTPUT
 from traceml_ray.signals.output.sections import output_lines
-from traceml_ray.signals.section import Section
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile

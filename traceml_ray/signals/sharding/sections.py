@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median_low
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, Facts, Table
+from traceml_ray.document.model import FIGURES, MS, SIZE, Column, Facts, Table
 
 Row = tuple[int, Mapping[str, Any]]
 """A rank, and what it holds (`summary_shape.ShardsOfRank`)."""
@@ -115,27 +115,25 @@ def holding_most(rows: Sequence[Row], most: int) -> list[Row]:
     )
 
 
-def columns(rows: Sequence[Row]) -> Columns:
+def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of a table of `rows`, those that say something."""
-    shown = {
-        ">parameters": ("shard_bytes", text.size),
-        ">on the host": ("offloaded_bytes", text.size),
-        ">gradients": ("gradient_bytes", text.size),
-        ">optimizer": ("optimizer_bytes", text.size),
-        ">after forward": ("after_forward_bytes", text.size),
-        ">peak until then": ("forward_peak_bytes", text.size),
-        ">gather wait": ("gather_wait_ms", text.ms),
-        ">reduce wait": ("reduce_wait_ms", text.ms),
-    }
-    return {
-        ">rank": lambda row: str(row[0]),
-        **{
-            header: partial(_cell, name, written)
-            for header, (name, written) in shown.items()
-            if any(shards[name] for _, shards in rows)
-        },
-    }
+    shown = [
+        ("parameters", "shard_bytes", SIZE),
+        ("on the host", "offloaded_bytes", SIZE),
+        ("gradients", "gradient_bytes", SIZE),
+        ("optimizer", "optimizer_bytes", SIZE),
+        ("after forward", "after_forward_bytes", SIZE),
+        ("peak until then", "forward_peak_bytes", SIZE),
+        ("gather wait", "gather_wait_ms", MS),
+        ("reduce wait", "reduce_wait_ms", MS),
+    ]
+    measured = [
+        Column(name, partial(_held, field), unit)
+        for name, field, unit in shown
+        if any(shards[field] for _, shards in rows)
+    ]
+    return [Column("rank", lambda row: row[0], FIGURES), *measured]
 
 
-def _cell(name: str, written: Callable[[Any], str], row: Row) -> str:
-    return written(row[1][name])
+def _held(field: str, row: Row) -> Any:
+    return row[1][field]

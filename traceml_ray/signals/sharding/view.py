@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from traceml_ray.signals.section import Section
+from traceml_ray.document.model import Section
 from traceml_ray.signals.sharding.answer import GetSharding
 from traceml_ray.signals.sharding.judge import models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
@@ -39,7 +39,7 @@ class ShardingView(View[ShardingInfo | None]):
     def sections(self, answer: ShardingInfo | None) -> Sequence[Section]:
         """Return how each model is divided, and what each rank holds."""
         facts, table = sharding_facts(answer, uneven=False), sharding_table(answer)
-        return [Section("model", [facts]), Section("ranks", [table])]
+        return [Section("model", [facts], "How the model is divided"), Section("ranks", [table])]
 
 
 def sharding_of(

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Facts
-from traceml_ray.signals.section import Gauge, Number, Section
+from traceml_ray.document.model import Facts, Gauge, Number, Section
 from traceml_ray.store.step_shapes import Throughput
 
 _RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
@@ -27,7 +26,7 @@ def sections(answer: Throughput) -> list[Section]:
         }
         for name, unit in _RATES.items()
     }
-    return [Section("steps", [facts], [*_numbers(known)], per_rank, _gauges(known))]
+    return [Section(blocks=[facts], numbers=[*_numbers(known)], per_rank=per_rank, gauges=_gauges(known))]
 
 
 def _rates(known: Mapping[str, Any]) -> str:

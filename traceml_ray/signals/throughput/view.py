@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from traceml_ray.signals.section import Section
+from traceml_ray.document.model import Section
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.signals.throughput.history import WorkHistory
 from traceml_ray.signals.throughput.judge import throughput

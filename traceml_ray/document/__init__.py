@@ -1,0 +1,1 @@
+"""What people read, as one model (`model`), and its renderers."""

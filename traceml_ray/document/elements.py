@@ -1,0 +1,81 @@
+"""Elements of HTML as text. What is not made here is text of a session, and is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import TypeAlias
+
+from traceml_ray import text
+from traceml_ray.document.model import Table
+from traceml_ray.document.text import shortened
+from traceml_ray.text import one_line
+
+CELL = 240
+"""Characters of a cell."""
+_VOID = {"meta", "img", "path", "rect", "line", "image", "stop"}
+
+
+class Markup(str):
+    """Text that is HTML already. Only `tag` and `join` make it."""
+
+    __slots__ = ()
+
+
+Content: TypeAlias = "str | Iterable[str | None] | None"
+NOTHING = Markup("")
+
+
+def tag(name: str, *content: Content, **attributes: object) -> Markup:
+    """
+    Return an element. Text inside is escaped unless it is `Markup`; an attribute that is None or False is
+    left out. `cls` is `class`, and `_` in a name is `-`, at its end nothing.
+    """
+    shown = []
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = "class" if key == "cls" else key.rstrip("_").replace("_", "-")
+            shown.append(f" {key}" if value is True else f' {key}="{escape(_legal(str(value)))}"')
+    if name in _VOID:
+        return Markup(f"<{name}{''.join(shown)}/>")
+    return Markup(f"<{name}{''.join(shown)}>{join(*content)}</{name}>")
+
+
+def join(*content: Content) -> Markup:
+    """Return contents after each other."""
+    return Markup("".join(_inside(part) for part in content))
+
+
+def _inside(content: Content) -> str:
+    if content is None or isinstance(content, Markup):
+        return content or ""
+    if isinstance(content, str):
+        return escape(_legal(content))
+    return "".join(map(_inside, content))
+
+
+def _legal(given: str) -> str:
+    """Return text without what cannot be in a file of HTML: half characters, controls."""
+    return "".join(c if c.isprintable() or c in "\n\t" else one_line(c) for c in given)
+
+
+def sentence(text_line: str) -> Markup:
+    """Return a sentence with what is in backticks as code, and its moments (ISO 8601) as people write."""
+    parts = enumerate(text.with_dates(text_line).split("`"))
+    return join(tag("code", part) if number % 2 else part for number, part in parts)
+
+
+def grid(table: Table) -> Markup:
+    """Return the rows of a table, without its title and note; nothing without any."""
+    columns, rows = table.cells()
+    if not rows:
+        return NOTHING
+    styles = ["num" if column.unit.number else None for column in columns]
+    head = (tag("th", column.name, scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True))
+    body = (
+        tag("tr", (tag("td", shortened(cell, CELL), cls=cls) for cell, cls in zip(row, styles, strict=True)))
+        for row in rows
+    )
+    named = tag("caption", table.title, cls="unseen")
+    inside = tag("table", named, tag("thead", tag("tr", head)), tag("tbody", body))
+    return tag("div", inside, cls="scroll", tabindex=0, role="region", aria_label=table.title)

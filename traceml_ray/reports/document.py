@@ -1,0 +1,327 @@
+"""
+The document of a session: its sections by name, from a summary and the answers that the web app's first page
+has of a run. `reports/text` and `reports/page` choose and order them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from traceml_ray import text
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.document import drawing
+from traceml_ray.document.model import (
+    FIGURES,
+    MS,
+    Bars,
+    Block,
+    Column,
+    Facts,
+    Heat,
+    Line,
+    Lines,
+    Section,
+    Series,
+    Table,
+)
+from traceml_ray.reports import contents
+from traceml_ray.reports.deaths import place_words
+from traceml_ray.reports.heading import bundles_in
+from traceml_ray.reports.headlines import cost_of, findings_in
+from traceml_ray.reports.present import change, present
+from traceml_ray.reports.profiles import profile_facts
+from traceml_ray.reports.run_facts import alike, deaths_of, moment
+from traceml_ray.reports.severity import SIGNS
+from traceml_ray.reports.step_answers import OF_STEPS
+from traceml_ray.reports.summary import Report
+from traceml_ray.reports.tiles import tiles
+from traceml_ray.signals.views import VIEWS, sections_of, signal_numbers
+from traceml_ray.stages import STAGES
+from traceml_ray.store import query
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.step_shapes import ChangedParts, DeathInfo, StepTimes
+
+
+class Charted(NamedTuple):
+    """All that a report is made of: a summary, and what of it is drawn; None: not known."""
+
+    summary: dict[str, Any]
+    signals: Mapping[str, Any]
+    """The answers of signals, by name."""
+    times: StepTimes | None = None
+    """Numbers of its steps, as of `query.GetTimes`."""
+    columns: dict[str, Any] | None = None
+    """What is drawn step by step, as of `query.GetColumns`, with the lines of `z` in order of nodes."""
+    change: ChangedParts | None = None
+    """What a step took before the onset of the verdict and since, as of `query.GetChange`."""
+    deaths: Sequence[DeathInfo] = ()
+    environment: Sequence[Mapping[str, Any]] = ()
+    """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
+    settings: Mapping[str, str] = {}
+    """Settings of the session that are not as by default."""
+
+
+@dataclass
+class _Steps:
+    """A step history that has been read to its end, as `store.histories.RunSteps`."""
+
+    history: StepHistory
+    ranks: dict[int, RankProcess]
+    world: int
+    whole: bool = True
+
+
+def charted(report: Report) -> Charted:
+    """Return all of a report. Raises `SessionFileError`."""
+    summary, facts = report.summary, report.facts
+    run = summary["run"]
+    times: Any = None
+    columns = changed = None
+    if report.history is not None and report.history.ranks:
+        steps = _Steps(report.history, facts.ranks, facts.world_size)
+        times, columns = (
+            OF_STEPS[type(q)](steps, q, True) for q in (query.GetTimes(run), query.GetColumns(run))
+        )
+        asked = change(run, {**summary["verdict"], "episodes": summary["episodes"]})
+        changed = cast("ChangedParts", OF_STEPS[query.GetChange](steps, asked, True)) if asked else None
+    silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
+    return Charted(
+        summary,
+        report.signals,
+        times,
+        drawing.ordered(columns, silent) if columns and len(columns["first"]) else None,
+        changed,
+        deaths_of(facts) if facts.fact("status") not in ("finished", "stopped") else [],
+        alike(facts, lambda process: process.environment),
+        dict(facts.meta.get("settings") or {}),
+    )
+
+
+def of_summary(summary: dict[str, Any]) -> Charted:
+    """Return what a summary says, without what is drawn."""
+    return Charted(summary, {name: view.of_block(summary.get(name)) for name, view in VIEWS.items()})
+
+
+_MAX_DEATHS, _MAX_STACKS, _MAX_STACK_LINES, _MAX_ALIKE, _MAX_SETTINGS = 8, 4, 100, 4, 60
+
+
+def episode_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the episode that the verdict is about; of a run that is over none goes on."""
+    episode = present({**summary["verdict"], "episodes": summary["episodes"]})
+    running = summary["session"]["status"] == "running"
+    return episode and {**episode, "goes_on": episode["goes_on"] and running}
+
+
+def _of_signals(place: str) -> Callable[[Charted], Iterator[Section]]:
+    """Return what signals show at a place of a report."""
+
+    def sections(charted: Charted) -> Iterator[Section]:
+        for section in sections_of(charted.signals):
+            if section.place == place:
+                yield Section(section.place, section.blocks, section.title)
+
+    return sections
+
+
+def _blocks(
+    *made: Callable[[dict[str, Any]], Block], title: str = "", half: bool = False
+) -> Callable[[Charted], Iterator[Section]]:
+    """Return a section with what some functions make of a summary."""
+
+    def sections(charted: Charted) -> Iterator[Section]:
+        yield Section(blocks=[block(charted.summary) for block in made], title=title, half=half)
+
+    return sections
+
+
+def _findings(charted: Charted) -> Iterator[Section]:
+    """Yield what was found beside the verdict, whatever it is about, and what is only information."""
+    listed = findings_in(charted.summary)
+    verdict_key = next((one.key for one in listed if one.signal == "steps"), None)
+    columns = [
+        Column("", lambda one: f"{SIGNS[one.severity]} {one.severity}"),
+        Column("finding", lambda one: one.headline),
+        Column("cost", cost_of, FIGURES),
+        Column("confidence", lambda one: one.confidence),
+        Column("why", lambda one: one.why.replace("`", "")),
+        Column("next", lambda one: one.next.replace("`", "")),
+    ]
+    shown = [one for one in listed if one.key != verdict_key]
+    yield Section(blocks=[Table("Findings beside the verdict", columns, shown)])
+
+
+def _numbers(charted: Charted) -> Iterator[Section]:
+    """Yield the numbers above all charts."""
+    if charted.times and charted.columns:
+        yield Section(numbers=tiles(charted.times, charted.columns, signal_numbers(charted.signals)))
+
+
+def _deaths(charted: Charted) -> Iterator[Section]:
+    """Yield how ranks died, the first cause first, and their last words."""
+    shown: list[Block] = [_death(death, charted.summary) for death in charted.deaths[:_MAX_DEATHS]]
+    left = len(charted.deaths) - len(shown)
+    if left:
+        shown.append(Facts(("", f"and {text.count(left, 'more rank')} that died after them")))
+    yield Section(blocks=shown, title="Ranks that died, the first cause first")
+
+
+def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Lines:
+    node = (summary["ranks"].get(str(death["rank"])) or {}).get("node")
+    when = f"{'at' if death['exact'] else 'about'} {text.date(moment(death['t_ns']))} UTC"
+    place = place_words(death["step"], death["stage"])
+    manner = ", ".join(filter(None, (f"{death['how']} {when}", place)))
+    words = death["traceback"] or (death["message"] if "\n" in death["message"] else "")
+    title = f"rank {death['rank']}{f' ({node})' if node else ''}: {manner}"
+    return Lines(title, [("", line) for line in words.splitlines()])
+
+
+def _stacks(charted: Charted) -> Iterator[Section]:
+    """Yield where the ranks were in the last hang."""
+    last = contents.last_stacks(charted.summary["verdicts"])[:_MAX_STACKS]
+    stacks = [
+        Lines(text.ranks(stack["ranks"]), [("", line) for line in lines[:_MAX_STACK_LINES]])
+        for stack in last
+        for lines in [stack["text"].expandtabs(4).splitlines()]
+    ]
+    yield Section(blocks=stacks, title="Where the ranks were")
+
+
+def _by_rank(charted: Charted) -> Iterator[Section]:
+    """Yield the heatmap of ranks by step."""
+    if (columns := charted.columns) is not None:
+        rows = drawing.by_node(columns, drawing.suspects(columns, charted.summary["verdict"]))
+        label = "Busy time of each rank by step, over the median of the step"
+        heat = Heat(label, columns["first"], columns["last"], rows, drawing.worst(columns, rows))
+        yield Section(blocks=[heat], title="Busy time by rank, against the median of the step")
+
+
+def _by_step(charted: Charted) -> Iterator[Section]:
+    """Yield the charts over the steps."""
+    if (columns := charted.columns) is None:
+        return
+    episode = episode_of(charted.summary)
+    first, last, onset = columns["first"], columns["last"], episode["from_step"] if episode else None
+    stages = [
+        Line(name, columns["exposed"][:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
+    ]
+    label = "Exposed time of each stage by step, stacked, in ms"
+    stacked = Series(label, first, last, stages, stacked=True, onset=onset)
+    yield Section(
+        blocks=[stacked], title="Where a step's time goes (exposed: what the job waited for)", half=True
+    )
+    worst, median = (
+        Line("worst", columns["worst_ms"], drawing.ORANGE),
+        Line("median", columns["median_ms"], drawing.BLUE),
+    )
+    label = "Busy time of the median and the worst rank by step, in ms"
+    band = "p10–p90", columns["p10_ms"], columns["p90_ms"]
+    timeline = Series(label, first, last, [worst, median], band=band, onset=onset)
+    yield Section(blocks=[timeline], title="Step timeline (busy: without waiting)", half=True)
+
+
+def _steps(charted: Charted) -> Iterator[Section]:
+    """Yield the time of a step, and what signals say beside it."""
+    beside = [block for section in _of_signals("steps")(charted) for block in section.blocks]
+    yield Section(blocks=[contents.steps_facts(charted.summary), *beside], title="Steps")
+
+
+def _change(charted: Charted) -> Iterator[Section]:
+    """Yield what each stage has added to a step since the onset; nothing where one of both is not known."""
+    change = charted.change
+    if change is None or (before := change["before"]["stages"]) is None:
+        return
+    if (since := change["since"]["stages"]) is None:
+        return
+    columns = [
+        Column("stage", str),
+        Column("before", lambda stage: before[stage], MS),
+        Column("since", lambda stage: since[stage], MS),
+    ]
+    label = "Exposed time of a step by stage, before the onset and since"
+    steps = f"{text.count(change['before']['steps'], 'step')} before, {change['since']['steps']:,} since"
+    bars = Bars(label, drawing.waterfall(before, since), Table(label, columns, STAGES, steps))
+    yield Section(blocks=[bars], title="A step before the onset, and since", half=True)
+
+
+def _environment(charted: Charted) -> Iterator[Section]:
+    """Yield how it was run, and with what."""
+    session = charted.summary["session"]
+    run = Facts(
+        ("Command", session["command"] or ""),
+        ("Launcher", session["launcher"] or ""),
+        ("Began", f"{text.date(session['started_at'])} UTC" if session["started_at"] else ""),
+        ("Ended", f"{text.date(session['ended_at'])} UTC" if session["ended_at"] else ""),
+    )
+    yield Section(blocks=[run], title="How it was run", half=True)
+    names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]
+    settings = [*charted.settings.items()][:_MAX_SETTINGS]
+    yield Section(blocks=[Table("Settings that are not as by default", names, settings)], half=True)
+    columns = [*names, Column("ranks", lambda item: text.ranks(item[2]))]
+    rows = [
+        (name, value, same["ranks"])
+        for same in charted.environment[:_MAX_ALIKE]
+        for name, value in same["values"].items()
+    ]
+    yield Section(blocks=[Table("Environment", columns, rows)], half=True)
+
+
+def more(folder: Path) -> Section:
+    """Return which bundles there are, and how the web app and the other files are opened."""
+    here, (count, newest) = shlex.quote(str(folder)), bundles_in(folder)
+    kept = "The bundle of its incident"
+    if count > 1:
+        kept = f"The newest of its {count:,} bundles of incidents"
+    commands = {
+        "Each step, rank and node in the web app, on the machine that has the session:": ["dashboard {}"],
+        "This page anew, or all of it as data:": ["report {} --html", "report {} --json"],
+    }
+    blocks = [Lines(f"{kept}, in {folder}:", [("", name) for name in newest])] if newest else []
+    blocks += [
+        Lines(title, [("", f"traceml-ray {line.format(here)}") for line in lines])
+        for title, lines in commands.items()
+    ]
+    return Section(blocks=blocks, title="To see more")
+
+
+SECTIONS: Mapping[str, Callable[[Charted], Iterator[Section]]] = {
+    "verdict": _blocks(contents.verdict_facts),
+    "operation": _blocks(profile_facts),
+    "also": _blocks(contents.findings_facts),
+    "findings": _findings,
+    "numbers": _numbers,
+    "deaths": _deaths,
+    "output": _of_signals("failure"),
+    "stacks": _stacks,
+    "by rank": _by_rank,
+    "by step": _by_step,
+    "model": _of_signals("model"),
+    "steps": _steps,
+    "stages": _blocks(
+        lambda summary: contents.stages_table(summary["stages"]), title="Stages of a step", half=True
+    ),
+    "spans": _blocks(
+        lambda summary: contents.spans_table(summary["spans"], summary["steps"]["median_ms"]), half=True
+    ),
+    "tables": _of_signals("tables"),
+    "change": _change,
+    "suspects": _blocks(contents.suspects_table),
+    "nodes": _blocks(contents.nodes_table),
+    "roles": _blocks(contents.roles_table),
+    "ranks": _blocks(contents.ranks_table),
+    "of ranks": _of_signals("ranks"),
+    "history": _blocks(contents.history_table),
+    "events": _blocks(lambda summary: contents.events_table(summary["events"])),
+    "runs": _blocks(lambda summary: contents.runs_table(summary["runs"], summary["run"])),
+    "environment": _environment,
+    "monitor": _blocks(
+        lambda summary: contents.ledger_facts(summary["ledger"]),
+        lambda summary: contents.overhead_facts(summary["overhead"]),
+        title="Monitor",
+        half=True,
+    ),
+}
+"""What makes the sections of each name."""

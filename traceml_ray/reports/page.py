@@ -1,0 +1,169 @@
+"""Puts `report.html` together: one file of at most 2 MB that needs no script and no network."""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from traceml_ray import __version__, text
+from traceml_ray import document as renderers
+from traceml_ray.document.elements import Markup, join, sentence, tag
+from traceml_ray.document.html import section
+from traceml_ray.reports import contents
+from traceml_ray.reports.document import SECTIONS, Charted, episode_of, more
+from traceml_ray.reports.heading import about_session, run_of
+from traceml_ray.reports.headlines import cost, findings_in, line_of, named, part_of, since
+from traceml_ray.reports.headlines import coverage as covered
+from traceml_ray.reports.profiles import by_operation
+from traceml_ray.reports.severity import SIGNS, sign_of
+
+MAX_BYTES = 2_000_000
+_SPARE = 2_000
+"""For what is said in place of parts that are left out."""
+_MAX_FINDINGS, _MAX_ALSO = 12, 4
+_PARTS = {
+    "The findings": ("findings",),
+    "Numbers": ("numbers",),
+    "The ranks that died": ("deaths",),
+    "Last output": ("output",),
+    "Stacks": ("stacks",),
+    "The heatmap": ("by rank",),
+    "The charts": ("by step",),
+    "The stages": ("steps", "stages", "spans"),
+    "The model": ("model", "tables"),
+    "The change": ("change",),
+    "Nodes and ranks": ("suspects", "nodes", "roles", "ranks", "of ranks"),
+    "What happened": ("history", "events", "runs"),
+    "The environment": ("environment", "monitor"),
+}
+"""The sections of the page, from the first that is read to the last, by name where there is no room."""
+_SIGNS = {
+    "good": "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z",
+    "warning": "M8 1 15.5 15H.5z",
+    "critical": "M8 0 16 8 8 16 0 8z",
+    "notice": "M8 1 15.5 15H.5zM8 4.6 3.4 13.4h9.2z",
+    "unsure": "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z",
+}
+_TONES = {
+    "good": "#1b7a43", "notice": "#8a6d00", "warning": "#c05f0c", "critical": "#c22f2f", "unsure": "#6a7887",
+}  # fmt: skip
+
+
+def render(charted: Charted, folder: Path) -> bytes:
+    """
+    Return the page of the session in `folder`. A part that would make it larger than `MAX_BYTES` is left out,
+    which it says; the first ones are what people read first.
+    """
+    head = _head(charted)
+    room, parts = MAX_BYTES - _SPARE - len(head.encode()), []
+    for name, part in _parts(charted, folder):
+        size = len(part.encode())
+        if size > room:
+            left = f"{name} would take {text.size(size)}, for which there is no room here: see summary.json."
+            part, size = tag("p", left, cls="panel wide"), 0
+        parts.append(part)
+        room -= size
+    body = tag("body", _heading(charted.summary), tag("main", parts), _foot())
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n".encode()
+
+
+def _parts(charted: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
+    yield "The verdict", _verdict(charted)
+    for name, names in _PARTS.items():
+        sections = (made for part in names for made in SECTIONS[part](charted))
+        yield name, join(section(made, _MAX_FINDINGS if "findings" in names else None) for made in sections)
+    yield "To see more", section(more(folder))
+
+
+def _head(charted: Charted) -> Markup:
+    first = charted.summary["conclusion"]
+    title = f"{sign_of(first['tone'])} {first['headline']} · {charted.summary['session']['id']}"
+    style = _style()
+    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; form-action 'none'"
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=allowed),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="color-scheme", content="light dark"),
+        tag("meta", name_="referrer", content="no-referrer"),
+        tag("title", title),
+        tag("style", style),
+    )
+
+
+@cache
+def _style() -> Markup:
+    return Markup(resources.files(renderers).joinpath("report.css").read_text("utf-8"))
+
+
+def _foot() -> Markup:
+    units = "Times are UTC. Colours and words as in the web app; what is not known is n/a, never 0."
+    return tag("footer", tag("p", f"traceml-ray {__version__}. {units}"))
+
+
+def _heading(summary: Mapping[str, Any]) -> Markup:
+    """Return which session this is of."""
+    name = tag("h1", "traceml-ray · session ", tag("b", str(summary["session"]["id"])))
+    lines = [" · ".join(about_session(summary)), *run_of(summary["runs"], summary["run"])]
+    return tag("header", name, (tag("p", line) for line in lines))
+
+
+def _verdict(charted: Charted) -> Markup:
+    """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
+    summary = charted.summary
+    one, first = summary["verdict"], summary["conclusion"]
+    is_first = first["subject"] == "steps"
+    tone, sign, headline = first["tone"], sign_of(first["tone"]), first["headline"]
+    ends = is_first or contents.meaning(one).kind == "finding"  # whether it says what to do
+    before = [tag("p", sentence(first["why"])), tag("p", tag("b", "Next "), sentence(first["next"]))]
+    episode = episode_of(summary)
+    began = since(episode) if episode else ""
+    operation = by_operation(summary)
+    others = contents.findings_beside(summary)[:_MAX_ALSO]
+    sentences = [
+        tag("h2", headline[:1].upper() + headline[1:]),
+        *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
+        tag("p", sentence(one["why"])),
+        tag("p", sentence(one["note"])) if one["note"] else None,
+        *(tag("p", line) for line in contents.evidence(findings_in(summary))),
+        tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
+        tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
+        *(tag("p", tag("b", "Also "), f"{SIGNS[other.severity]} {line_of(other)}") for other in others),
+        tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
+    ]
+    path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
+    icon = tag("svg", path, viewBox="0 0 16 16", width=28, height=28, role="img", aria_label=f"{sign} {tone}")
+    beside = tag("div", _cost(summary, episode), tag("p", _coverage(charted), cls="hint"), cls="cost")
+    inside = icon, tag("div", sentences, cls="sentences"), beside
+    return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
+
+
+def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list[Markup]:
+    """Return what the cause that is named costs, and how sure it is."""
+    one = summary["verdict"]
+    shown = []
+    if one["cost_pct"] and one["label"] != "healthy":
+        shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), f" {part_of(one)}"))
+    if episode:
+        shown.append(tag("p", f"cost {cost(episode, contents.has_gpus(summary))}"))
+    prefixes = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
+    rest = [line for line in contents.about_verdict(summary) if not (shown and line.startswith(prefixes))]
+    return [*shown, *(tag("p", line) for line in rest)]
+
+
+def _coverage(charted: Charted) -> str:
+    """Return of how many ranks this is, and of when."""
+    summary = charted.summary
+    world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
+    newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
+    when = summary["session"]["ended_at"] or newest
+    known = world - len(silent) if world else 0
+    reported = covered(known, world, len(charted.deaths)) if known else "no rank has reported"
+    return reported + (f", as of {text.date(when)} UTC" if when else "")
