@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 from pathlib import Path
-
-import msgspec
 
 from traceml_ray import printing
 from traceml_ray.commands import which
@@ -34,6 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the time of each layer of the model, and which layer is slower on one rank."""
+    from traceml_ray.document.json import as_json
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
     from traceml_ray.signals.layers.sections import render_layers
     from traceml_ray.store import session
@@ -69,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         answers.close()
     if arguments.json:
-        show(json.dumps(msgspec.to_builtins(layers, str_keys=True), indent=2))
+        show(as_json(layers), end="")
     elif layers.ranks:
         show(render_layers(layers), end="")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from traceml_ray import printing
@@ -26,6 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of a session, computed from its file, or write it to a file."""
+    from traceml_ray.document.json import as_json
     from traceml_ray.reports.text import render
 
     folder, answers = which.stored(arguments)
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             report: str | bytes = query.ask_one(answers.reply, query.GetReportPage(arguments.run))
         else:
             summary: Any = query.ask_one(answers.reply, query.GetSummary(arguments.run, whole=True))
-            report = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
+            report = as_json(summary) if arguments.json else render(summary, folder)
         if output is not None:
             data = report if isinstance(report, bytes) else report.encode(errors="backslashreplace")
             write_file(output, data)

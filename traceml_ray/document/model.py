@@ -18,7 +18,7 @@ from traceml_ray.document.drawing import Bar, Box, HeatRow
 Array = np.ndarray[Any, Any]
 
 
-class Unit(NamedTuple):
+class ColumnUnit(NamedTuple):
     """How the values of a column are written."""
 
     written: Callable[[Any], str]
@@ -26,21 +26,21 @@ class Unit(NamedTuple):
     """Whether they are numbers, which stand at the right."""
 
 
-WORDS = Unit(lambda value: "" if value is None else str(value), number=False)
-FIGURES = Unit(WORDS.written)
+WORDS = ColumnUnit(lambda value: "" if value is None else str(value), number=False)
+FIGURES = ColumnUnit(WORDS.written)
 """Numbers that are written already."""
-PLAIN = Unit(text.plain)
-NUMBER = Unit(text.number)
-ALIGNED = Unit(partial(text.number, aligned=True))
-MS, SIZE, FACTOR = Unit(text.ms), Unit(text.size), Unit(text.times)
-PERCENT, SHARE = Unit(text.percent), Unit(text.share)
-OVER = Unit(partial(text.percent, sign=True))
-DURATION, AGE = Unit(text.duration), Unit(text.age)
-DATE, CLOCK = Unit(text.date, number=False), Unit(text.clock, number=False)
-RANKS = Unit(text.ranges, number=False)
+PLAIN = ColumnUnit(text.plain)
+NUMBER = ColumnUnit(text.number)
+ALIGNED = ColumnUnit(partial(text.number, aligned=True))
+MS, SIZE, FACTOR = ColumnUnit(text.ms), ColumnUnit(text.size), ColumnUnit(text.times)
+PERCENT, SHARE = ColumnUnit(text.percent), ColumnUnit(text.share)
+OVER = ColumnUnit(partial(text.percent, sign=True))
+DURATION, AGE = ColumnUnit(text.duration), ColumnUnit(text.age)
+DATE, CLOCK = ColumnUnit(text.date, number=False), ColumnUnit(text.clock, number=False)
+RANKS = ColumnUnit(text.ranges, number=False)
 
 
-def known(unit: Unit) -> Unit:
+def known(unit: ColumnUnit) -> ColumnUnit:
     """Return a unit that writes nothing where a value is not known."""
     return unit._replace(written=lambda value: "" if value is None else unit.written(value))
 
@@ -52,7 +52,7 @@ class Column:
     name: str
     value: Callable[[Any], Any]
     """A number or a text; None: not known."""
-    unit: Unit = WORDS
+    unit: ColumnUnit = WORDS
 
     def cell(self, item: Any) -> str:
         """Return what is written of an item."""
@@ -102,7 +102,7 @@ class Line(NamedTuple):
     colour: str
 
 
-class Series(NamedTuple):
+class StepChart(NamedTuple):
     """Lines over the steps of a run, ms, on one scale."""
 
     label: str
@@ -145,7 +145,7 @@ class Boxes(NamedTuple):
     boxes: Sequence[Box]
 
 
-Drawing = Series | Heat | Bars | Boxes
+Drawing = StepChart | Heat | Bars | Boxes
 Block = Facts | Table | Lines | Drawing
 """A face that cannot draw leaves out drawings."""
 

@@ -29,7 +29,7 @@ from traceml_ray.document.model import (
     Heat,
     Line,
     Number,
-    Series,
+    StepChart,
     Table,
 )
 
@@ -45,14 +45,14 @@ _THIN = {"vector_effect": "non-scaling-stroke"}
 
 def drawn(block: Drawing) -> Markup:
     """Return a drawing with its scale, its legend and its numbers."""
-    if isinstance(block, Series):
-        return _series(block)
+    if isinstance(block, StepChart):
+        return _step_chart(block)
     if isinstance(block, Heat):
         return _heatmap(block)
     return _bars(block) if isinstance(block, Bars) else _icicle(block)
 
 
-def _series(block: Series) -> Markup:
+def _step_chart(block: StepChart) -> Markup:
     """Return lines, or areas each on the one before, over the steps."""
     x = _across(block)
     values = [np.asarray(line.values, dtype=float) for line in block.lines]
@@ -119,7 +119,7 @@ def _tile(number: Number) -> Markup:
     return tag("div", about, svg if path else NOTHING)
 
 
-def _plot(inside: Markup, end: float, block: Series) -> Markup:
+def _plot(inside: Markup, end: float, block: StepChart) -> Markup:
     """Return a plot with its two scales, whose ticks are at even distances."""
     lines = [
         tag("line", x1=0, x2=WIDTH, y1=y, y2=y, stroke=drawing.GREY, stroke_opacity=0.3, **_THIN)
@@ -133,7 +133,7 @@ def _plot(inside: Markup, end: float, block: Series) -> Markup:
     return tag("div", tag("div", "ms", cls="unit"), y, svg, _steps_axis(block), cls="plot")
 
 
-def _steps_axis(block: Series | Heat) -> Markup:
+def _steps_axis(block: StepChart | Heat) -> Markup:
     """Return the scale of steps, which are as far apart as the columns are wide."""
     first, last = int(block.first[0]), int(block.last[-1])
     ticks = [first + round((last - first) * number / (_TICKS - 1)) for number in range(_TICKS)]
@@ -177,7 +177,7 @@ def _icicle(block: Boxes) -> Markup:
     return tag("div", svg, cls="icicle")
 
 
-def _onset(block: Series) -> Markup:
+def _onset(block: StepChart) -> Markup:
     """Return where the episode of the verdict began."""
     first, last = int(block.first[0]), int(block.last[-1])
     if block.onset is None or not first < block.onset <= last:
@@ -187,7 +187,7 @@ def _onset(block: Series) -> Markup:
     return tag("line", x1=x, x2=x, y1=0, y2=HEIGHT, **line)
 
 
-def _across(block: Series) -> Array:
+def _across(block: StepChart) -> Array:
     """Return where the middles of columns are, the outer ones drawn to the edges."""
     first, last = block.first, block.last
     begin, end = int(first[0]), int(last[-1]) + 1

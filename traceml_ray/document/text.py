@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from traceml_ray.document.model import Bars, Block, Boxes, Facts, Heat, Lines, Section, Series, Table
+from traceml_ray.document.model import Bars, Block, Boxes, Facts, Heat, Lines, Section, StepChart, Table
 from traceml_ray.text import one_line
 
 WIDTH = 100
@@ -40,7 +40,7 @@ def laid_out(block: Block | Sequence[str], *, wrapped: bool = True) -> Sequence[
         return _marked(block)
     if isinstance(block, Table):
         return _table(block, wrapped)
-    return [] if isinstance(block, Series | Heat | Bars | Boxes) else block
+    return [] if isinstance(block, StepChart | Heat | Bars | Boxes) else block
 
 
 def blocks_of(section: Section) -> list[Block | Sequence[str]]:

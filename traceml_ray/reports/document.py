@@ -25,7 +25,7 @@ from traceml_ray.document.model import (
     Line,
     Lines,
     Section,
-    Series,
+    StepChart,
     Table,
 )
 from traceml_ray.reports import contents
@@ -209,7 +209,7 @@ def _by_step(charted: Charted) -> Iterator[Section]:
         Line(name, columns["exposed"][:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
     ]
     label = "Exposed time of each stage by step, stacked, in ms"
-    stacked = Series(label, first, last, stages, stacked=True, onset=onset)
+    stacked = StepChart(label, first, last, stages, stacked=True, onset=onset)
     yield Section(
         blocks=[stacked], title="Where a step's time goes (exposed: what the job waited for)", half=True
     )
@@ -219,7 +219,7 @@ def _by_step(charted: Charted) -> Iterator[Section]:
     )
     label = "Busy time of the median and the worst rank by step, in ms"
     band = "p10–p90", columns["p10_ms"], columns["p90_ms"]
-    timeline = Series(label, first, last, [worst, median], band=band, onset=onset)
+    timeline = StepChart(label, first, last, [worst, median], band=band, onset=onset)
     yield Section(blocks=[timeline], title="Step timeline (busy: without waiting)", half=True)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.document.json import as_json
 from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
 from traceml_ray.reports import page
@@ -39,8 +39,12 @@ def write_reports(
     errors = Errors() if errors is None else errors
     for report in reports(session, thresholds):
         summary = report.summary
-        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        put({folder.summary_json: text.encode(), folder.report_txt: render(summary, folder.path).encode()})
+        put(
+            {
+                folder.summary_json: as_json(summary).encode(),
+                folder.report_txt: render(summary, folder.path).encode(),
+            }
+        )
         try:
             put({folder.report_html: page_of(report, folder.path)})
         except Exception as error:

@@ -19,9 +19,9 @@ from traceml_ray.document.model import (
     PLAIN,
     SIZE,
     Column,
+    ColumnUnit,
     Facts,
     Table,
-    Unit,
     known,
 )
 from traceml_ray.document.text import page
@@ -101,8 +101,8 @@ def render_profile(profile: Profile, path: Path) -> str:
     return page([Table(title, columns, profile.ranks), [*lines, f"in {path}"]])
 
 
-_MS = known(Unit(lambda value: text.number(value, 3)))
-_MORE = Unit(lambda value: text.number(value, 3, sign=True))
+_MS = known(ColumnUnit(lambda value: text.number(value, 3)))
+_MORE = ColumnUnit(lambda value: text.number(value, 3, sign=True))
 
 _OPERATIONS = [
     Column("Node ID", lambda operation: operation.node or operation.node_id or ""),

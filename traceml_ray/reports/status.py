@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
+from traceml_ray.document.json import as_json
 from traceml_ray.document.model import FIGURES, PLAIN, Block, Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.contents import ledger_facts, runs_table
@@ -69,7 +67,7 @@ def start_json(folder: Path, live: Live) -> str:
         "monitor": live.monitor,
         "detail": live.detail or None,
     }
-    return json.dumps(document, indent=2) + "\n"
+    return as_json(document)
 
 
 def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
@@ -92,7 +90,7 @@ def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
         "errors": errors,
         "not_measured": missing,
     }
-    return json.dumps(msgspec.to_builtins(document, str_keys=True), indent=2) + "\n"
+    return as_json(document)
 
 
 def _rank_json(rank: int, process: RankProcess, labels: Mapping[str, str], now: int) -> dict[str, Any]:
