@@ -4,8 +4,9 @@ What a profile costs: the steps that it records, those in which its trace is wri
     python benchmarks/captures.py [--rounds 100] [--markdown]
 
 One process that trains (steps of 20 to 30 ms), with the whole agent and a relay. Each round: some steps, a
-capture of three, the steps until its trace has been sent, some steps again. Every other round is without a
-capture, which shows how much such rounds differ by themselves. Nothing else should run meanwhile. Linux.
+capture of three, the steps until its trace is there for the relay, some steps again. Every other round is
+without a capture, which shows how much such rounds differ by themselves. Nothing else should run meanwhile.
+Linux.
 """
 
 from __future__ import annotations
@@ -106,17 +107,13 @@ class Rank:
             status = self.agent.captures.status
             if status is not None and status.id == f"p{number}" and len(status.steps) == STEPS:
                 sending.append(took)
-            if status is not None and status.state == "sending" and self._is_sent(status):
+            if status is not None and status.state == "sending":
                 return status, sending[1:]
             if status is not None and status.reason:
                 raise RuntimeError(status.reason)
             if self._due.empty():
                 self.turn()
         raise RuntimeError(f"no trace after {MOST_STEPS} steps")
-
-    def _is_sent(self, status: wire.Capture) -> bool:
-        now = self.agent.captures._now
-        return now is not None and now.sent == status.total_bytes and not self.agent.unsent.pieces
 
     def round(self, number: int, capture: bool) -> Round:
         """Some steps, a capture or none, some steps."""

@@ -50,6 +50,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.samplers import USS_S, HostMemory, MemorySampler
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STRETCH = 5
@@ -93,6 +94,7 @@ class Confirms:
     def __init__(self) -> None:
         self.errors: Counter[str] = Counter()
         self._replies: list[bytes | Exception] = []
+        self._parts: list[bytes | Exception] = []
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         """Confirm a RelayBatch."""
@@ -103,6 +105,19 @@ class Confirms:
     def finish(self, data: bytes) -> bool:
         """Refuse: this session has no end."""
         return False
+
+    def send_part(self, data: bytes) -> bool:
+        """Take all of a trace."""
+        part = wire.decode(data, TracePart)
+        more = part.offset + len(part.data) < part.total_bytes
+        there = part.offset + len(part.data) if more else None
+        self._parts.append(wire.encode(TraceReply(wire.VERSION, there)))
+        return True
+
+    def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
+        """Return how much of it is there."""
+        replies, self._parts = self._parts, []
+        return replies
 
     def poll(self) -> list[bytes | Exception]:
         """Return the confirmations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.monitor.bulk import open_trace
 from traceml_ray.wire import messages as wire
 
 
@@ -24,7 +26,7 @@ class Rank:
         self.patches = Instrumentation(self.recorder)
         self.patches.install()
         self.captures = CaptureAgent(
-            self.recorder, self.patches.spans, self.patches.errors, None, lambda: self.now
+            self.recorder, self.patches.spans, self.patches.errors, None, lambda: "p", lambda: self.now
         )
         self.model = torch.nn.Linear(4, 4)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -49,7 +51,9 @@ class Rank:
         return status
 
     def trace(self) -> dict[str, Any]:
-        """Return what has been sent."""
-        data = b"".join(piece.data for piece in self.captures.pieces(1000))
-        trace: dict[str, Any] = json.loads(gzip.decompress(data))
+        """Return what the relay may read."""
+        status = self.status
+        file = open_trace(status.folder, status.total_bytes or 0)
+        with os.fdopen(file, "rb") as packed:
+            trace: dict[str, Any] = json.loads(gzip.decompress(packed.read()))
         return trace

@@ -18,6 +18,7 @@ from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
@@ -116,6 +117,8 @@ MESSAGES = [
     wire.RankReply(wire.VERSION, "0123456789abcdef", 7, 7, COMMANDS),
     relay_batch(),
     wire.RelayReply(wire.VERSION, 9, COMMANDS, sent_ns=5),
+    TracePart(wire.VERSION, "0123456789abcdef", "20261123T080006", 1, 100, 5, b"part"),
+    TraceReply(wire.VERSION, 9, 0.5),
     wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
     wire.Finished(wire.VERSION, "failed", "disk full"),
     wire.RunEnd(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),

@@ -141,6 +141,7 @@ class Straight:
 
     def __init__(self, aggregator: AggregatorCore) -> None:
         self._calls: list[Callable[[], bytes]] = []
+        self._parts: list[bytes | Exception] = []
         self.attach(aggregator)
 
     def attach(self, aggregator: AggregatorCore) -> None:
@@ -160,6 +161,15 @@ class Straight:
         if calls:
             self._actor._core.endings.write_due()
         return answers
+
+    def send_part(self, data: bytes) -> bool:
+        """Answered at once: the actor has a thread of its own for these."""
+        self._parts.append(self._actor.bulk(data))
+        return True
+
+    def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
+        replies, self._parts = self._parts, []
+        return replies
 
     def _call(self, call: Callable[[], bytes]) -> bool:
         if len(self._calls) >= MAX_IN_FLIGHT:

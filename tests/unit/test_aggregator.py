@@ -788,16 +788,3 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
                 assert aggregator._steps._runs[run].world == world_size(processes_of_run, None)
             runs.known = known
         aggregator.close()
-
-
-def test_command_about_a_rank_process_goes_to_its_node_only(tmp_path: Path) -> None:
-    aggregator = aggregation(tmp_path)
-    relays, ranks = [Relay(node) for node in (0, 1)], [Rank(number, 2, per_node=1) for number in (0, 1)]
-    for relay, rank in zip(relays, ranks, strict=True):
-        aggregator.ingest(relay.message(rank.batch(3)))
-    about = [wire.Command("trace", {"process": rank.process_id, "offset": 0}) for rank in ranks * 600]
-    aggregator._profiling.commands = [wire.Command("profile", {"run": "job"}), *about]
-    for relay, rank in zip(relays, ranks, strict=True):
-        reply = wire.decode(aggregator.ingest(relay.message()), wire.RelayReply)
-        assert reply.commands[0].name == "profile"
-        assert {command.args["process"] for command in reply.commands[1:]} == {rank.process_id}

@@ -24,7 +24,7 @@ from traceml_ray.agent import capture
 from traceml_ray.agent.capture import TraceFile, TraceTooLargeError
 from traceml_ray.agent.torch_profiler import TorchProfiler, without_line
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
-from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TRACE_NAME
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_profiler_of_another_thread_wins_and_nothing_is_saved(rank: Rank) -> Non
         thread.join(0.01)
     assert "aten::add" in names and rank.recorder.step_hook is None
     rank.train(5)
-    assert rank.status.state == "failed" and not rank.captures.pieces(10)
+    assert rank.status.state == "failed" and not rank.status.folder
 
 
 def test_steps_that_do_not_come_are_given_up(rank: Rank) -> None:
@@ -331,7 +331,7 @@ def test_evaluation_among_its_steps_is_not_recorded_for_long(rank: Rank) -> None
     next(loader)
     assert not torch.autograd._profiler_enabled()
     rank.train(5)
-    assert rank.status.state == "failed" and not rank.captures.pieces(1)
+    assert rank.status.state == "failed" and not rank.status.folder
 
 
 def test_end_of_watching_turns_the_profiler_off(rank: Rank) -> None:
@@ -363,34 +363,20 @@ def test_profiler_that_fails_ends_the_capture_alone(
     assert sum(rank.patches.errors.values()) == 1 and not torch.autograd._profiler_enabled()
 
 
-def test_pieces_that_were_lost_are_sent_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "PIECE_BYTES", 500)
-    rank.train(1)
-    rank.ask(first_step=2)
-    rank.train(5)
-    total = rank.status.total_bytes
-    first = rank.captures.pieces(4)
-    assert [piece.offset for piece in first] == [0, 500, 1000, 1500]
-    rank.captures.lose(500)
-    assert rank.captures.pieces(1)[0] == first[1]
-    rank.captures.obey(wire.Command("trace", {"profile": "p", "process": "x", "offset": 1000}))
-    rest = rank.captures.pieces(10_000)
-    assert rest[0].offset == 1000 and rest[-1].offset + len(rest[-1].data) == total
-
-
 def test_trace_is_let_go_when_nobody_asks_any_more(rank: Rank) -> None:
     rank.train(1)
     rank.ask(first_step=2)
     rank.train(5)
-    assert rank.status.state == "sending"
+    folder = Path(rank.status.folder)
+    assert rank.status.state == "sending" and [file.name for file in folder.iterdir()] == [TRACE_NAME]
     rank.now = capture.KEPT_S + 1
     rank.captures.turn()
-    assert rank.captures.status is None and not rank.captures.pieces(1)
+    assert rank.captures.status is None and not folder.exists()
 
 
 def test_trace_that_is_too_large_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TraceTooLargeError, match="ask for fewer steps"):
-        TraceFile(lambda path: path.write_bytes(bytes(2000)), str(tmp_path), max_bytes=1000)
+        TraceFile(lambda path: path.write_bytes(bytes(2000)), str(tmp_path), "p", max_bytes=1000)
     assert not list(tmp_path.iterdir())
 
 

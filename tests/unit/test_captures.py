@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from traceml_ray.analysis.verdict import Verdict
@@ -22,6 +21,7 @@ from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart
 
 TRACE = bytes(range(256)) * 4
 
@@ -76,17 +76,18 @@ class Job:
             steps = [(first + n, 10 * n, 10 * n + 10, None) for n in range(args["steps"])]
             steps = steps if served is None else [(0, *served, None)]
         about: Any = args["id"], args["number"], state, reason, total, steps, 10, 20, 30, served is not None
-        self._take(rank, capture=wire.Capture(*about))
+        self.captures.take(f"process-{rank}", wire.Capture(*about))
 
-    def send(self, rank: int, offset: int, data: bytes, number: int | None = None) -> None:
-        """Have a rank send a piece of its trace."""
-        args = self.command
-        piece = wire.TracePiece(args["id"], number or args["number"], offset, data)
-        self._take(rank, pieces=[piece])
-
-    def _take(self, rank: int, **what: Any) -> None:
-        batch = wire.RankBatch(wire.VERSION, f"process-{rank}", 1, 0, 0, 0, 0, b"", b"", b"")
-        self.captures.take(self.ranks[rank], msgspec.structs.replace(batch, **what))
+    def send(
+        self, rank: int, offset: int, data: bytes = b"", number: int | None = None, failure: str = ""
+    ) -> int | None:
+        """Have a rank's relay send a part of its trace; return where the relay is to go on."""
+        args, who = self.command, f"process-{rank}"
+        number = number or args["number"]
+        part = TracePart(wire.VERSION, who, args["id"], number, len(TRACE), offset, data, failure)
+        reply = self.captures.take_part(part)
+        assert self.files.wait(60.0)
+        return reply.offset
 
     def capture(self, *ranks: int) -> None:
         for rank in ranks:
@@ -209,9 +210,24 @@ def test_rank_that_dies_is_lost_with_what_came_of_its_trace(job: Job) -> None:
     job.send(1, 0, TRACE[:100])
     job.ranks[1].lost = True
     job.turn()
+    assert job.over is None  # its relay may have the rest
+    job.turn(captures.ENDED_S + 1)
     assert job.over is not None and job.state(1) == ("failed", "it ended before its trace was there")
     path = profiles.finish(job.folder, job.over)
     assert {file.name for file in path.iterdir()} == {"profile.json", "rank-0.json.gz"}
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_trace_of_a_rank_or_run_that_has_ended_still_comes(job: Job, runs: bool) -> None:
+    job.ask("0")
+    job.turn()
+    job.say(0, "sending", total=len(TRACE))
+    job.ranks[0].lost = True
+    for offset in range(0, len(TRACE), 256):
+        job.turn(captures.ENDED_S - 1, runs=runs)
+        job.send(0, offset, TRACE[offset : offset + 256])
+    job.turn(runs=runs)
+    assert job.over is not None and job.state(0) == ("captured", None)
 
 
 def test_rank_that_was_restarted_is_another(job: Job) -> None:
@@ -224,28 +240,53 @@ def test_rank_that_was_restarted_is_another(job: Job) -> None:
     assert job.state(0)[0] == "failed"
 
 
-def test_pieces_that_were_lost_are_asked_for_from_the_gap_on(job: Job) -> None:
+def test_relay_is_told_where_to_go_on(job: Job) -> None:
     job.ask("0")
     job.turn()
+    assert job.send(0, 0) == 0
+    assert job.send(0, 0, TRACE[:100]) == 100  # before the rank's batch is there
     job.say(0, "sending", total=len(TRACE))
-    job.send(0, 0, TRACE[:100])
-    job.send(0, 200, TRACE[200:])  # what was between is lost
-    job.turn(captures.SEND_S + 1)
-    (again,) = [command for command in job.captures.commands() if command.name == "trace"]
-    assert again.args == {"profile": job.command["id"], "process": "process-0", "offset": 100}
-    job.send(0, 50, TRACE[50:300])
-    assert not [command for command in job.captures.commands() if command.name == "trace"]
-    job.send(0, 300, TRACE[300:])
+    assert job.send(0, 200, TRACE[200:]) == 100  # a gap
+    assert job.send(0, 0, TRACE[:100]) == 100  # a second time
+    assert job.send(0, 100, TRACE[100:]) == len(TRACE)
+    assert job.send(0, len(TRACE)) is None
     job.turn()
     assert job.state(0) == ("captured", None)
+    assert (profiles.unfinished(job.folder, job.over.id) / "rank-0.json.gz").read_bytes() == TRACE
+
+
+def test_trace_that_its_relay_cannot_read_is_given_up_with_the_reason(job: Job) -> None:
+    job.ask("0,1")
+    job.turn()
+    job.say(0, "sending", total=len(TRACE))
+    assert job.send(0, 0, failure="No such file or directory") is None
+    job.turn()
+    assert job.state(0) == ("failed", "its trace could not be read on its node: No such file or directory")
+    assert job.state(1)[0] == "asked"
+
+
+def test_parts_that_nobody_wants_are_refused(job: Job) -> None:
+    job.ask("0")
+    job.turn()
+    assert job.send(1, 0, TRACE) is None and job.send(0, 0, TRACE, number=7) is None
+    assert not list((job.folder / profiles.FOLDER).glob("*/rank-*"))
+
+
+def test_pace_is_one_for_all_relays(job: Job) -> None:
+    pace = captures.TracePace(lambda: job.now)
+    assert pace.pause_s(captures.BYTES_PER_S) == pytest.approx(1.0)
+    assert pace.pause_s(captures.BYTES_PER_S) == pytest.approx(2.0)
+    job.now += 10.0
+    assert pace.pause_s(0) == 0.0
 
 
 def test_trace_that_does_not_come_is_given_up(job: Job) -> None:
     job.ask("0")
     job.turn()
     job.say(0, "sending", total=10)
-    for _ in range(captures.AGAIN + 1):
-        job.turn(captures.SEND_S + 1)
+    job.turn(captures.SEND_S - 10)
+    assert job.state(0) == ("sending", None)
+    job.turn(20.0)
     assert job.state(0) == ("failed", "the rest of its trace has not come")
 
 
@@ -380,14 +421,12 @@ def test_trace_that_a_hanging_disk_does_not_take_is_given_up_with_the_reason(
     job.turn()
     hangs = threading.Event()
     job.files.do(hangs.wait)
-    monkeypatch.setattr(job.files._background, "_most_bytes", 100)
-    job.say(0, "sending", total=len(TRACE))
-    job.send(0, 0, TRACE[:100])
-    job.send(0, 100, TRACE[100:])
     monkeypatch.setattr(job.files, "wait", lambda _: True)
-    for _ in range(captures.AGAIN + 1):
-        job.send(0, 100, TRACE[100:])
-        job.turn(captures.SEND_S + 1)
+    job.say(0, "sending", total=len(TRACE))
+    assert job.send(0, 0, TRACE[:100]) == 100
+    for _ in range(3):
+        assert job.send(0, 100, TRACE[100:]) == 100  # one part waits, no more
+        job.turn(captures.SEND_S / 2)
     assert job.over is not None
     assert job.over.ranks[0].reason == "its trace could not be kept: the disk takes too long"
     hangs.set()

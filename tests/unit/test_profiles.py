@@ -16,6 +16,7 @@ from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 from traceml_ray.store.query import QueryError
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 
 
 def _profile(name: str, *ranks: RankProfile) -> Profile:
@@ -109,10 +110,12 @@ def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the
     fifo = profiles.unfinished(tmp_path, profile) / profiles.trace_name(0)
     os.mkfifo(fifo)
     capture = wire.Capture(profile, number, "sending", "", 5, [(200, 1, 2, None)])
-    pieces = [wire.TracePiece(profile, number, 0, b"trace")]
+    part = TracePart(wire.VERSION, rank.process_id, profile, number, 5, 0, b"trace")
     try:
-        aggregator.ingest(relay.message(rank.batch(40, capture=capture, pieces=pieces)))
-        aggregator.judge()  # the profile is over: its files are to be moved
+        aggregator.ingest(relay.message(rank.batch(40, capture=capture)))
+        for _ in range(3):
+            reply = wire.decode(aggregator.bulk(wire.encode(part)), TraceReply)
+            assert reply.offset == 5 and reply.pause_s > 0  # it is held, and no other is taken
         for _ in range(3):
             aggregator.ingest(relay.message(rank.batch(40)))
             clock.tick()

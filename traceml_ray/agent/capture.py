@@ -4,9 +4,9 @@ A profile of a few steps on this rank: armed by the agent's thread, recorded by 
 That thread asks one attribute a step (`Recorder.step_hook`), which is None while nothing is wanted. Whatever
 goes wrong ends the capture, with a reason, and nothing else.
 
-The trace of a rank as a file of its own process: compressed, then read piece by piece.
+The trace of a rank as a compressed file, which the relay reads (`wire.bulk`).
 
-The captures of one process: what commands ask for, and what is sent of it, by the agent's thread.
+The captures of one process: what commands ask for, and what each batch says of it, by the agent's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
-from typing import IO, Literal
+from typing import Literal
 
 import msgspec
 
@@ -31,9 +31,10 @@ from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
-from traceml_ray.errors import Errors, error_text
+from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.text import size as size_text
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import FOLDER_PREFIX, TRACE_NAME
 from traceml_ray.wire.codec import ready
 from traceml_ray.wire.commands import LATE, CaptureState
 
@@ -49,49 +50,56 @@ class TraceTooLargeError(ValueError):
 
 class TraceFile:
     """
-    A file without a name. Raises OSError, `TraceTooLargeError`, and what `write` does.
+    A file in a folder of its own, for this user alone. Raises OSError, `TraceTooLargeError`, and what `write`
+    does.
 
     Args:
         write: writes the trace to a path.
-        folder: where it may be meanwhile; None: where temporary files are.
-        max_bytes: how large it may be.
+        place: where to make the folder; None: where temporary files are.
+        process_id: of this rank process, which will be in the folder's name.
+        max_bytes: how large the trace may be, in bytes, before it is compressed.
     """
 
     def __init__(
-        self, write: Callable[[Path], object], folder: str | None = None, max_bytes: int = MAX_TRACE_BYTES
+        self,
+        write: Callable[[Path], object],
+        place: str | None,
+        process_id: str,
+        max_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - kept open
+        self.folder = Path(tempfile.mkdtemp("", f"{FOLDER_PREFIX}{process_id}-", place)).absolute()
+        """Folder of the trace, an absolute path."""
         try:
-            with tempfile.TemporaryDirectory(prefix="traceml-trace-", dir=folder) as here:
-                path = Path(here) / "trace.json"
-                write(path)
-                self._take(path, max_bytes)
+            plain, packed = self.folder / "trace.json", self.folder / TRACE_NAME
+            write(plain)
+            self._pack(plain, packed, max_bytes)
+            plain.unlink()
+            self.size = packed.stat().st_size
+            """Size of the compressed trace, in bytes."""
         except BaseException:
-            self._file.close()
+            self.remove()
             raise
-        self.size = os.fstat(self._file.fileno()).st_size
 
-    def _take(self, path: Path, max_bytes: int) -> None:
+    def _pack(self, path: Path, packed: Path, max_bytes: int) -> None:
         made = path.stat().st_size
         if made > max_bytes:
             raise TraceTooLargeError(
                 f"its trace has {size_text(made)}, more than the {size_text(max_bytes)} that are kept: ask "
                 "for fewer steps, or without stacks"
             )
-        with path.open("rb") as plain, gzip.GzipFile("", "wb", _LEVEL, self._file, mtime=0) as packed:
-            shutil.copyfileobj(plain, packed, _CHUNK)
-        self._file.flush()
+        file = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with (
+            path.open("rb") as plain,
+            os.fdopen(file, "wb") as out,
+            gzip.GzipFile("", "wb", _LEVEL, out, mtime=0) as zipped,
+        ):
+            shutil.copyfileobj(plain, zipped, _CHUNK)
 
-    def read(self, offset: int, n: int) -> bytes:
-        """Return at most `n` bytes from `offset` on."""
-        return os.pread(self._file.fileno(), n, offset)
-
-    def close(self) -> None:
-        """Let go of it."""
-        self._file.close()
+    def remove(self) -> None:
+        """Remove it with its folder; a relay that has it open reads on."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-PIECE_BYTES = 24 * 1024
 SETTLE_S = 0.05
 """Longest wait of the training thread for its own marks, once a step while there is a capture."""
 SPAN = "profiler"
@@ -125,7 +133,6 @@ class StepCapture:
         began: float,
     ) -> None:
         self.wanted, self.began = wanted, began
-        self.sent = 0
         self._phase: State = "armed"
         """How far it is; changed by the thread that records, and after that by the agent's."""
         self._ended: tuple[Literal["refused", "failed"], str] | None = None
@@ -316,12 +323,12 @@ class StepCapture:
         """Whether what was recorded may be written."""
         return self._profiler.settled()
 
-    def export(self, folder: str | None) -> None:
-        """Make the file of what was recorded."""
+    def export(self, place: str | None, process_id: str) -> None:
+        """Make the file of what was recorded, see `TraceFile`."""
         began = self._recorder.clock()
         self._slowed.begin(_TRACE, self._open_step())
         try:
-            self._file = TraceFile(self._profiler.save, folder)
+            self._file = TraceFile(self._profiler.save, place, process_id)
             self._phase = "sending"
         except (TraceTooLargeError, ProfilerBusyError) as error:
             self.end("failed", str(error))
@@ -335,15 +342,6 @@ class StepCapture:
     def _open_step(self) -> int:
         self._recorder.settle(LOCK_S)
         return self._recorder.steps.rows.step
-
-    def pieces(self, most: int) -> list[wire.TracePiece]:
-        """Return the next pieces."""
-        pieces: list[wire.TracePiece] = []
-        while self._file is not None and self.sent < self._file.size and len(pieces) < most:
-            data = self._file.read(self.sent, PIECE_BYTES)
-            pieces.append(wire.TracePiece(self.wanted.id, self.wanted.number, self.sent, data))
-            self.sent += len(data)
-        return pieces
 
     def status(self) -> wire.Capture:
         """Return what each batch has about it."""
@@ -359,6 +357,7 @@ class StepCapture:
             self._cost.get("stop_ns"),
             self._cost.get("export_ns"),
             self.serves,
+            "" if self._file is None else sendable(str(self._file.folder)),
         )
 
     def let_go(self) -> None:
@@ -376,7 +375,7 @@ class StepCapture:
         elif self._thread == get_ident():
             self._turn_off()
         if self._file is not None:
-            self._file.close()
+            self._file.remove()
             self._file = None
 
     def forked(self) -> None:
@@ -397,7 +396,8 @@ class CaptureAgent:
         recorder: of the training thread's marks.
         spans: shows what the profiler costs as a span.
         errors: counts what goes wrong.
-        folder: where a trace may be while it is made.
+        place: where the folder of a trace is made, see `TraceFile`.
+        process_id: returns that of this rank process.
         clock: monotonic seconds.
         calls: names calls over torch.distributed.rpc; None: no thread but the one that trains is recorded.
     """
@@ -407,12 +407,13 @@ class CaptureAgent:
         recorder: Recorder,
         spans: Spans,
         errors: Errors,
-        folder: str | None,
+        place: str | None,
+        process_id: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         calls: rpc.RpcCalls | None = None,
     ) -> None:
         self._recorder, self._spans, self._errors = recorder, spans, errors
-        self._folder, self._clock, self._calls = folder, clock, calls
+        self._place, self._process_id, self._clock, self._calls = place, process_id, clock, calls
         self._now: StepCapture | None = None
         self._heard = 0.0
 
@@ -420,9 +421,6 @@ class CaptureAgent:
 
     def obey(self, command: wire.Command) -> None:
         """Do what a command asks for that is meant for this rank; it is repeated."""
-        if command.name == "trace":
-            self._send_again(command)
-            return
         wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
         self._heard = self._clock()
         now = self._now
@@ -444,12 +442,6 @@ class CaptureAgent:
             return functools.partial(TorchProfiler, *options)
         return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 
-    def _send_again(self, command: wire.Command) -> None:
-        now, offset = self._now, command.args.get("offset")
-        if now is not None and now.wanted.id == command.args.get("profile") and isinstance(offset, int):
-            self._heard = self._clock()
-            now.sent = min(now.sent, max(0, offset))
-
     def turn(self) -> None:
         """Write the trace that is there; give up what takes too long; let go of what is over."""
         now = self._now
@@ -457,7 +449,7 @@ class CaptureAgent:
             return
         if now.state == "recorded":
             if now.settled:
-                now.export(self._folder)
+                now.export(self._place, self._process_id())
         elif now.serves and now.state in ("armed", "recording"):
             now.serve(self._clock())
         elif now.state == "armed" and not now.is_on and self._clock() - now.began > now.wanted.limit_s:
@@ -467,16 +459,6 @@ class CaptureAgent:
         elif now.state in ("sending", "refused", "failed") and self._clock() - self._heard > KEPT_S:
             now.let_go()
             self._now = None
-
-    def pieces(self, most: int) -> list[wire.TracePiece]:
-        """Return the next pieces of the trace, `most` at most."""
-        now = self._now
-        return [] if now is None else now.pieces(most)
-
-    def lose(self, offset: int) -> None:
-        """Note that pieces from `offset` on were lost on their way: they are sent again."""
-        if self._now is not None:
-            self._now.sent = min(self._now.sent, offset)
 
     @property
     def status(self) -> wire.Capture | None:

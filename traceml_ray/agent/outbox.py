@@ -24,8 +24,6 @@ class Batch(msgspec.Struct, gc=False):
     spans: int
     requests: int
     data: bytes
-    piece: int | None = None
-    """Where the first of its pieces of a trace begins."""
     records: dict[str, int] = {}
     """How much of each kind of record is in it."""
     offered: bool = False
@@ -71,11 +69,6 @@ class RankOutbox:
             if not old.handed:
                 dropped.append(old)
         return dropped
-
-    @property
-    def room(self) -> int:
-        """How many bytes it takes without dropping any; below 0 where it has too many."""
-        return self._max_bytes - self._bytes
 
     def offer(self, channel: Channel) -> None:
         """Hand over what `channel` takes now."""

@@ -22,7 +22,7 @@ import msgspec
 from traceml_ray import identity as identities
 from traceml_ray.agent import stacks
 from traceml_ray.agent.batch_draft import BatchDraft
-from traceml_ray.agent.capture import PIECE_BYTES, CaptureAgent
+from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy
@@ -110,7 +110,14 @@ class RankAgent:
         self._rank = Rank(self.recorder, ours, self.device, settings)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
         self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
-        self.captures = CaptureAgent(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
+        self.captures = CaptureAgent(
+            self.recorder,
+            ours.spans,
+            ours.errors,
+            settings.spool,
+            lambda: self.process_id,
+            calls=ours.rpc,
+        )
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -189,7 +196,7 @@ class RankAgent:
         for name, collector in self.collectors.items():
             self.guard(name, functools.partial(self._collect, collector, final))
         self.guard("memory history", self.history.turn)
-        self.guard("profile", self._collect_pieces)
+        self.guard("profile", self.captures.turn)
         while self._enqueue(final):
             pass
         self._exchange()
@@ -230,8 +237,7 @@ class RankAgent:
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.requests)
-        piece = batch.pieces[0].offset if batch.pieces else None
-        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, records)
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", records)
         if data is None:
             self._lose(made)
             return more
@@ -285,8 +291,6 @@ class RankAgent:
         lost |= {KINDS[name].lost: amount for name, amount in batch.records.items()}
         for what, count in lost.items():
             self.instrumentation.errors.count(f"{what} lost with their batch", count)
-        if batch.piece is not None:
-            self.captures.lose(batch.piece)
 
     def _exchange(self) -> None:
         self._take_replies()
@@ -313,7 +317,7 @@ class RankAgent:
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
-        if command.name in ("profile", "trace") and self._is_meant(command):
+        if command.name == "profile" and self._is_meant(command):
             self.captures.obey(command)
         handler = self._handlers.get(command.name)
         if handler is not None and self._is_meant(command):
@@ -332,18 +336,10 @@ class RankAgent:
 
     def _is_meant(self, command: wire.Command) -> bool:
         """Return whether a command about a profile, or layers, is for this rank process."""
-        if command.name == "trace":
-            return command.args.get("process") == self.process_id
         who = self.identity
         if who is None or command.args.get("run") != who.job_id or self._closing.is_set():
             return False
         return who.global_rank in rank_filter(str(command.args.get("ranks")))
-
-    def _collect_pieces(self) -> None:
-        """Have the next pieces of a trace sent, as long as rows have room enough beside them."""
-        self.captures.turn()
-        room = self._outbox.room // 2 - len(self.unsent.pieces) * PIECE_BYTES
-        self.unsent.pieces += self.captures.pieces(max(0, room // PIECE_BYTES))
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
         """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""

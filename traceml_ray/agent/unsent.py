@@ -27,14 +27,13 @@ class Unsent:
         self.requests: list[wire.MeasureRequest] = []
         self.spans: list[wire.SpanSum] = []
         self.memory_from: dict[str, str] = {}
-        self.pieces: list[wire.TracePiece] = []
         self._records: dict[str, list[tuple[msgspec.Raw, int]]] = {name: [] for name in KINDS}
         """Encoded records by kind, with the amount of each."""
         self._errors = errors
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        return bool(self.events or self.requests or self.spans or self.pieces) or any(self._records.values())
+        return bool(self.events or self.requests or self.spans) or any(self._records.values())
 
     def add(self, records: Iterable[Part]) -> None:
         """
@@ -59,7 +58,6 @@ class Unsent:
         draft.fill("requests", self.requests)
         draft.fill("spans", self.spans)
         amounts = draft.fill_records(self._records)
-        draft.fill("pieces", self.pieces)
         sources, self.memory_from = self.memory_from, {}
         draft.put("memory_from", sources)
         return amounts

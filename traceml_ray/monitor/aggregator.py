@@ -34,6 +34,7 @@ from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 
 
 class AggregatorCore:
@@ -120,10 +121,10 @@ class AggregatorCore:
         A message already taken is only answered. One that skips a number is not taken: an earlier
         one was lost on the way and comes again. A bad message is dropped and counted.
         """
-        incarnation, node_id, now = "", "", self._clock()
+        incarnation, now = "", self._clock()
         try:
             batch = wire.decode(data, wire.RelayBatch)
-            incarnation, node_id = batch.incarnation, batch.node.node_id
+            incarnation = batch.incarnation
             received = self._intake.decode(batch)
             with self._writer.lock:
                 if batch.batches:
@@ -136,11 +137,25 @@ class AggregatorCore:
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
-        commands, brief = [*self._judge.commands, *self._profiling.commands], self._judge.brief
-        commands = self._intake.of_node([*commands, *self._layers.commands], node_id)
+        commands = [*self._judge.commands, *self._profiling.commands, *self._layers.commands]
         return wire.encode(
-            wire.RelayReply(wire.VERSION, stored, commands, brief, self.pace.tick_s, self._clock())
+            wire.RelayReply(
+                wire.VERSION, stored, commands, self._judge.brief, self.pace.tick_s, self._clock()
+            )
         )
+
+    def bulk(self, data: bytes) -> bytes:
+        """
+        Take an encoded `TracePart`; return an encoded `TraceReply`. May run beside all else, in a thread of
+        its own: it takes no lock of rows and waits for no disk.
+        """
+        try:
+            return wire.encode(self._profiling.take_part(wire.decode(data, TracePart)))
+        except wire.WireError as error:
+            self.errors.note("bulk", error)
+        except Exception as error:
+            self.errors.swallow("bulk", error)
+        return wire.encode(TraceReply(wire.VERSION))
 
     def commit(self) -> bool:
         """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.bulk import BulkTransport
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.wire import messages as wire
 
@@ -22,8 +23,11 @@ LISTEN_EVERY_S = 10.0
 """after one packet in so long."""
 
 
-class Transport(Protocol):
-    """Calls to the aggregator. None blocks or raises; replies come later, in order."""
+class Transport(BulkTransport, Protocol):
+    """
+    Calls to the aggregator; another thread makes those of `BulkTransport`. None blocks or raises; replies
+    come later, in order.
+    """
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         """Hand over a RelayBatch (`commit`: store it at once); reply: RelayReply. False: not now."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,8 @@ from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import OVER, Profile, ProfileStep, RankProfile
-from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 from traceml_ray.wire.commands import LATE, OPTIONS
 
 STEP_S = 1.0
@@ -122,10 +123,6 @@ class AskedRank:
     """It has answered the command of this number."""
     moved_s: float = 0.0
     """When it went on last."""
-    again: int = 0
-    """How often the rest of its trace was asked for,"""
-    stalled: bool = False
-    """and whether that is so now."""
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
         """Expect no trace of it any more."""
@@ -193,10 +190,14 @@ STEPS_S = 120.0
 """How long a rank waits for its steps, beside the time that they take;"""
 RECORD_S = 5.0
 """how much longer they may take than four times what they usually do;"""
-SEND_S = 30.0
-"""how long nothing of a trace may come before it is asked for again,"""
-AGAIN = 3
-"""and how often that is done."""
+SEND_S = 120.0
+"""how long nothing of a trace may come,"""
+ENDED_S = 15.0
+"""and that of a rank, or run, that has ended: its relay may have the file still."""
+SLOW_S = 0.5
+"""After so long a relay asks again, where what it has sent waits for the disk."""
+BYTES_PER_S = 32 << 20
+"""How fast traces may come, all together: what takes and writes them runs beside what takes rows."""
 KNOWN_S = 15.0
 """How long ranks of a run are waited for that have not reported yet, before it is begun without them."""
 MAX_WAITING = 8
@@ -240,9 +241,28 @@ class _Capture:
         return all(rank.about.state in ("asked", "armed") for rank in self.ranks.values())
 
 
+class TracePace:
+    """
+    How fast traces may come.
+
+    Args:
+        ticks: monotonic seconds.
+    """
+
+    def __init__(self, ticks: Callable[[], float]) -> None:
+        self._ticks, self._free_s = ticks, 0.0
+
+    def pause_s(self, n_bytes: int) -> float:
+        """Return how long to wait after a part of so many bytes, in seconds; all relays share one pace."""
+        now = self._ticks()
+        self._free_s = max(self._free_s, now) + n_bytes / BYTES_PER_S
+        return self._free_s - now
+
+
 class CaptureCoordinator:
     """
-    One per session. The caller holds the writer's lock: nothing here waits for a disk.
+    One per session; any thread may call it. Nothing here waits for a disk, or takes another lock than its own
+    and that of the files.
 
     Args:
         files: writes what comes of it.
@@ -261,7 +281,8 @@ class CaptureCoordinator:
         ticks: Callable[[], float],
     ) -> None:
         self._files, self._session, self._errors = files, session, errors
-        self._clock, self._ticks = clock, ticks
+        self._clock, self._ticks, self._pace = clock, ticks, TracePace(ticks)
+        self._lock = threading.RLock()  # held for moments only
         self._now: _Capture | None = None
         self._waiting: deque[Wanted] = deque()
         self._waits_s: float | None = None
@@ -277,6 +298,10 @@ class CaptureCoordinator:
         Have steps profiled, when those before are done. Return why that will not be, None while it is not so;
         what is too much is counted.
         """
+        with self._lock:
+            return self._ask(wanted)
+
+    def _ask(self, wanted: Wanted) -> str | None:
         now = self._now
         if now is not None and now.joins and now.wanted.request == wanted.request:
             now.profile.requests.extend(wanted.requests)
@@ -294,20 +319,44 @@ class CaptureCoordinator:
     def commands(self) -> list[wire.Command]:
         """Return what to tell the ranks."""
         now = self._now
-        return [] if now is None else [*now.commands, *_again(now)]
+        return [] if now is None else now.commands
 
-    def take(self, process: RankProcess, batch: wire.RankBatch) -> None:
-        """Take what a rank says of its capture, and pieces of its trace."""
+    def take(self, process_id: str, status: wire.Capture) -> None:
+        """Take what a rank process says of its capture."""
+        with self._lock:
+            now, rank = self._asked(process_id, status.id, status.number)
+            if now is not None and rank is not None:
+                self._note(now, rank, status)
+
+    def take_part(self, part: TracePart) -> TraceReply:
+        """Take a part of a trace from the rank's relay; the reply says where to go on, and when."""
+        with self._lock:
+            now, rank = self._asked(part.process_id, part.profile, part.number)
+            if now is None or rank is None:
+                return TraceReply(wire.VERSION)
+            if part.failure:
+                rank.end("failed", f"its trace could not be read on its node: {part.failure}")
+                return TraceReply(wire.VERSION)
+            about = rank.about
+            about.file, about.total_bytes = profiles.trace_name(about.rank), part.total_bytes
+            added = self._files.add_part(about.file, part)
+            self._check_trace(now, rank)
+            if about.state in OVER:
+                return TraceReply(wire.VERSION)
+            written, waiting, _ = self._files.there(now.profile.id, now.number, about.file)
+            asks = not part.data and written < part.total_bytes and not waiting
+            pause_s = self._pace.pause_s(len(part.data)) if added or asks else SLOW_S
+            return TraceReply(wire.VERSION, written + waiting, min(pause_s, SEND_S / 4))
+
+    def _asked(
+        self, process_id: str, profile: str, number: int
+    ) -> tuple[_Capture, AskedRank] | tuple[None, None]:
+        """Return the capture that is under way and its rank, where something is expected of that."""
         now = self._now
-        rank = None if now is None else now.ranks.get(process.process_id)
-        if now is None or rank is None or rank.about.state in OVER:
-            return
-        status = batch.capture
-        if status is not None and status.id == now.profile.id and status.number == now.number:
-            self._note(now, rank, status)
-        for piece in batch.pieces:
-            if piece.id == now.profile.id and piece.number == now.number:
-                self._add(now, rank, piece)
+        if now is None or (profile, number) != (now.profile.id, now.number):
+            return None, None
+        rank = now.ranks.get(process_id)
+        return (None, None) if rank is None or rank.about.state in OVER else (now, rank)
 
     def _note(self, now: _Capture, rank: AskedRank, status: wire.Capture) -> None:
         about = rank.about
@@ -321,20 +370,23 @@ class CaptureCoordinator:
         about.start_ms, about.stop_ms, about.export_ms = map(_ms, costs)
         if was_late(now.profile, about):
             rank.end("refused", f"step {now.profile.first_step} {LATE}")
-        self._check_whole(about)
+        self._check_trace(now, rank)
 
-    def _add(self, now: _Capture, rank: AskedRank, piece: wire.TracePiece) -> None:
-        """Put a piece where it belongs; one beyond a gap comes again."""
+    def _check_trace(self, now: _Capture, rank: AskedRank, waiting_counts: bool = False) -> None:
+        """
+        See how much of a trace is written by now, and whether that is all of it; with what waits for the disk
+        where that counts (`ProfileFiles.settle` says whether it came to be written).
+        """
         about = rank.about
-        if piece.offset > about.bytes or piece.offset + len(piece.data) <= about.bytes:
+        if about.file is None or about.state in OVER:
             return
-        about.file = profiles.trace_name(about.rank)
-        if self._files.add_piece(about.file, piece):
-            about.bytes, rank.moved_s = piece.offset + len(piece.data), self._ticks()
-            rank.stalled = False
-            self._check_whole(about)
-
-    def _check_whole(self, about: RankProfile) -> None:
+        written, waiting, failure = self._files.there(now.profile.id, now.number, about.file)
+        written += waiting * waiting_counts
+        if failure:
+            rank.end("failed", failure)
+            return
+        if written > about.bytes:
+            about.bytes, rank.moved_s = written, self._ticks()
         if about.state == "sending" and about.total_bytes is not None and about.bytes >= about.total_bytes:
             about.state = "captured"
 
@@ -342,6 +394,10 @@ class CaptureCoordinator:
 
     def turn(self, runs: Sequence[RunNow]) -> Profile | None:
         """Go on: begin what waits, give up what does not come. Return the profile that is over."""
+        with self._lock:
+            return self._turn(runs)
+
+    def _turn(self, runs: Sequence[RunNow]) -> Profile | None:
         if self._now is None and self._waiting and self._may_begin(self._waiting[0], runs):
             self._waits_s = None
             self._begin(self._waiting.popleft(), runs)
@@ -350,7 +406,7 @@ class CaptureCoordinator:
             return None
         run = next((run for run in runs if run.run == now.profile.run), None)
         if run is None:
-            self._give_up(now, "the run is over")
+            self._end_with_run(now)
         elif any(_was_late(rank.about) for rank in now.ranks.values()) and now.number < MAX_NUMBER:
             self._begin_anew(now, run)
         else:
@@ -374,11 +430,57 @@ class CaptureCoordinator:
 
     def stop(self, why: str) -> Profile | None:
         """End all: the session is over. Return the profile that was under way, as far as it is."""
-        self._waiting.clear()
-        now, self._now = self._now, None
-        if now is not None:
-            self._give_up(now, why)
-        return None if now is None else now.profile
+        with self._lock:
+            self._waiting.clear()
+            now, self._now = self._now, None
+            if now is not None:
+                for rank in now.ranks.values():
+                    self._check_trace(now, rank, waiting_counts=True)
+                self._give_up(now, why)
+            return None if now is None else now.profile
+
+    def resume(self, profile: Profile, process_ids: Mapping[int, str]) -> None:
+        """
+        Go on with a profile that an aggregator before this one had under way, with what is there of its
+        traces. Called before all else.
+
+        Args:
+            profile: as its manifest has it.
+            process_ids: of the session's rank processes, by number.
+        """
+        going = [rank for rank in profile.ranks if rank.state not in OVER and rank.process in process_ids]
+        request = wire.ProfileRequest(
+            ",".join(str(rank.rank) for rank in going) or "all",
+            profile.n_steps,
+            run=profile.run,
+            **{name: getattr(profile, name) for name in OPTIONS},
+        )
+        wanted = Wanted(
+            request,
+            profile.why,
+            tuple(profile.requests),
+            profile.by_itself,
+            profile.suspect,
+            profile.stage,
+            profile.median,
+        )
+        asked = [AskedRank(rank, process_ids[rank.process or 0]) for rank in going]
+        ranks = {rank.process_id: rank for rank in asked}
+        now = _Capture(wanted, profile, ranks, self._ticks(), 1.0, profile.number)
+        for rank in ranks.values():
+            rank.heard, rank.moved_s = rank.about.state != "asked", now.began_s
+            rank.about.file = profiles.trace_name(rank.about.rank)
+            rank.about.bytes = self._files.go_on(profile.id, profile.number, rank.about.file)
+        for about in profile.ranks:
+            if about.state not in OVER and about.process not in process_ids:
+                about.state, about.reason = (
+                    "failed",
+                    "it is not known any more",
+                )
+        if profile.first_step is not None:
+            now.newest = max(0, profile.first_step - AHEAD_STEPS)
+            now.commands = self._commands(now, profile.first_step)
+        self._now = now
 
     def _begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> None:
         asked, t_ns = wanted.request, self._clock()
@@ -413,10 +515,17 @@ class CaptureCoordinator:
 
     def _command(self, now: _Capture, run: RunNow) -> None:
         """Make the command of this number; its first step is ahead of all ranks."""
-        asked, profile = now.wanted.request, now.profile
+        profile = now.profile
         ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 4 ** (now.number - 1) / now.step_s))
         now.newest = _newest(now, run)
-        profile.first_step = now.newest + ahead if now.ranks else None
+        profile.first_step, profile.number = now.newest + ahead if now.ranks else None, now.number
+        now.commands = self._commands(now, now.newest + ahead) if now.ranks else []
+        now.began_s = self._ticks()
+        for rank in now.ranks.values():
+            rank.moved_s = now.began_s
+
+    def _commands(self, now: _Capture, first_step: int) -> list[wire.Command]:
+        asked, profile, ahead = now.wanted.request, now.profile, first_step - now.newest
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
         record_s = RECORD_S + 4 * asked.steps * now.step_s
         command = wire.ProfileCommand(
@@ -424,17 +533,14 @@ class CaptureCoordinator:
             number=now.number,
             run=profile.run,
             ranks=",".join(str(rank.about.rank) for rank in now.ranks.values()),
-            first_step=now.newest + ahead,
+            first_step=first_step,
             steps=asked.steps,
             limit_s=limit_s,
             record_s=record_s,
             serve_s=record_s + ahead * now.step_s + HEAR_S,
             **{name: int(getattr(asked, name)) for name in OPTIONS},
         )
-        now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []
-        now.began_s = self._ticks()
-        for rank in now.ranks.values():
-            rank.moved_s = now.began_s
+        return [wire.Command("profile", msgspec.structs.asdict(command))]
 
     def _begin_anew(self, now: _Capture, run: RunNow) -> None:
         now.number, now.over = now.number + 1, False
@@ -442,7 +548,7 @@ class CaptureCoordinator:
             now.step_s = (self._ticks() - now.began_s) / done
         for rank in now.ranks.values():
             if rank.about.state != "refused" or _was_late(rank.about):
-                rank.heard, rank.again = False, 0
+                rank.heard = False
                 about = rank.about
                 about.state, about.reason, about.steps = "asked", None, []
                 about.file, about.bytes, about.total_bytes = None, 0, None
@@ -453,23 +559,32 @@ class CaptureCoordinator:
         """Give up ranks that have ended, or of which nothing comes."""
         limit_s = float(now.commands[0].args["limit_s"] or 0.0) if now.commands else 0.0
         for rank in now.ranks.values():
+            self._check_trace(now, rank)
             about, quiet_s = rank.about, self._ticks() - rank.moved_s
-            if failure := self._files.failure(now.profile.id, now.number, about.file):
-                rank.end("failed", failure)
             if about.state in OVER:
                 continue
             process = run.ranks.get(about.rank)
             if process is None or process.process_id != rank.process_id or process.ended:
-                rank.end("failed", "it ended before its trace was there")
+                self._end_unless_it_comes(rank, "it ended before its trace was there")
             elif not rank.heard and quiet_s > ANSWER_S:
                 rank.end("refused", f"it has not answered within {ANSWER_S:g} s")
             elif about.state in ("armed", "recording") and quiet_s > limit_s + ANSWER_S:
                 rank.end("failed", f"it has not ended its steps within {text.duration(quiet_s)}")
             elif about.state == "sending" and quiet_s > SEND_S:
-                rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
-                if rank.again > AGAIN:
-                    slow = "its trace could not be kept: the disk takes too long"
-                    rank.end("failed", slow if self._files.full else "the rest of its trace has not come")
+                _, waiting, _ = self._files.there(now.profile.id, now.number, about.file or "")
+                slow = "its trace could not be kept: the disk takes too long"
+                rank.end("failed", slow if waiting else "the rest of its trace has not come")
+
+    def _end_with_run(self, now: _Capture) -> None:
+        """Give up the ranks of a run that is over, but for traces that still come."""
+        for rank in now.ranks.values():
+            self._check_trace(now, rank)
+            if rank.about.state not in OVER:
+                self._end_unless_it_comes(rank, "the run is over")
+
+    def _end_unless_it_comes(self, rank: AskedRank, why: str) -> None:
+        if rank.about.state != "sending" or self._ticks() - rank.moved_s > ENDED_S:
+            rank.end("failed", why)
 
     def _end_serving(self, now: _Capture) -> None:
         """Have ranks without steps end when the others have recorded theirs."""
@@ -500,15 +615,6 @@ def _newest(now: _Capture, run: RunNow) -> int:
 
 def _was_late(about: RankProfile) -> bool:
     return about.state == "refused" and LATE in (about.reason or "")
-
-
-def _again(now: _Capture) -> list[wire.Command]:
-    """Return the commands for ranks whose traces are to be sent again from where they stopped."""
-    return [
-        wire.Command("trace", {"profile": now.profile.id, "process": process_id, "offset": rank.about.bytes})
-        for process_id, rank in now.ranks.items()
-        if rank.stalled and rank.about.state == "sending"
-    ]
 
 
 def _ms(ns: int | None) -> float | None:

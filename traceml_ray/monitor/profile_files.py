@@ -10,13 +10,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from traceml_ray.errors import Errors
 from traceml_ray.files import free_name, stamp
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
-from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart
 
 
 class Background:
@@ -26,27 +27,21 @@ class Background:
     Args:
         place: counts what jobs raise, and names the thread.
         errors: the aggregator's, by place.
-        most_bytes: of the data that waiting jobs hold.
     """
 
-    def __init__(self, place: str, errors: Errors, most_bytes: int) -> None:
-        self._place, self._errors, self._most_bytes = place, errors, most_bytes
+    def __init__(self, place: str, errors: Errors) -> None:
+        self._place, self._errors = place, errors
         self._changed = threading.Condition()  # held for moments only, never while a job runs
-        self._jobs: deque[tuple[Callable[[], object], int]] = deque()
-        self._bytes = 0
+        self._jobs: deque[Callable[[], object]] = deque()
         self._running = False
 
-    def add(self, job: Callable[[], object], size: int = 0) -> bool:
-        """Have a job done that holds `size` bytes; False where too many wait already, then it is not done."""
+    def add(self, job: Callable[[], object]) -> None:
+        """Have a job done."""
         with self._changed:
-            if size and self._bytes + size > self._most_bytes:
-                return False
             if not self._running:
                 threading.Thread(target=self._run, name=f"traceml-{self._place}", daemon=True).start()
                 self._running = True
-            self._jobs.append((job, size))
-            self._bytes += size
-            return True
+            self._jobs.append(job)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most so long until all jobs are done; return whether they are."""
@@ -60,18 +55,26 @@ class Background:
                     self._running = False
                     self._changed.notify_all()
                     return
-                job, size = self._jobs.popleft()
+                job = self._jobs.popleft()
             try:
                 job()
             except Exception as error:
                 self._errors.note(self._place, error)
-            with self._changed:
-                self._bytes -= size
 
 
-MOST_BYTES = 64 << 20
-"""Largest size of traces waiting for the disk, in bytes; further pieces are refused and sent again."""
 _PLACE = "profile"
+
+
+@dataclass(eq=False)
+class _TraceFile:
+    """How far the file of a trace is."""
+
+    written: int = 0
+    """Bytes of it on the disk."""
+    waiting: int = 0
+    """Bytes of the part that waits for the disk."""
+    failure: str = ""
+    """Why it cannot be written."""
 
 
 class ProfileFiles:
@@ -85,15 +88,16 @@ class ProfileFiles:
 
     def __init__(self, folder: Path, errors: Errors) -> None:
         self._folder, self._errors = folder, errors
-        self._background = Background(_PLACE, errors, MOST_BYTES)
+        self._background = Background(_PLACE, errors)
         self._ids = profiles.names_of(folder)
-        self._lock = threading.Lock()  # of the manifest; held for moments only
+        self._lock = threading.Lock()  # of the manifest and of `_traces`; held for moments only
         self._manifest: tuple[str, bytes] | None = None
         """The newest that is to be written, with the id of its profile."""
-        self._failed: dict[tuple[str, int, str], str] = {}
-        self.full = False
-        """The last piece was not taken: too much waits for the disk."""
-        profiles.clear_unfinished(folder)  # of an aggregator that was killed
+        self._traces: dict[tuple[str, int, str], _TraceFile] = {}
+        """By id of the profile, number of its command, and name of the file."""
+        self.left = profiles.under_way(folder)
+        """The profile that an aggregator before this one, which was killed, has left; None: none."""
+        profiles.clear_unfinished(folder, None if self.left is None else self.left.id)
 
     def new_id(self, t_ns: int) -> str:
         """Return an id for a profile that was asked for at `t_ns`, ns since the epoch."""
@@ -119,29 +123,46 @@ class ProfileFiles:
         if not waits:
             self.do(self._write_manifest)
 
-    def add_piece(self, name: str, piece: wire.TracePiece) -> bool:
-        """Have a piece of the file `name` written; False where too much waits: then it has to come again."""
-        self.full = not self._background.add(lambda: self._write(name, piece), len(piece.data))
-        return not self.full
+    def go_on(self, profile: str, number: int, name: str) -> int:
+        """Go on with a file that an aggregator before this one has begun; return how much of it is there."""
+        path = profiles.unfinished(self._folder, profile) / name
+        there = path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+        self._traces[profile, number, name] = _TraceFile(there)
+        return there
 
-    def failure(self, profile: str, number: int, name: str | None) -> str | None:
-        """Return why a file of the capture of this `number` could not be written; None: it could, so far."""
-        return None if name is None else self._failed.get((profile, number, name))
+    def add_part(self, name: str, part: TracePart) -> bool:
+        """
+        Have a part of the file `name` written; False where it does not go on where the file ends, or the part
+        before it waits for the disk: then it has to come again.
+        """
+        with self._lock:
+            trace = self._traces.setdefault((part.profile, part.number, name), _TraceFile())
+            if trace.waiting or not part.data or part.offset != trace.written:
+                return False
+            trace.waiting = len(part.data)
+        self.do(lambda: self._write(name, part, trace))
+        return True
+
+    def there(self, profile: str, number: int, name: str) -> tuple[int, int, str]:
+        """
+        Return how much of a file is written and how much waits for the disk, in bytes, and why it cannot be
+        written ("": it can, so far).
+        """
+        with self._lock:
+            trace = self._traces.get((profile, number, name), _TraceFile())
+            return trace.written, trace.waiting, trace.failure
 
     # -- in the background ---------------------------------------------------------------------------
 
     def settle(self, profile: Profile) -> None:
         """Note of the ranks of a profile that is over which traces could not be written. A job calls it."""
-        failed = {
-            name: why for (profile_id, _, name), why in self._failed.items() if profile_id == profile.id
-        }
-        self._failed.clear()
         for rank in profile.captured:
-            if why := failed.get(str(rank.file)):
-                rank.state, rank.reason = "failed", why
+            _, _, failure = self.there(profile.id, profile.number, str(rank.file))
+            if failure:
+                rank.state, rank.reason = "failed", failure
+        self._traces.clear()
 
     def _clear(self) -> None:
-        self._failed.clear()
         profiles.clear_unfinished(self._folder)
 
     def _write_manifest(self) -> None:
@@ -150,20 +171,19 @@ class ProfileFiles:
         if manifest is not None:
             profiles.write_manifest(profiles.unfinished(self._folder, manifest[0]), manifest[1])
 
-    def _write(self, name: str, piece: wire.TracePiece) -> None:
-        about = piece.id, piece.number, name
-        if about in self._failed:
-            return
+    def _write(self, name: str, part: TracePart, trace: _TraceFile) -> None:
         try:
-            path = profiles.unfinished(self._folder, piece.id) / name
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            path = profiles.unfinished(self._folder, part.profile) / name
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _write_all(fd, piece.data, piece.offset)
+                _write_all(fd, part.data, part.offset)
             finally:
                 os.close(fd)
+            with self._lock:
+                trace.written, trace.waiting = part.offset + len(part.data), 0
         except OSError as error:
             self._errors.note("trace", error)
-            self._failed[about] = f"its trace could not be kept: {error.strerror}"
+            trace.failure = f"its trace could not be kept: {error.strerror}"
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:

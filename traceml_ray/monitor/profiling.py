@@ -31,6 +31,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.bulk import TracePart, TraceReply
 
 STEPS = 3
 """Of each such profile,"""
@@ -144,37 +145,43 @@ class Profiling:
         self._captures = CaptureCoordinator(
             self._files, self._folder.name, errors, clock, lambda: ticks() / 1e9
         )
+        if self._files.left is not None:
+            numbers = {process.id: process.process_id for process in writer.processes.values()}
+            self._captures.resume(self._files.left, numbers)
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self._explaining: subprocess.Popen[bytes] | None = None
-        self.commands: list[wire.Command] = []
+        self.commands: list[wire.Command] = self._captures.commands()
         """For the ranks, sent with every reply to a relay."""
 
     def ask(self, request: wire.ProfileRequest, asked: str) -> str | None:
         """
         Take the request of a person, by its id; return why there will be no profile, None while that is not
-        so. With the writer's lock.
+        so.
         """
         return self._captures.ask(Wanted(request, "it was requested.", (asked,)))
 
     def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
-        """Take what a rank says of its capture; with the writer's lock. An error is counted."""
-        if batch.capture is None and not batch.pieces:
+        """Take what a rank says of its capture. An error is counted."""
+        if batch.capture is None:
             return
         try:
-            self._captures.take(process, batch)
+            self._captures.take(process.process_id, batch.capture)
         except Exception as error:
             self._errors.note("trace", error)
+
+    def take_part(self, part: TracePart) -> TraceReply:
+        """Take a part of a trace; the reply says where its relay is to go on."""
+        return self._captures.take_part(part)
 
     def turn(self) -> None:
         """Go on with what is to be captured; once a second. An error is counted."""
         try:
             runs = self._runs() if self._auto.is_on or self._captures.busy else []
             aimed = [self._auto.check(run.run, run.verdict, partial(self._peer, run.run)) for run in runs]
-            with self._writer.lock:
-                for wanted in filter(None, aimed):
-                    self._captures.ask(wanted)
-                over = self._captures.turn(runs)
-                self.commands = self._captures.commands()
+            for wanted in filter(None, aimed):
+                self._captures.ask(wanted)
+            over = self._captures.turn(runs)
+            self.commands = self._captures.commands()
             if over is not None:
                 self._files.do(partial(self._finish, over))
             self._reap()
@@ -184,9 +191,8 @@ class Profiling:
     def stop(self) -> None:
         """End what is under way: the session is over. A disk that hangs is waited for `FILES_S` at most."""
         try:
-            with self._writer.lock:
-                over = self._captures.stop("the session was over before its trace was there")
-                self.commands = []
+            over = self._captures.stop("the session was over before its trace was there")
+            self.commands = []
             if over is not None:
                 self._files.do(partial(self._finish, over))
             if not self._files.wait(FILES_S):

@@ -166,8 +166,7 @@ class LiveAnswers(Answers):
             raise query.QueryError(f"no bundle: {why}")
 
     def _start_profile(self, asked: query.StartProfile) -> None:
-        with self._writer.lock:
-            why = self._profile(asked.request, asked.id)
+        why = self._profile(asked.request, asked.id)
         if why is not None:
             raise query.QueryError(f"no profile: {why}")
 

@@ -14,6 +14,7 @@ import msgspec
 from traceml_ray.errors import Errors
 from traceml_ray.importers import v1
 from traceml_ray.monitor import proc_inspect
+from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
@@ -61,6 +62,7 @@ class RankIntake:
         node: this machine.
         outbox: where batches go.
         output: reads what the processes print into files.
+        traces: sends the traces that they leave in files.
         errors: counts refused messages.
         watch: returns the watched process of a pid that calls instead of connecting.
         spool: folder where agents leave what they could not deliver.
@@ -72,6 +74,7 @@ class RankIntake:
     node: wire.NodeIdentity
     outbox: Outbox
     output: OutputFiles
+    traces: TraceSender
     errors: Errors
     watch: Callable[[int], RankConnection]
     spool: Path | None
@@ -144,6 +147,8 @@ class RankIntake:
         if batch.seq > process.seq:
             self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
             process.seq, process.final = batch.seq, batch.final
+            if batch.capture is not None:
+                self.traces.offer(batch.process_id, batch.capture)
             if batch.final:
                 self.output.look()  # its last words are there, and soon nobody waits for them
         settled = self.outbox.stored.get(batch.process_id, -1)
@@ -183,6 +188,7 @@ class RankIntake:
         self._v1.forget(peer.pid)
         for name in peer.processes:
             self.output.ended(name)
+            self.traces.process_ended(name)
             process = self._processes.get(name)
             if process is None or (self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists()):
                 continue  # its last batches, in that file, may be read yet

@@ -25,6 +25,7 @@ from traceml_ray.files import remove
 from traceml_ray.importers import v1
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
+from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
@@ -89,10 +90,12 @@ class RelayCore:
         self._path = path
         self._outbox = Outbox(settings.relay_buffer_bytes)
         self._output = OutputFiles(settings.output_lines, wall)
+        self._traces = TraceSender(transport, spool, clock)
         self._intake = RankIntake(
             node,
             self._outbox,
             self._output,
+            self._traces,
             self._errors,
             lambda pid: self._connections.caller(pid),
             spool,
@@ -215,6 +218,7 @@ class RelayCore:
             remove([self._path])
             self._connections.close()
             self._output.close()
+            self._traces.close()
             if self._has_own_folder:
                 private_folders.remove_if_empty(self._path.parent)  # unless there are rows in it
 
@@ -287,7 +291,11 @@ class RelayCore:
             self._connections.errors,
             self._outbox.lost,
             self._output.errors,
+            self._traces.errors,
         ]
+
+    def _noting(self) -> list[Errors]:
+        return [self._errors, self._connections.errors, self._traces.errors]
 
     def _pack(self, sample: NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
@@ -309,7 +317,7 @@ class RelayCore:
             dropped=self._outbox.take_dropped(_MOST),
             records={} if sample is None else encoded([sample]),
             lost=lost,
-            events=events + self._errors.causes() + self._connections.errors.causes(),
+            events=events + [cause for errors in self._noting() for cause in errors.causes()],
             errors={name: n for errors in counted for name, n in errors.items()},
             of_ranks={name: encoded(output) for name, output in printed.items()},
             requests=requests,

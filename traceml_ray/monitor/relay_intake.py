@@ -257,21 +257,6 @@ class RelayIntake:
         if identity != before:
             process.identity = identity
 
-    def of_node(self, commands: list[wire.Command], node_id: str) -> list[wire.Command]:
-        """
-        Return the commands without those about a rank process of another node. Of a large job these would be
-        more than a reply may have.
-        """
-        processes = self.writer.processes
-
-        def elsewhere(command: wire.Command) -> bool:
-            process = processes.get(str(command.args.get("process")))
-            return (
-                process is not None and process.identity is not None and process.identity.node_id != node_id
-            )
-
-        return [command for command in commands if not elsewhere(command)]
-
     def resize_groups(self) -> None:
         """Bring the sizes that numbered processes were given up to date."""
         for process, identity in self._groups.grown():

@@ -61,10 +61,11 @@ class ActorCalls:
             return False
         return True
 
-    def poll(self) -> list[bytes | Exception]:
+    def poll(self, timeout_s: float = 0.0) -> list[bytes | Exception]:
         """
         Return the replies that have come, in order; an exception ends all calls before it. An actor that was
-        found meanwhile is called from here on.
+        found meanwhile is called from here on. Where calls are unanswered, wait for all of them at most
+        `timeout_s` seconds.
         """
         if self._new is not None:
             self._actor, self._new = self._new, None
@@ -72,7 +73,7 @@ class ActorCalls:
         replies: list[bytes | Exception] = []
         if self._refs:
             try:
-                done, self._refs = _wait(self._refs, num_returns=len(self._refs), timeout=0)
+                done, self._refs = _wait(self._refs, num_returns=len(self._refs), timeout=timeout_s)
                 for ref in done:
                     replies.append(_get(ref))
             except Exception as error:

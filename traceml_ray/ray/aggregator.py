@@ -54,7 +54,8 @@ class Aggregator:
     One per session. Only bytes come in and go out; a restarted one goes on from the session file. When the
     session is over (`monitor.finish`) it ends every actor of it, itself last.
 
-    Synchronous, with a thread for `ingest` and two for `query`: a slow question delays no row.
+    Synchronous, with a thread for `ingest`, two for `query` and one for `bulk`: neither a slow question nor a
+    large trace delays a row.
     """
 
     def __init__(self, config: bytes) -> None:
@@ -169,6 +170,11 @@ class Aggregator:
         reply = self._core.end(data)
         self._wake.set()
         return reply
+
+    @ray.method(concurrency_group="bulk")
+    def bulk(self, data: bytes) -> bytes:
+        """Take TracePart, return TraceReply."""
+        return self._core.bulk(data)
 
     @ray.method(concurrency_group="query")
     def query(self, message: bytes) -> bytes:

@@ -22,7 +22,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import NAMESPACE, cluster_nodes, relay_name, relay_nodes
 
-_GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
+_GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2, "bulk": 1}}
 
 
 def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:

@@ -76,6 +76,8 @@ class ActorTransport(ActorCalls):
 
     def __init__(self, session: str) -> None:
         super().__init__(lambda: find_aggregator(session))
+        self._bulk = ActorCalls(lambda: find_aggregator(session))
+        """Calls of another thread."""
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         """Hand over a RelayBatch; False while there is no aggregator or it has enough to do."""
@@ -84,3 +86,11 @@ class ActorTransport(ActorCalls):
     def finish(self, data: bytes) -> bool:
         """Hand over Finish; False as for `ingest`."""
         return self.call("finish", data)
+
+    def send_part(self, data: bytes) -> bool:
+        """Hand over TracePart; False as for `ingest`."""
+        return self._bulk.call("bulk", data)
+
+    def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
+        """Return the replies to these, as `BulkTransport`."""
+        return self._bulk.poll(timeout_s)

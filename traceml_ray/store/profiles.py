@@ -67,7 +67,7 @@ class RankProfile(msgspec.Struct):
     file: str | None = None
     """Name of the trace in the folder of the profile."""
     bytes: int = 0
-    """Bytes of the trace received so far."""
+    """Bytes of the trace written so far."""
     total_bytes: int | None = None
     """Size of the trace, in bytes."""
     clock_offset_ns: int | None = None
@@ -111,6 +111,8 @@ class Profile(msgspec.Struct, kw_only=True):
     median: int | None = None
     first_step: int | None
     """First recorded step, the same on all ranks; None if no rank has steps (torch.distributed.rpc)."""
+    number: int = 1
+    """How often the profile was begun; more than once where a rank was past the first step already."""
     n_steps: int
     """Number of recorded steps; without steps, number of seconds recorded on all ranks at the same time."""
     memory: bool = False

@@ -1,7 +1,7 @@
 """
 What travels about layers: what a person asks for.
 
-What travels about profiles: what a person asks for, how far a rank is with it, and its trace in pieces.
+What travels about profiles: what a person asks for, how far a rank is with it (its trace: `wire.bulk`).
 
 What a person asks for is a `MeasureRequest`, from wherever it comes.
 """
@@ -139,14 +139,5 @@ class Capture(Part, frozen=True):
     """What it has cost, see `store.profiles.RankProfile`."""
     serves: bool = False
     """It has no steps of its own; `steps` then has one, 0, for all the time that was recorded."""
-
-
-class TracePiece(Part, frozen=True):
-    """A part of a rank's trace; pieces overlap where some may have been lost."""
-
-    id: Name
-    """Of the profile,"""
-    number: Count
-    """and of the command, as in `Capture`."""
-    offset: Count
-    data: bytes
+    folder: str = ""
+    """Where its trace is as a file on this host, see `wire.bulk`: an absolute path."""

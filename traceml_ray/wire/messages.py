@@ -35,7 +35,6 @@ from traceml_ray.wire.commands import LayersRequest as LayersRequest
 from traceml_ray.wire.commands import MeasureRequest as MeasureRequest
 from traceml_ray.wire.commands import ProfileCommand as ProfileCommand
 from traceml_ray.wire.commands import ProfileRequest as ProfileRequest
-from traceml_ray.wire.commands import TracePiece as TracePiece
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
@@ -198,7 +197,6 @@ class RankBatch(Message, tag="rank", frozen=True):
     environment: Annotated[dict[str, str], FEW] = {}
     """Versions and the configuration of torch's allocator, in the first batch."""
     capture: Capture | None = None
-    pieces: Annotated[list[TracePiece], FEW] = []
     placement: Placement | None = None
     """None: the job is only data parallel, as far as is known."""
     records: Annotated[Records, FEW] = {}
@@ -235,8 +233,7 @@ class Command(Part, frozen=True):
     `dump`: send the stack of every thread (event `stacks`); `where`: only the place of the training thread
     (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
 
-    `profile`: record steps with torch's profiler, see `ProfileCommand`. `trace`: send the trace of profile
-    `profile` again from `offset` on, where `process` is meant. `layers`: measure the layers of some
+    `profile`: record steps with torch's profiler, see `ProfileCommand`. `layers`: measure the layers of some
     steps, see `LayersCommand`.
     """
 
