@@ -46,6 +46,10 @@ class Rank:
     @property
     def status(self) -> wire.Capture:
         self.captures.turn()
+        now = self.captures._now
+        if now is not None and now._packing is not None:
+            now._packing.join(60.0)
+            now.finish_export()
         status = self.captures.status
         assert status is not None
         return status

@@ -30,7 +30,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     made_rank = Rank()
     ours = made_rank.patches
     made_rank.captures = CaptureAgent(
-        made_rank.recorder, ours.spans, ours.errors, None, lambda: made_rank.now, ours.rpc
+        made_rank.recorder, ours.spans, ours.errors, None, lambda: "p", lambda: made_rank.now, ours.rpc
     )
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=2, init_method=f"file://{tmp_path}/store")
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)

@@ -393,3 +393,49 @@ def test_line_of_c_code_is_kept_out_and_all_else_comes_through(capfd: pytest.Cap
         raise ZeroDivisionError
     c_prints(b"no error after\n")
     assert capfd.readouterr().err == "first\nof the script\nno error after\n"
+
+
+def test_agent_goes_on_while_a_large_trace_is_compressed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, pack = threading.Event(), TraceFile.pack
+
+    def waits(file: TraceFile) -> None:
+        goes_on.wait(60.0)
+        pack(file)
+
+    monkeypatch.setattr(TraceFile, "pack", waits)
+    rank.train(1)
+    rank.ask(first_step=2)
+    rank.train(4)
+    for _ in range(3):
+        rank.captures.turn()
+        status = rank.captures.status
+        assert status is not None and status.state == "recording" and not status.folder
+    goes_on.set()
+    assert rank.status.state == "sending" and rank.trace()["traceEvents"]
+
+
+@pytest.mark.parametrize("ends", ["fails", "is let go"])
+def test_rows_count_again_after_a_trace_that_could_not_be_compressed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    goes_on = threading.Event()
+
+    def full(_: TraceFile) -> None:
+        goes_on.wait(60.0)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TraceFile, "pack", full)
+    rank.train(1)
+    rank.ask(first_step=2)
+    rank.train(4)
+    rank.captures.turn()
+    if ends == "fails":
+        goes_on.set()
+        status = rank.status
+        assert status.state == "failed" and "No space left on device" in status.reason and not status.folder
+    else:
+        rank.captures.abandon()
+    rank.train(4)
+    assert rank.recorder.settle(60.0)
+    assert rank.recorder.steps.rows.step not in rank.recorder.steps.rows.slowed
+    goes_on.set()

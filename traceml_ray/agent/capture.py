@@ -11,11 +11,13 @@ The captures of one process: what commands ask for, and what each batch says of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,34 +71,43 @@ class TraceFile:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp("", f"{FOLDER_PREFIX}{process_id}-", place)).absolute()
         """Folder of the trace, an absolute path."""
+        self.size: int | None = None
+        """Size of the compressed trace, in bytes; None: it is not there yet."""
+        self._plain, self._removed = self.folder / "trace.json", False
         try:
-            plain, packed = self.folder / "trace.json", self.folder / TRACE_NAME
-            write(plain)
-            self._pack(plain, packed, max_bytes)
-            plain.unlink()
-            self.size = packed.stat().st_size
-            """Size of the compressed trace, in bytes."""
+            write(self._plain)
+            self._check_size(max_bytes)
         except BaseException:
             self.remove()
             raise
 
-    def _pack(self, path: Path, packed: Path, max_bytes: int) -> None:
-        made = path.stat().st_size
+    def _check_size(self, max_bytes: int) -> None:
+        made = self._plain.stat().st_size
         if made > max_bytes:
             raise TraceTooLargeError(
                 f"its trace has {size_text(made)}, more than the {size_text(max_bytes)} that are kept: ask "
                 "for fewer steps, or without stacks"
             )
+
+    def pack(self) -> None:
+        """Compress it, which takes long and lets other threads run. Raises OSError."""
+        packed = self.folder / TRACE_NAME
         file = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with (
-            path.open("rb") as plain,
+            self._plain.open("rb") as plain,
             os.fdopen(file, "wb") as out,
             gzip.GzipFile("", "wb", _LEVEL, out, mtime=0) as zipped,
         ):
-            shutil.copyfileobj(plain, zipped, _CHUNK)
+            while chunk := plain.read(_CHUNK):
+                if self._removed:
+                    return
+                zipped.write(chunk)
+        self._plain.unlink()
+        self.size = packed.stat().st_size
 
     def remove(self) -> None:
         """Remove it with its folder; a relay that has it open reads on."""
+        self._removed = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -111,8 +122,11 @@ _AT_MOST = 8
 _PROFILE, _TRACE = "profile", "trace"
 """What makes steps longer, see `SlowedSteps`: torch's profiler is on; a trace is written."""
 
-State = CaptureState | Literal["recorded"]
-"""recorded: the trace is yet to be written, which shows as recording."""
+_NICE = 10
+"""Lower priority of the thread that compresses a trace."""
+
+State = CaptureState | Literal["recorded", "packing"]
+"""recorded: the trace is yet to be written, packing: compressed; both show as recording."""
 
 
 class StepCapture:
@@ -147,6 +161,8 @@ class StepCapture:
         """The step that is being recorded, and when it began."""
         self._cost: dict[str, int] = {}
         self._file: TraceFile | None = None
+        self._packing: threading.Thread | None = None
+        """Compresses the trace."""
         self._thread = 0
         """The one that has turned the profiler on, or is about to."""
         self._given_up = False
@@ -324,20 +340,42 @@ class StepCapture:
         return self._profiler.settled()
 
     def export(self, place: str | None, process_id: str) -> None:
-        """Make the file of what was recorded, see `TraceFile`."""
+        """Make the file of what was recorded, see `TraceFile`; a thread of its own compresses it."""
         began = self._recorder.clock()
         self._slowed.begin(_TRACE, self._open_step())
         try:
             self._file = TraceFile(self._profiler.save, place, process_id)
-            self._phase = "sending"
+            self._packing = threading.Thread(target=self._pack, args=(self._file,), name="traceml-trace")
+            self._packing.daemon = True
+            self._packing.start()
+            self._phase = "packing"
         except (TraceTooLargeError, ProfilerBusyError) as error:
             self.end("failed", str(error))
         except Exception as error:
-            self._errors.note("profile", error)
-            self.end("failed", f"its trace could not be written: {error_text(error)}")
+            self._fail_to_write(error)
         finally:
-            self._slowed.end(_TRACE, self._open_step())
+            if self._phase != "packing":
+                self._slowed.end(_TRACE, self._open_step())
         self._cost["export_ns"] = self._recorder.clock() - began
+
+    def _pack(self, file: TraceFile) -> None:
+        """In the thread for it: while a large trace is compressed the agent goes on to send rows."""
+        try:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            file.pack()
+        except Exception as error:
+            self._fail_to_write(error)
+
+    def finish_export(self) -> None:
+        """Go on once the trace is compressed, or that has failed."""
+        if self._phase == "packing" and self._packing is not None and not self._packing.is_alive():
+            self._slowed.end(_TRACE, self._open_step())
+            self._phase = "sending"
+
+    def _fail_to_write(self, error: Exception) -> None:
+        self._errors.note("profile", error)
+        self.end("failed", f"its trace could not be written: {error_text(error)}")
 
     def _open_step(self) -> int:
         self._recorder.settle(LOCK_S)
@@ -349,7 +387,7 @@ class StepCapture:
         return wire.Capture(
             self.wanted.id,
             self.wanted.number,
-            "recording" if state == "recorded" else state,
+            "recording" if state in ("recorded", "packing") else state,
             "" if self._ended is None else self._ended[1],
             total,
             list(self._steps),
@@ -357,7 +395,7 @@ class StepCapture:
             self._cost.get("stop_ns"),
             self._cost.get("export_ns"),
             self.serves,
-            "" if self._file is None else sendable(str(self._file.folder)),
+            "" if self._file is None or total is None else sendable(str(self._file.folder)),
         )
 
     def let_go(self) -> None:
@@ -374,6 +412,8 @@ class StepCapture:
                 self._slowed.end(_PROFILE, self._open_step())
         elif self._thread == get_ident():
             self._turn_off()
+        if self._phase == "packing":
+            self._slowed.end(_TRACE, self._open_step())
         if self._file is not None:
             self._file.remove()
             self._file = None
@@ -447,6 +487,7 @@ class CaptureAgent:
         now = self._now
         if now is None:
             return
+        now.finish_export()
         if now.state == "recorded":
             if now.settled:
                 now.export(self._place, self._process_id())
