@@ -352,7 +352,8 @@ class StepCapture:
         except (TraceTooLargeError, ProfilerBusyError) as error:
             self.end("failed", str(error))
         except Exception as error:
-            self._fail_to_write(error)
+            self._errors.note("profile", error)
+            self._end_unwritten(error)
         finally:
             if self._phase != "packing":
                 self._slowed.end(_TRACE, self._open_step())
@@ -365,7 +366,8 @@ class StepCapture:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             file.pack()
         except Exception as error:
-            self._fail_to_write(error)
+            self._errors.note("profile", error)
+            self._end_unwritten(error)
 
     def finish_export(self) -> None:
         """Go on once the trace is compressed, or that has failed."""
@@ -373,8 +375,7 @@ class StepCapture:
             self._slowed.end(_TRACE, self._open_step())
             self._phase = "sending"
 
-    def _fail_to_write(self, error: Exception) -> None:
-        self._errors.note("profile", error)
+    def _end_unwritten(self, error: Exception) -> None:
         self.end("failed", f"its trace could not be written: {error_text(error)}")
 
     def _open_step(self) -> int:
@@ -387,7 +388,7 @@ class StepCapture:
         return wire.Capture(
             self.wanted.id,
             self.wanted.number,
-            "recording" if state in ("recorded", "packing") else state,
+            "recording" if state == "recorded" or state == "packing" else state,
             "" if self._ended is None else self._ended[1],
             total,
             list(self._steps),
