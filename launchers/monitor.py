@@ -149,7 +149,7 @@ class Monitor:
 
     def discard(self) -> None:
         """Instead of `start`: undo what `__init__` did."""
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        folders.remove(self._runtime)
         os.close(self._lock)
         if (session := self._session) is not None:
             shutil.rmtree(session.path, ignore_errors=True)
@@ -280,11 +280,11 @@ class Monitor:
     def _clear(self, left_behind: bool) -> None:
         """Remove the private folder, but for rows that could not be delivered."""
         if not left_behind:
-            shutil.rmtree(self._runtime, ignore_errors=True)
+            folders.remove(self._runtime)
             return
         for path in self._runtime.iterdir():
             if path.is_dir() and path != self._spool:
-                shutil.rmtree(path, ignore_errors=True)
+                folders.remove(path)
             elif path != self._spool:
                 path.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -255,6 +256,23 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)
         folders.remove_stale(tmp_path)
     assert set(tmp_path.iterdir()) == {held, young, rows, launcher, foreign, session}
+
+
+def test_a_folder_into_which_a_dying_process_still_writes_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmtree, rounds = tmp_path / "traceml-x", shutil.rmtree, []
+    (folder / "ray").mkdir(parents=True)
+
+    def written_into(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        rounds.append(path)
+        if len(rounds) < 3:
+            (path / "ray").mkdir(parents=True)
+
+    monkeypatch.setattr(shutil, "rmtree", written_into)
+    folders.remove(folder, 60.0)
+    assert not folder.exists() and len(rounds) == 3
 
 
 def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:

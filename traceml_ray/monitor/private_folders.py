@@ -68,6 +68,18 @@ def remove_if_empty(folder: Path) -> None:
         return
 
 
+def remove(folder: Path, within_s: float = 1.0) -> None:
+    """
+    Remove a folder of ours with all that is in it. A process that has just been killed may still write a
+    file, and the removal then fails half-way: it is repeated for `within_s` seconds.
+    """
+    end = time.monotonic() + within_s
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_stale(where: Path = PLACE) -> None:
     """Remove the folders of processes that were killed: their lock is free. Young rows are kept."""
     for lock in where.glob(f"{_PREFIX}*/{_LOCK}"):
@@ -80,6 +92,6 @@ def remove_stale(where: Path = PLACE) -> None:
                 continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder, 0.0)
         except OSError:
             continue
