@@ -28,9 +28,9 @@ from traceml_ray.launchers.monitor import _report
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory.shapes import Memory, MemoryFinding
+from traceml_ray.signals.views import findings_of
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder
@@ -76,7 +76,8 @@ LAYERS = Layers(
 )
 def test_the_most_severe_is_first(steps: Any, memory: Any, layers: Any, first: str) -> None:
     given = verdict(steps)
-    assert conclude(given, findings_of(given, memory=memory, layers=layers)).headline == first
+    answers = {"memory": memory or Memory(), "layers": layers or Layers()}
+    assert conclude(given, findings_of(given, answers)).headline == first
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_cost_is_of_whom_it_names() -> None:
     healthy = {**late, "label": "healthy", "cost_pct": None}
 
     def shown(steps: dict[str, Any], memory: Memory | None) -> list[Any]:
-        first = conclude(steps, findings_of(steps, memory=memory))
+        first = conclude(steps, findings_of(steps, {"memory": memory or Memory()}))
         header = {"verdict": steps, "first": first, "incident": None}
         return [element.children for element in _cost({**header, "session": {"gpus": 0}})]
 
@@ -225,9 +226,9 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]
     assert 'traceml_verdict{label="watching"' in shown["metrics"]
     assert "Nothing to do" not in shown["top"] and "No rank delays" not in shown["top"]
-    conclusion = conclude(verdict, findings_of(verdict))
+    conclusion = conclude(verdict, findings_of(verdict, {}))
     assert (conclusion.tone, conclusion.label, conclusion.rank) == ("notice", "watching", 5)
-    growing = findings_of(verdict, memory=of_memory("warning"))
+    growing = findings_of(verdict, {"memory": of_memory("warning")})
     assert conclude(verdict, growing).subject == "memory"
     assert [one.label for one in growing] == ["watching", "memory_creep"], "the verdict's are first"
     brief = played.aggregator._judge.brief["job"]

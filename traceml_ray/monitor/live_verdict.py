@@ -34,13 +34,12 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
-from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.events import KIND as MEMORY_EVENT
 from traceml_ray.signals.memory.events import MemoryEvents
 from traceml_ray.signals.memory.live import LiveMemory, Ranks
 from traceml_ray.signals.memory.shapes import Memory
-from traceml_ray.signals.views import with_causes
+from traceml_ray.signals.views import findings_of, with_causes
 from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
@@ -359,7 +358,7 @@ class LiveJudge:
             return None
         worst = events.lasting(memory).findings[:1]
         plain = verdict.plain()
-        first = conclude(plain, findings_of(plain, memory=Memory(findings=worst)))
+        first = conclude(plain, findings_of(plain, {"memory": Memory(findings=worst)}))
         return first if first.subject == "memory" else None
 
 

@@ -20,14 +20,9 @@ from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.whole import spans_of
-from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.findings import findings_of
-from traceml_ray.signals.layers.answer import GetLayers
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.view import Records, Run
-from traceml_ray.signals.views import OF_QUESTION
+from traceml_ray.signals.views import OF_QUESTION, findings_of, questions_on_findings
 from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories
@@ -205,13 +200,9 @@ class Answers:
         """Return those of the summary; of a run that goes on, those of what is known now."""
         if self._over(asked.run):
             return findings_in(self._reported(asked.run))
-        return findings_of(
-            self._verdict_now(asked.run),
-            memory=self.answer(GetMemory(asked.run, peaks=False)),
-            layers=self.answer(GetLayers(asked.run)),
-            sharding=self.answer(GetSharding(asked.run, MOST_RANKS)),
-            loads=self.answer(GetExperts(asked.run)),
-        )
+        questions = questions_on_findings(asked.run)
+        answers = {name: self.answer(question) for name, question in questions.items()}
+        return findings_of(self._verdict_now(asked.run), answers)
 
     def _summary(self, asked: query.GetSummary) -> Any:
         with self._file(asked.run) as file:

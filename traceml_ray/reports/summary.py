@@ -45,10 +45,8 @@ from traceml_ray.reports.run_facts import (
 )
 from traceml_ray.reports.stored_reason import with_stored_reason
 from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
-from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.findings import findings_of
 from traceml_ray.signals.view import Records, Run
-from traceml_ray.signals.views import VIEWS, with_causes
+from traceml_ray.signals.views import VIEWS, findings_of, with_causes
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess
@@ -170,7 +168,7 @@ def _summary(facts: RunFacts, known: _Answers, whole: Whole | None) -> tuple[dic
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
-    findings = _findings(verdict, episodes, signals)
+    findings = findings_of({**verdict.plain(), "episodes": episodes}, signals)
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -204,16 +202,6 @@ def _summary(facts: RunFacts, known: _Answers, whole: Whole | None) -> tuple[dic
     summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
     return rounded, signals
-
-
-def _findings(verdict: Verdict, episodes: list[dict[str, Any]], signals: Mapping[str, Any]) -> list[Finding]:
-    return findings_of(
-        {**verdict.plain(), "episodes": episodes},
-        memory=signals["memory"],
-        layers=signals["layers"],
-        sharding=signals["sharding"],
-        loads=signals["experts"],
-    )
 
 
 def _with_first_steps(verdict: Verdict, first: FirstSteps | None) -> Verdict:

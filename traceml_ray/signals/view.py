@@ -10,11 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Section
+from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
+SLOW_RANKS = 256
+"""In a job of so many ranks, or more, what takes time for each of them is asked for less often, or not."""
 A = TypeVar("A")
 
 
@@ -99,12 +102,34 @@ class View(Generic[A]):
     """Records that are read into memory before the view answers."""
     of_steps = False
     """Whether it needs the step history."""
+    finds: Mapping[str, Any] | None = None
+    """Fields of its question where only what was found is wanted; None: it finds nothing."""
     polled = False
     """Whether web app and terminal ask once a tick, for its numbers and gauges."""
 
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""
         raise NotImplementedError
+
+    def findings(
+        self, answer: A, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+    ) -> Sequence[Finding]:
+        """
+        Return what was found, and which of the findings on `steps` it may explain. Pure.
+
+        Args:
+            answer: to the question, or made of a block.
+            steps: what the verdict names, the first finding first.
+            verdict: on the steps (`results.VerdictInfo`); None before any.
+        """
+        return ()
+
+    def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """
+        Return how many seconds a face waits, at least, before it asks again what was found in a run that goes
+        on; None: it does not ask, since there is nothing, or the job is so large that answers take long.
+        """
+        return None
 
     def cause(self, death: Verdict, answer: A) -> str:
         """Return in a sentence what the signal knows of why a rank died; "" where that is nothing. Pure."""

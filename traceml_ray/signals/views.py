@@ -10,6 +10,8 @@ import msgspec
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Number, Section
 from traceml_ray.signals.experts.view import ExpertsView
+from traceml_ray.signals.finding import Finding, listed
+from traceml_ray.signals.findings import of_machine, of_verdict
 from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.memory.view import MemoryView
 from traceml_ray.signals.nodes.view import NodesView
@@ -17,6 +19,7 @@ from traceml_ray.signals.output.view import OutputView
 from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View
+from traceml_ray.store.query import OfRun
 
 _ALL = (
     *(MemoryView(), ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView()),
@@ -43,3 +46,24 @@ def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
     causes = [VIEWS[name].cause(death, answer) for name, answer in answers.items()]
     why = " ".join(filter(None, [death.why, *causes]))
     return msgspec.structs.replace(death, why=why) if any(causes) else death
+
+
+def findings_of(verdict: Mapping[str, Any] | None, answers: Mapping[str, Any]) -> list[Finding]:
+    """
+    Return all findings of a run, in order, with what may explain which.
+
+    Args:
+        verdict: on its steps (`results.VerdictInfo`), with `episodes` where they are known.
+        answers: of signals, by name; of those that are not there nothing is found.
+    """
+    steps = of_verdict(verdict) if verdict else []
+    others = [*of_machine(verdict.get("machine") or (), steps)] if verdict else []
+    for name, view in VIEWS.items():
+        if name in answers:
+            others += view.findings(answers[name], steps, verdict)
+    return listed(steps, others)
+
+
+def questions_on_findings(run: str | None) -> dict[str, OfRun[Any]]:
+    """Return what is asked on a run, by signal, to know all that signals have found in it."""
+    return {name: view.question(run, **view.finds) for name, view in VIEWS.items() if view.finds is not None}

@@ -8,6 +8,7 @@ from typing import Any
 
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -19,7 +20,7 @@ from traceml_ray.store.step_shapes import EventRow, StepTimes
 from .values import as_dict
 
 MAX_EVENTS = 2000
-SLOW_RANKS, SLOW_S = 256, 5.0
+SLOW_S = 5.0
 """From `SLOW_RANKS` ranks on, ranks and nodes are asked for only every `SLOW_S` seconds."""
 
 

@@ -18,12 +18,13 @@ import numpy as np
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.store import query
 from traceml_ray.store.query import A, QueryError, Request
 from traceml_ray.store.results import RunInfo, Status
 from traceml_ray.store.step_shapes import DeathInfo
 
-from .run_state import SLOW_RANKS, SLOW_S, RunState
+from .run_state import SLOW_S, RunState
 from .source import Source
 
 _MAX_KEPT = 64

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from traceml_ray.analysis.experts import ExpertLoad, loads
+from traceml_ray.analysis.experts import ExpertLoad, loads, sentence
+from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.experts.records import EXPERTS
-from traceml_ray.signals.view import Run, View
+from traceml_ray.signals.finding import Finding, key_of
+from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.codec import ready
+
+_NEXT = "Even out the load of the experts: an auxiliary loss, a capacity factor, another placement."
 
 
 class ExpertsView(View[list[ExpertLoad]]):
@@ -21,12 +26,25 @@ class ExpertsView(View[list[ExpertLoad]]):
 
     name = "experts"
     question = GetExperts
+    finds = MappingProxyType({})
 
     def answer(self, run: Run, asked: GetExperts) -> list[ExpertLoad]:
         """Return the load of each router, of all ranks together, or of one."""
         return experts_of(
             run.file, [process for rank, process in run.ranks.items() if asked.rank in (None, rank)]
         )
+
+    def findings(
+        self, answer: list[ExpertLoad], steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+    ) -> list[Finding]:
+        """Return the routers that give one expert far more tokens than the mean; may explain an imbalance."""
+        why = ((verdict or {}).get("reason") or {}).get("what")
+        explained = steps[0].key if steps and why == "experts" else None
+        return [_finding(load, explained) for load in answer if load.times_mean >= UNEVEN_EXPERTS]
+
+    def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """Return 30 s."""
+        return 30.0 if world < SLOW_RANKS else None
 
     def block(self, answer: list[ExpertLoad]) -> Any:
         """Return the loads as plain values."""
@@ -35,6 +53,20 @@ class ExpertsView(View[list[ExpertLoad]]):
     def of_block(self, block: Any) -> list[ExpertLoad]:
         """Return the loads of a block; an older summary has none."""
         return msgspec.convert(block or [], ready(list[ExpertLoad]), strict=False)
+
+
+def _finding(load: ExpertLoad, explained: str | None) -> Finding:
+    return Finding(
+        key=key_of("uneven_experts", (), load.router),
+        signal="experts",
+        label="uneven_experts",
+        severity="notice",
+        what=load.router,
+        why=f"{sentence(load)}.",
+        next=_NEXT,
+        evidence=msgspec.to_builtins(load),
+        explains=explained,
+    )
 
 
 def experts_of(file: SessionFile, processes: Iterable[RankProcess]) -> list[ExpertLoad]:

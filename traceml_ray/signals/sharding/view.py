@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
 
 from traceml_ray.document.model import Section
-from traceml_ray.signals.sharding.answer import GetSharding
+from traceml_ray.signals.finding import Finding, key_of, known
+from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.sharding.judge import models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
 from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
-from traceml_ray.signals.view import Run, View
+from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import ShardingInfo
+from traceml_ray.store.summary_shape import ShardImbalance, ShardingInfo
+
+_DIVIDING = {"fsdp2", "hsdp"}
+"""Strategies that divide a model."""
 
 
 class ShardingView(View[ShardingInfo | None]):
@@ -23,10 +28,23 @@ class ShardingView(View[ShardingInfo | None]):
 
     name = "sharding"
     question = GetSharding
+    finds = MappingProxyType({"most": MOST_RANKS})
 
     def answer(self, run: Run, asked: GetSharding) -> ShardingInfo | None:
         """Return how the model is divided; None without FSDP2."""
         return cast("ShardingInfo | None", sharding_of(run.file, run.ranks, asked.most))
+
+    def findings(
+        self, answer: ShardingInfo | None, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+    ) -> list[Finding]:
+        """Return the models of which some ranks hold more, or less, than the others."""
+        imbalances = [model["imbalance"] for model in answer["models"]] if answer else []
+        return [_finding(imbalance) for imbalance in imbalances if imbalance]
+
+    def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """Return 30 s, where a strategy divides a model."""
+        strategies = {name for process in ranks.values() for name in (process.strategy or "").split("+")}
+        return 30.0 if world < SLOW_RANKS and strategies & _DIVIDING else None
 
     def block(self, answer: ShardingInfo | None) -> Any:
         """Return the answer, which is of plain values."""
@@ -40,6 +58,25 @@ class ShardingView(View[ShardingInfo | None]):
         """Return how each model is divided, and what each rank holds."""
         facts, table = sharding_facts(answer, uneven=False), sharding_table(answer)
         return [Section("model", [facts], "How the model is divided"), Section("ranks", [table])]
+
+
+def _finding(imbalance: ShardImbalance) -> Finding:
+    return Finding(
+        key=key_of("uneven_shards", imbalance["ranks"]),
+        signal="sharding",
+        label="uneven_shards",
+        severity="notice",
+        ranks=tuple(imbalance["ranks"]),
+        why=imbalance["why"],
+        next=imbalance["next"],
+        evidence=known(
+            {
+                "bytes": imbalance["bytes"],
+                "median_bytes": imbalance["median_bytes"],
+                "ratio": imbalance["ratio"],
+            }
+        ),
+    )
 
 
 def sharding_of(
