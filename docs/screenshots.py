@@ -30,7 +30,6 @@ from traceml_ray.terminal.panel import panel  # noqa: E402
 from traceml_ray.views.session_poll import SessionPoll  # noqa: E402
 
 PAGES = {"overview": "/", "node": "/node/host-1", "rank": "/rank/13"}
-THEMES = ("light", "dark")
 WIDTH, HEIGHT = 1440, 900
 WINDOW = 100, 31
 """Cells and lines of the terminal."""
@@ -78,7 +77,7 @@ def draw_top(played: Played, out: Path) -> None:
 
 
 def take(out: Path) -> None:
-    """Write one PNG of each page and theme into `out`."""
+    """Write one PNG of each page into `out`."""
     with tempfile.TemporaryDirectory() as folder:
         played = Lively(
             Path(folder) / "gpt-pretrain",
@@ -98,19 +97,14 @@ def take(out: Path) -> None:
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             draw_top(played, out / "top.svg")
-            for theme in THEMES:
-                media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-                browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-                for page, path in PAGES.items():
-                    browser.get(served.url + path)
-                    WebDriverWait(browser, 20).until(
-                        lambda seen: seen.find_elements(By.CSS_SELECTOR, ".xtick")
-                    )
-                    browser.execute_async_script("setTimeout(arguments[0], 1500)")
-                    browser.save_screenshot(str(out / f"{page}-{theme}.png"))
-            played.end()
             media = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            for page, path in PAGES.items():
+                browser.get(served.url + path)
+                WebDriverWait(browser, 20).until(lambda seen: seen.find_elements(By.CSS_SELECTOR, ".xtick"))
+                browser.execute_async_script("setTimeout(arguments[0], 1500)")
+                browser.save_screenshot(str(out / f"{page}.png"))
+            played.end()
             browser.get((played.folder / "report.html").as_uri())
             browser.save_screenshot(str(out / "report-page.png"))
         finally:
