@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     channel: str = "auto"
     """Channel from ranks to the relay: auto, socket or actor."""
     ray_address: str | None = None
+    """Address host:port of a running Ray cluster; None: a private one, or that of the driver."""
     socket: str | None = None
     """Path of the relay's local socket (set by the launcher, not by people)."""
     spool: str | None = None
@@ -46,10 +47,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_buffer_bytes: int = 1 << 20
     """Largest size of an agent's unconfirmed batches, in bytes; beyond, the oldest is dropped and counted."""
     relay_buffer_bytes: int = 64 << 20
+    """Largest size of a relay's unconfirmed packets, in bytes; beyond, the oldest is dropped and counted."""
     session_bytes: int = 1 << 30
     """Size of the session file, in bytes, beyond which its oldest rows are kept only as statistics."""
     bundles: int = 10
-    """Number of bundles kept per session, the newest; 0: none are made."""
+    """Newest bundles kept per session; 0 disables bundles."""
     bundle_bytes: int = 1 << 29
     """Largest size of all bundles of a session together, in bytes."""
     bundle_minutes: float = 5.0

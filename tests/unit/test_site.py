@@ -51,6 +51,13 @@ def test_reference_pages_are_up_to_date() -> None:
     assert formats == pages.formats_page(formats), "run `make api`"
 
 
+def test_every_setting_and_threshold_says_what_it_means() -> None:
+    silent = re.findall(
+        r"^\| `(\w+)` .*\|  \|$", (DOCS / "reference" / "settings.md").read_text(), re.MULTILINE
+    )
+    assert silent == [], "write a sentence under the field"
+
+
 @pytest.mark.parametrize("path", MAX_WORDS)
 def test_page_is_short_enough_to_be_read(path: str) -> None:
     words = len((ROOT / path).read_text().split())

@@ -13,6 +13,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     window_steps: int = 50
     """Steps in a full window."""
     stride_steps: int = 10
+    """Steps by which one window begins after the other."""
     first_window_steps: int = 20
     """Number of steps from which on a first, shorter window is judged."""
     warmup_steps: int = 10
@@ -29,7 +30,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     hang_steps: float = 10.0
     """Number of median steps without a row after which the job hangs, if a rank waits for others."""
     min_step_ns: int = 1_000_000
+    """Shortest mean step that is judged, in ns."""
     max_step_ns: int = 86_400_000_000_000
+    """Longest step that is believed, in ns."""
     aligned_limited: float = 0.5
     """Share of steps common to all live ranks below which the verdict is `telemetry_limited`."""
     unsynced_spread: float = 0.05
@@ -37,6 +40,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     min_excess: float = 0.05
     """Smallest persistent excess p that is a finding."""
     replay_error: float = 0.15
+    """Share of the elapsed time that a replay may miss; beyond, ranks do not wait as assumed."""
     second_stage: float = 0.67
     """A second stage of the same rank with p above this share of the best makes the finding `ambiguous`."""
     min_gain: float = 0.33
@@ -54,8 +58,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     high_late_share: float = 0.80
     """Share of steps in which the named rank is late, from which on confidence may be high."""
     transient_excess: float = 0.10
+    """Smallest share of exposed time of a rank that is late now and then."""
     transient_share: float = 0.80
+    """Share of all such exposed time that this rank must have."""
     rotating_excess: float = 0.20
+    """Smallest share of exposed time for ranks that are late in turn."""
     min_imbalance: float = 0.10
     """Share of the time that unequal work must cost to be a finding."""
     baseline_windows: int = 5
@@ -199,13 +206,19 @@ class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     mem_used: float = 0.95
     """Used share of a node's memory that is an anomaly whatever is usual."""
     swap_in_bps: tuple[float, float] = (1 << 20, 1 << 20)
+    """Memory read back from swap."""
     psi_memory: tuple[float, float] = (0.10, 0.10)
+    """Share of time in which processes wait for memory (PSI)."""
     cpu_throttled: tuple[float, float] = (0.05, 0.05)
+    """Share of time in which a quota holds back the CPUs."""
     cpu_pct: tuple[float, float] = (90.0, 20.0)
+    """CPU utilisation, in percent."""
     psi_cpu: tuple[float, float] = (0.30, 0.20)
+    """Share of time in which processes wait for a CPU (PSI)."""
     load: tuple[float, float] = (1.5, 0.5)
     """Load per core."""
     psi_io: tuple[float, float] = (0.20, 0.15)
+    """Share of time in which processes wait for I/O (PSI)."""
     bps: tuple[float, float] = (50e6, 50e6)
     """Rate of disk or network; it must also be `bps_times` the usual rate."""
     bps_times: float = 3.0
