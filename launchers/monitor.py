@@ -32,7 +32,7 @@ from traceml_ray.ray.config import FILE as ATTACHMENT
 from traceml_ray.ray.config import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.history import SNAPSHOTS
+from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.store.session import (
     Live,
     MonitorState,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from traceml_ray.printing import say
-from traceml_ray.signals.memory.history import SNAPSHOTS
+from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.wire.spool import SUFFIX
 

@@ -20,6 +20,7 @@ from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.history import MemoryHistory
 from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
 
@@ -241,7 +242,7 @@ class capture_oom:  # noqa: N801
             return
         try:
             if is_out_of_memory(error_text(error)):
-                agent.history.write()
+                agent.collector(MemoryHistory).write()
                 agent.add_event(ending.out_of_memory(agent.recorder.open_stage(), error, str(self._where)))
         except Exception as failure:
             agent.instrumentation.failed("capture_oom", failure)

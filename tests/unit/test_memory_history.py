@@ -50,7 +50,7 @@ class Bench:
         self.events: list[Event] = []
         self.errors, self.missing = Errors(), dict[str, str]()
         self.files, spool = folder / "s", folder / "spool"
-        self.files.mkdir()
+        self.files.mkdir(parents=True)
         spool.mkdir()
         (spool / "snapshots").symlink_to(self.files)
         self.history = MemoryHistory(
@@ -65,36 +65,36 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_record_begins_when_cuda_does_and_is_bounded(bench: Bench) -> None:
-    bench.history.turn()
+    bench.history.collect(False)
     assert bench.torch.calls == []
     bench.torch.initialized = True
-    bench.history.turn()
-    bench.history.turn()
+    bench.history.collect(False)
+    bench.history.collect(False)
     assert bench.torch.calls == [{"enabled": "all", "max_entries": MAX_ENTRIES, "stacks": "python"}]
-    bench.history.remove()
+    bench.history.abandon(False)
     assert not bench.torch.on
 
 
 def test_nothing_is_asked_of_torch_unless_wanted(tmp_path: Path) -> None:
     bench = Bench(tmp_path, wanted=False)
     bench.torch.initialized = True
-    bench.history.turn()
+    bench.history.collect(False)
     bench.history.write()
-    bench.history.remove()
+    bench.history.abandon(False)
     assert bench.torch.calls == bench.torch.observers == bench.events == []
 
 
 def test_record_of_the_script_itself_stays_as_it_is(bench: Bench) -> None:
     bench.torch.initialized = bench.torch.on = True
-    bench.history.turn()
+    bench.history.collect(False)
     assert bench.torch.calls == [] and len(bench.torch.observers) == 1
-    bench.history.remove()
+    bench.history.abandon(False)
     assert bench.torch.on
 
 
 def test_file_is_written_when_memory_runs_out_but_not_in_every_step(bench: Bench) -> None:
     bench.torch.initialized = True
-    bench.history.turn()
+    bench.history.collect(False)
     for _ in range(40):
         bench.torch.run_out()
         bench.now += PAUSE_S / 4
@@ -106,13 +106,26 @@ def test_file_is_written_when_memory_runs_out_but_not_in_every_step(bench: Bench
 
 def test_disk_that_is_full_is_counted_and_the_script_goes_on(bench: Bench) -> None:
     bench.torch.initialized = bench.torch.full = True
-    bench.history.turn()
+    bench.history.collect(False)
     bench.torch.run_out()
     assert bench.errors == {"memory snapshot: OSError": 1} and bench.events == []
 
 
 def test_torch_without_the_observer_is_said(bench: Bench) -> None:
     bench.torch.initialized, bench.torch._C = True, types.SimpleNamespace()
-    bench.history.turn()
+    bench.history.collect(False)
     assert "_cuda_attach_out_of_memory_observer" in bench.missing["memory history"]
     assert bench.torch.calls == []
+
+
+def test_who_lets_go_never_turns_it_on_and_a_child_leaves_the_device_alone(tmp_path: Path) -> None:
+    early, child = Bench(tmp_path / "a"), Bench(tmp_path / "b")
+    early.history.abandon(False)
+    early.torch.initialized = child.torch.initialized = True
+    early.history.collect(True)
+    assert early.torch.calls == []
+    child.history.collect(False)
+    before = list(child.torch.calls)
+    child.history.abandon(True)
+    child.torch.run_out()
+    assert before and child.torch.calls == before and child.events == []

@@ -23,6 +23,7 @@ from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
+from traceml_ray.signals.memory.history import MemoryHistory
 from traceml_ray.wire import messages as wire
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
@@ -179,7 +180,6 @@ def stop(events: list[wire.Event] | None = None) -> None:
         agent.guard("profile", agent.captures.abandon)
         agent.abandon(forked=False)
         agent.instrumentation.remove()
-        agent.guard("memory history", agent.history.remove)
         agent.close(events)
         os.environ.pop(RANK_PID, None)
 
@@ -191,7 +191,7 @@ def _at_exit() -> None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
     if error is not None and is_out_of_memory(error_text(error)):
-        agent.history.write()
+        agent.collector(MemoryHistory).write()
     agent.guard("profile", agent.captures.abandon)
     recorder = agent.recorder
     end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))

@@ -41,9 +41,6 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
-from traceml_ray.signals.memory.history import MemoryHistory
-from traceml_ray.signals.memory.records import MemorySample
-from traceml_ray.signals.memory.samplers import MemorySampler
 from traceml_ray.wire import messages as wire
 
 MANY_RANKS = 256
@@ -54,8 +51,6 @@ CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
 SETTLE_S = 1.0
-_SOURCES_EVERY = 30
-"""In so many samples of memory it is said once where they come from."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 """Sources that know it for good; the others are asked again."""
 _T = TypeVar("_T")
@@ -100,14 +95,9 @@ class RankAgent:
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
         self._sampled = -SAMPLE_S
-        self._memory_sampler = MemorySampler()
-        self._memory_samples = 0
         ours = self.instrumentation
         self.unsent = Unsent(ours.errors)
-        self.history = MemoryHistory(
-            settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
-        )
-        self._rank = Rank(self.recorder, ours, self.device, settings)
+        self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
         self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
         self.captures = CaptureAgent(
@@ -192,10 +182,8 @@ class RankAgent:
         self.guard("device clock", self.device.finish if final else self.device.turn)
         self._rank.spans = spans = self.guard("spans", lambda: self._collect_spans(final)) or []
         self.unsent.spans += spans
-        self.guard("memory", lambda: self.unsent.add(self._sample_memory()))
         for name, collector in self.collectors.items():
             self.guard(name, functools.partial(self._collect, collector, final))
-        self.guard("memory history", self.history.turn)
         self.guard("profile", self.captures.turn)
         while self._enqueue(final):
             pass
@@ -257,11 +245,12 @@ class RankAgent:
         for name, value in (self.guard("parallelism", patches.parallelism) or {}).items():
             draft.put(name, value)
         draft.put("capture", self.captures.status)
-        missing = patches.missing | self._memory_sampler.missing
-        draft.put("missing", {name: sendable(why) for name, why in missing.items()})
+        draft.put("missing", {name: sendable(why) for name, why in patches.missing.copy().items()})
         if not self._seq:
             draft.put("environment", self.guard("environment", environment))
         records = self.unsent.move_into(draft)
+        sources, self._rank.memory_from = self._rank.memory_from, {}
+        draft.put("memory_from", sources)
         draft.put_last("errors", self._errors())
         return draft, records
 
@@ -380,16 +369,6 @@ class RankAgent:
             return None
         self._sampled = time.monotonic()
         return self._sampler.sample()
-
-    def _sample_memory(self) -> list[MemorySample]:
-        """Sample memory; where it comes from is sent when that is new, and again now and then."""
-        sampler = self._memory_sampler
-        before = dict(sampler.sources)
-        samples = sampler.sample(time.time_ns(), self.recorder.open_stage().step)
-        if sampler.sources != before or self._memory_samples % _SOURCES_EVERY == 0:
-            self.unsent.memory_from = dict(sampler.sources)
-        self._memory_samples += 1
-        return samples
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))

@@ -26,7 +26,6 @@ class Unsent:
         self.events: list[wire.Event] = []
         self.requests: list[wire.MeasureRequest] = []
         self.spans: list[wire.SpanSum] = []
-        self.memory_from: dict[str, str] = {}
         self._records: dict[str, list[tuple[msgspec.Raw, int]]] = {name: [] for name in KINDS}
         """Encoded records by kind, with the amount of each."""
         self._errors = errors
@@ -57,7 +56,4 @@ class Unsent:
         draft.fill("events", self.events)
         draft.fill("requests", self.requests)
         draft.fill("spans", self.spans)
-        amounts = draft.fill_records(self._records)
-        sources, self.memory_from = self.memory_from, {}
-        draft.put("memory_from", sources)
-        return amounts
+        return draft.fill_records(self._records)

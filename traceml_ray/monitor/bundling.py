@@ -30,9 +30,7 @@ from traceml_ray.reports.deaths import Death
 from traceml_ray.reports.manifest import manifest_of, reason_of, stacks_of
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.history import KIND as SNAPSHOT
-from traceml_ray.signals.memory.history import NAME as SNAPSHOT_NAME
-from traceml_ray.signals.memory.history import SNAPSHOTS
+from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS
 from traceml_ray.stages import STAGES
 from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, cut, making, new_name, prune
 from traceml_ray.store.rank_processes import RankProcess

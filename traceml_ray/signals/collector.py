@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
@@ -22,6 +22,10 @@ class Rank:
     instrumentation: Instrumentation
     device: DeviceUse
     settings: Settings
+    add_event: Callable[[wire.Event], object]
+    """Has an event sent with the next batch; any thread may."""
+    memory_from: dict[str, str] = field(default_factory=dict)
+    """Where fields of memory samples come from, for the next batch (`wire.RankBatch.memory_from`)."""
     spans: Sequence[wire.SpanSum] = ()
     """Those that were closed since the last round."""
 

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
 from traceml_ray.signals.layers.agent import LayerSampler
+from traceml_ray.signals.memory.agent import MemoryCollector
+from traceml_ray.signals.memory.history import MemoryHistory
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.signals.sharding.agent import Shards
 from traceml_ray.signals.throughput.agent import WorkReport
 
 COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
+    "memory": MemoryCollector,
+    "memory history": MemoryHistory.of_rank,
     "sharding": Shards.of_rank,
     "throughput": WorkReport.of_rank,
     "layers": LayerSampler.of_rank,
     "output": OutputTap.of_rank,
     "experts": RouterCollector,
 }
-"""In the order in which they collect."""
+"""By what is counted of them when they fail, in the order in which they collect."""

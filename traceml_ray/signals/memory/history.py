@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.errors import Errors, error_text, sendable
+from traceml_ray.signals.collector import Collector, Rank
+from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS
+from traceml_ray.wire.codec import Part
 from traceml_ray.wire.messages import Event, Value
 
 MAX_ENTRIES = 20_000
@@ -26,17 +29,13 @@ MAX_FILES = 3
 """Of one process,"""
 PAUSE_S = 60.0
 """and so long between two: a script may catch the error and try again in every step."""
-KIND = "memory_snapshot"
-"""Kind of the event that announces a file."""
-NAME = "allocator-"
-"""First part of the file's name."""
-SNAPSHOTS = "snapshots"
-"""Folder of these in that of a session, and a link to it in the spool."""
 _MISSING = "memory history"
 
 
-class MemoryHistory:
+class MemoryHistory(Collector):
     """
+    Of one process. `write` may be called by any thread, all else is the agent's.
+
     Args:
         wanted: whether a person has asked for it.
         spool: where this node's agents leave rows; `SNAPSHOTS` in it leads to the session, if that is here.
@@ -67,11 +66,20 @@ class MemoryHistory:
         self._next = 0.0
         self._writing = threading.Lock()
 
-    def turn(self) -> None:
-        """Turn the record on once torch has initialized CUDA; called by the agent's thread."""
+    @classmethod
+    def of_rank(cls, rank: Rank) -> MemoryHistory:
+        """Return that of a rank."""
+        settings = rank.settings
+        return cls(settings.memory_history, settings.spool, rank.add_event, rank.errors, rank.missing)
+
+    def collect(self, final: bool) -> list[Part]:
+        """Turn the record on once torch has initialized CUDA; there are no records of it."""
         torch = self._torch() if self._wanted else None
-        if torch is None or not torch.cuda.is_initialized():
-            return
+        if torch is not None and torch.cuda.is_initialized():
+            self._turn_on(torch)
+        return []
+
+    def _turn_on(self, torch: Any) -> None:
         self._wanted = False
         try:
             attach = torch._C._cuda_attach_out_of_memory_observer
@@ -84,10 +92,10 @@ class MemoryHistory:
         except Exception as error:
             self._missing[_MISSING] = error_text(error)[:200]
 
-    def remove(self) -> None:
+    def abandon(self, forked: bool) -> None:
         """Turn the record off again, where it was ours."""
-        self._files = MAX_FILES
-        if self._ours:
+        self._files, self._wanted = MAX_FILES, False
+        if self._ours and not forked:  # a child must not touch the device
             self._ours = False
             torch = self._torch()
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -107,11 +115,14 @@ class MemoryHistory:
             self._writing.release()
 
     def _write(self) -> None:
-        path = self._folder() / f"{NAME}{os.environ.get('RANK', 'x')}-{os.getpid()}-{self._files}.pickle"
+        path = (
+            self._folder()
+            / f"{SNAPSHOT_NAME}{os.environ.get('RANK', 'x')}-{os.getpid()}-{self._files}.pickle"
+        )
         self._torch().cuda.memory._dump_snapshot(str(path))
         size, text = path.stat().st_size, sendable(str(path))
         about: dict[str, Value] = {"path": text, "bytes": size, "host": socket.gethostname()}
-        self._add_event(Event(KIND, time.time_ns(), message=f"torch's allocator: {text}", data=about))
+        self._add_event(Event(SNAPSHOT, time.time_ns(), message=f"torch's allocator: {text}", data=about))
 
     def _folder(self) -> Path:
         """Return the folder below the session's, from where it gets into the bundle; else one that stays."""

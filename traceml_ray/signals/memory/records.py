@@ -53,3 +53,10 @@ MEMORY = Kind(
     exported="memory_samples",
     bundle="seconds",
 )
+
+SNAPSHOT = "memory_snapshot"
+"""Kind of the event that announces a file with torch's record of allocations."""
+SNAPSHOT_NAME = "allocator-"
+"""First part of the name of such a file."""
+SNAPSHOTS = "snapshots"
+"""Folder of such files in that of a session, and a link to it in the spool."""
