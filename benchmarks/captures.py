@@ -93,10 +93,10 @@ class Rank:
 
     def ask(self, number: int) -> None:
         """Have the agent hear of a capture a few steps ahead."""
-        self.agent.recorder.settle(0.1)
+        self.agent.recorder.replay(0.1)
         first = self.agent.recorder.steps.rows.step + AHEAD
         wanted = ProfileCommand(id=f"p{number}", number=1, first_step=first, steps=STEPS, limit_s=30.0)
-        self.agent.captures.obey(wire.Command("profile", msgspec.structs.asdict(wanted)))
+        self.agent.captures.handle_command(wire.Command("profile", msgspec.structs.asdict(wanted)))
 
     def captured(self, number: int) -> tuple[wire.Capture, list[float]]:
         """Train until a capture is over: what became of it, and what each step took after those recorded."""

@@ -32,7 +32,7 @@ from simulated_jobs import (
     LARGE_HOST_BOUND_JOBS,
     OTHER_DEVICE_BOUND_JOBS,
     OTHER_HOST_BOUND_JOBS,
-    Tally,
+    SummedSteps,
     coupled_job,
     other_job,
     play,
@@ -71,7 +71,7 @@ HEALTHY = (
 )
 
 
-def of_faults(name: str, tally: Tally) -> str:
+def of_faults(name: str, tally: SummedSteps) -> str:
     """Return the line of a table of faults."""
     cells = (
         tally.windows, tally.costs, tally.rank, tally.stage, tally.abstains, tally.healthy, tally.wrong,
@@ -80,7 +80,7 @@ def of_faults(name: str, tally: Tally) -> str:
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
 
 
-def of_healthy(name: str, tally: Tally) -> str:
+def of_healthy(name: str, tally: SummedSteps) -> str:
     """Return the line of a table of windows without a fault; those that stalls make slower by themselves."""
     cells = []
     for labels in (tally.labels, tally.stalls):
@@ -89,12 +89,12 @@ def of_healthy(name: str, tally: Tally) -> str:
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
 
 
-def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
+def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
     """Yield the lines of the tables of the fixed jobs."""
     yield FAULTS, None
     for kind, jobs in KINDS.items():
         for which, several in (("one stage", False), ("several", True)):
-            tally = Tally()
+            tally = SummedSteps()
             for number, (name, job) in enumerate(jobs.items()):
                 for ranks in RANKS:
                     here = replace(job, ranks=ranks)
@@ -108,7 +108,7 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
             ("", NOISE, False),
             ("noise 15 / 20 %", LOUD, False),
         ):
-            tally = Tally()
+            tally = SummedSteps()
             for number, (name, job) in enumerate(jobs.items()):
                 for ranks in RANKS:
                     for device, host in noises:
@@ -121,15 +121,17 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
             yield of_healthy(", ".join(filter(None, (kind, which))), tally), tally
 
 
-def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, Tally | None]]:
+def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, SummedSteps | None]]:
     """Yield the lines of the tables of random jobs: of the kind that limits are chosen by, and another."""
-    tallies: dict[str, tuple[Tally, Tally, Tally]] = {}
+    tallies: dict[str, tuple[SummedSteps, SummedSteps, SummedSteps]] = {}
     for source, make in (("random", random_job), ("other random", other_job), ("coupled", coupled_job)):
         rng = np.random.default_rng(seed + len(source))
         for number in range(jobs):
             job, ratio = make(rng)
             kind = "host-bound" if ratio > HOST_BOUND_FROM else "device-bound"
-            one, several, without = tallies.setdefault(f"{source}, {kind}", (Tally(), Tally(), Tally()))
+            one, several, without = tallies.setdefault(
+                f"{source}, {kind}", (SummedSteps(), SummedSteps(), SummedSteps())
+            )
             rank, note = int(rng.integers(job.ranks)), _described(number, job, ratio)
             play(one, job, single_faults(job, rank), 1, seed + number, note, steps=steps)
             play(several, job, several_faults(rank), 1, seed + number, note, steps=steps)

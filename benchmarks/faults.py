@@ -269,7 +269,7 @@ class Run:
         self.base_ms: float = times["base_ms"]
         with SessionFile(folder / "session" / "session.sqlite") as file:
             history = StepHistory(LIMITS, deep=True)
-            history.take(file.rows()[0])
+            history.add_rows(file.rows()[0])
             self.window = history.between(-1, 1 << 62, sorted(history.reported()), self.plan.world)
             self.live = file.verdicts()[0]
         self._steps = self.window.keys >> SEGMENT_BITS
@@ -278,7 +278,7 @@ class Run:
     def until(self, end: int) -> Window:
         """Return the full window that ends before row `end`."""
         index = int(np.searchsorted(self._steps, end))
-        return self.window.take(slice(max(0, index - WINDOW), index))
+        return self.window.select(slice(max(0, index - WINDOW), index))
 
     def quiet_ends(self) -> list[int]:
         """Return where the full windows end, sliding by 10, in which nothing is planted."""

@@ -187,7 +187,7 @@ def _pairs(env: Any, kernel_ms: float, steps: int, count: int) -> list[tuple[flo
             env.sync()
         took = (time.perf_counter_ns() - began) / steps / 1000
         env.sync()
-        agent.recorder.settle()
+        agent.recorder.replay()
         if clock is not None:
             clock.resolve(agent.recorder.first_event())
         agent.ring.drain(100_000)
@@ -205,7 +205,7 @@ def _pairs(env: Any, kernel_ms: float, steps: int, count: int) -> list[tuple[flo
         agent.recorder.use(clock)
         stretch()
         pairs.append((before, stretch()))
-        agent.recorder.leave_device()
+        agent.recorder.stop_device_clock()
         agent.instrumentation.remove()
         clock = None
     return pairs

@@ -52,7 +52,7 @@ class Rank:
 
     def turn(self) -> list[Any]:
         """Do what the agent's thread does now and then."""
-        self.recorder.settle()
+        self.recorder.replay()
         self._ring.drain(4 * BLOCK)
         return self.sampler.collect()
 

@@ -137,7 +137,7 @@ def serve(path: str) -> None:
     confirms = Confirms()
     relay = RelayCore(Path(path), node, confirms, confirms, Settings())
     while True:
-        relay.turn(0.25)
+        relay.poll(0.25)
 
 
 @contextlib.contextmanager

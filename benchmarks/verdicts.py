@@ -187,7 +187,7 @@ def _add_live(score: Score, live: list[tuple[int, Verdict]], run: Played, note: 
 def _add_single(score: Score, run: Played, note: str) -> None:
     for size in SINGLE:
         for first in range(0, len(run.window.starts) - size + 1, size):
-            verdict = judge_window(run.window.take(slice(first, first + size)), DEFAULTS).verdict
+            verdict = judge_window(run.window.select(slice(first, first + size)), DEFAULTS).verdict
             score.windows += 1
             if any(claim.ranks - run.ranks for claim in claims_of(verdict)):
                 score.wrong_windows += 1

@@ -16,8 +16,8 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.document import drawing
+from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import severity
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
@@ -60,7 +60,7 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
         return Range(first or 0, last if last is None else max(last, (first or 0) + 1))
     if cache.source.stored or cache.status.get("status", "running") != "running":
         return Range()
-    episode, newest = present(run.verdict), run.last_step or 0
+    episode, newest = current_episode(run.verdict), run.last_step or 0
     if episode is None or newest - episode["from_step"] < MAX_BINS:
         return Range(newest=True)
     # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
@@ -83,7 +83,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "range": shown,
         "between": (min(first, last), last),
         "lanes": _lanes(verdict.get("episodes") or ()),
-        "onset": (present(verdict or None) or {}).get("from_step"),
+        "onset": (current_episode(verdict or None) or {}).get("from_step"),
         "ticks": _ticks(run, spine),
     }
 

@@ -28,7 +28,7 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.dashboard import LINGERS
-from traceml_ray.printing import leave, leave_in_time, show
+from traceml_ray.printing import exit_now, exit_soon, show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.views.source import open_source
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, SystemExit):
         code = 0
     finally:
-        leave_in_time(code)
+        exit_soon(code)
         source.close()
-    return leave(code)
+    return exit_now(code)
 
 
 def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], object] = time.sleep) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from traceml_ray.agent.bootstrap import COMMAND, leave_rank
+from traceml_ray.agent.bootstrap import COMMAND, clear_rank_environment
 from traceml_ray.printing import say
 from traceml_ray.ray.connection import join
 
@@ -38,7 +38,7 @@ _Started = TypeVar("_Started")
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code, 126 or 127 where it cannot be started, 2 for bad input."""
-    leave_rank()
+    clear_rank_environment()
     words = unmarked(args.words[1:] if args.words[:1] == ["--"] else args.words)
     if not words:
         return _refuse("which command? traceml-ray run -- accelerate launch train.py", 2)

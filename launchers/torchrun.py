@@ -20,7 +20,7 @@ from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from traceml_ray.agent.bootstrap import leave_rank
+from traceml_ray.agent.bootstrap import clear_rank_environment
 from traceml_ray.masking import masked_text
 from traceml_ray.printing import say
 from traceml_ray.settings import SettingError
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run
     raises what torchrun raises, which makes the interpreter exit with torchrun's exit code.
     """
-    leave_rank()
+    clear_rank_environment()
     try:
         args = _parse(argv)
         check_floors(args)

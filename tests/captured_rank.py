@@ -39,13 +39,13 @@ class Rank:
 
     def ask(self, first_step: int, steps: int = 2, number: int = 1, **more: float) -> None:
         args: dict[str, Any] = {"id": "p", "number": number, "first_step": first_step, "steps": steps}
-        self.captures.obey(
+        self.captures.handle_command(
             wire.Command("profile", {**args, "limit_s": 60.0, "run": "r", "ranks": "0", **more})
         )
 
     @property
     def status(self) -> wire.Capture:
-        self.captures.turn()
+        self.captures.tick()
         now = self.captures._now
         if now is not None and now._packing is not None:
             now._packing.join(60.0)

@@ -172,7 +172,7 @@ def coupled_job(rng: np.random.Generator) -> tuple[Job, float]:
 
 
 @dataclass
-class Tally:
+class SummedSteps:
     """Verdicts over windows with a fault, by what it costs; over windows without, by label."""
 
     windows: int = 0
@@ -232,7 +232,7 @@ def total_ns(window: Window) -> int:
 
 
 def play(
-    tally: Tally,
+    tally: SummedSteps,
     job: Job,
     faults: Sequence[Fault | None],
     seeds: int,

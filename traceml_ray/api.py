@@ -278,7 +278,7 @@ def count(
         if flops_per_step is not None or total_steps is not None:
             flops = None if flops_per_step is None else float(flops_per_step)
             steps = None if total_steps is None else int(total_steps)
-            agent.collector(WorkReport).tell(job_flops=flops, total_steps=steps)
+            agent.collector(WorkReport).declare(job_flops=flops, total_steps=steps)
     except Exception as error:
         agent.instrumentation.failed("count", error)
 

@@ -3,7 +3,7 @@
 import atexit
 import sys
 
-from traceml_ray.printing import leave
+from traceml_ray.printing import exit_now
 
 
 def run() -> int:
@@ -14,7 +14,7 @@ def run() -> int:
     be in C++ code, which would abort this process: exit code -6 in place of 1.
     """
     codes: list[int] = []
-    atexit.register(lambda: leave(codes[0]) if codes else None)  # before any other: so it is called last
+    atexit.register(lambda: exit_now(codes[0]) if codes else None)  # before any other: so it is called last
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from traceml_ray.launchers.torchrun import main

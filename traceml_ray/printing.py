@@ -39,7 +39,7 @@ def say(message: object) -> None:
             print(f"traceml-ray: {one_line(message)}", file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """
     End this process now, with what was printed written out.
 
@@ -52,7 +52,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_in_time(code: int) -> None:
+def exit_soon(code: int) -> None:
     """End this process within a second: the end of Ray, with its cluster gone, takes minutes."""
     timer = threading.Timer(_END_S, os._exit, (code,))
     timer.daemon = True

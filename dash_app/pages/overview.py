@@ -14,7 +14,7 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
-from traceml_ray.reports.present import change
+from traceml_ray.reports.current_episode import change
 from traceml_ray.signals.views import POLLED
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query

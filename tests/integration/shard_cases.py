@@ -120,7 +120,7 @@ def train(job: loops.Job, case: Case) -> dict[str, Any]:
         net(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        job.recorder.settle()
+        job.recorder.replay()
         sent += shards.collect(final=False)
     job.recorder.finish()
     for _ in range(2):

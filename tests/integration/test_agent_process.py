@@ -192,7 +192,7 @@ PROFILED = """
 
     captures, on = bootstrap.current().captures, torch.autograd._profiler_enabled
     steps = dict(first_step=10, steps=25, limit_s=60.0, record_s=60.0)
-    captures.obey(wire.Command("profile", dict(id="p", number=1, run="r", ranks="0", **steps)))
+    captures.handle_command(wire.Command("profile", dict(id="p", number=1, run="r", ranks="0", **steps)))
 
     def train_twice():
         train()

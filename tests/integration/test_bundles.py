@@ -93,13 +93,13 @@ class Job:
         end, judge_at = time.monotonic() + 60, 0.0
         while any(rank.poll() is None for rank in self.ranks) or self.relay._connections.ranks_connected:
             assert time.monotonic() < end
-            self.relay.turn(0.05)
+            self.relay.poll(0.05)
             if time.monotonic() > judge_at:
                 judge_at = time.monotonic() + 0.25
                 self.aggregator.commit()
                 self.aggregator.judge()
         for _ in range(3):
-            self.relay.turn(0.3)
+            self.relay.poll(0.3)
         failures = [
             wire.RankFailure(rank, rank, process.pid, process.returncode, time.time_ns())
             for rank, process in enumerate(self.ranks)

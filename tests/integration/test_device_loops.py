@@ -49,9 +49,9 @@ def run(name: str, trouble: Callable[[FakeDevice], None] = lambda _: None) -> tu
     finally:
         job.instrumentation.remove()
     device.wait(EPSILON_NS)
-    job.recorder.settle()
+    job.recorder.replay()
     job.clock.resolve(job.recorder.first_event())
-    job.recorder.leave_device()
+    job.recorder.stop_device_clock()
     return job, job.clock
 
 
@@ -121,9 +121,9 @@ class AgentsThread(threading.Thread):
         recorder = self._job.recorder
         clock = use(recorder, self._device)
         while not self.over.wait(0.001):
-            recorder.settle()
+            recorder.replay()
             clock.resolve(recorder.first_event())
-            clock.standing(loops.STEPS, recorder.steps.open_cuts())
+            clock.device_position(loops.STEPS, recorder.steps.open_cuts())
 
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name not in ("capturing", "record", "elsewhere")])
@@ -155,8 +155,8 @@ def test_agents_call_that_does_not_return_holds_up_no_mark_and_no_child(call: st
     agent.over.set()
     agent.join(60)
     device.wait(EPSILON_NS)
-    job.recorder.settle()
-    job.recorder.leave_device()
+    job.recorder.replay()
+    job.recorder.stop_device_clock()
     steps = [key >> SEGMENT_BITS for key, *_ in drained(job)]  # type: ignore[arg-type]
     assert steps == list(range(len(job.nets) * loops.STEPS))
     same_results("plain", job, times=len(job.nets))

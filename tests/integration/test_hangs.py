@@ -306,13 +306,13 @@ def test_killed_rank_is_named_live_while_the_job_goes_on() -> None:
         ranks = [Rank(0, 2, pid=os.getpid()), Rank(1, 2, pid=process.pid)]
         try:
             for rank in ranks:
-                relay.take(rank.batch(40, open=wire.OpenStage(40, BACKWARD, 1)))
-            relay.turn(0.3)
+                relay.accept(rank.batch(40, open=wire.OpenStage(40, BACKWARD, 1)))
+            relay.poll(0.3)
             process.kill()
             end = time.monotonic() + 5
             while aggregator.verdict is None or aggregator.verdict.label != "rank_lost":
                 assert time.monotonic() < end
-                relay.turn(0.1)
+                relay.poll(0.1)
                 aggregator.judge()
             verdict = aggregator.verdict
             assert (verdict.rank, verdict.exit_reason) == (1, "SIGKILL")

@@ -429,7 +429,7 @@ def held(lock: Any) -> Iterator[None]:
 def test_rows_are_kept_while_another_thread_holds_the_recorder_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch) as job:
         loops.plain(job)
-        job.recorder.settle()
+        job.recorder.replay()
         assert len(job.rows()) == loops.STEPS
         with held(job.recorder._lock):
             with traceml_ray.trace_step(), traceml_ray.trace_step():
@@ -440,14 +440,14 @@ def test_rows_are_kept_while_another_thread_holds_the_recorder_lock(monkeypatch:
             loops.plain(job)
             assert job.rows() == []
         loops.plain(job)
-        job.recorder.settle()
+        job.recorder.replay()
         assert [row["step"] for row in job.rows()] == list(range(loops.STEPS, 3 * loops.STEPS + 2))
     assert (job.recorder.steps.rows.depth, job.recorder.lost_marks) == (0, 0)
 
 
 def test_rows_beyond_the_capacity_of_the_mark_log_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mark_log, backward_patch):
-        monkeypatch.setattr(module, "SETTLE_AT", 100)
+        monkeypatch.setattr(module, "REPLAY_AT", 100)
     with listening(monkeypatch) as job:
         loops.plain(job)
         with held(job.recorder._lock):
@@ -456,7 +456,7 @@ def test_rows_beyond_the_capacity_of_the_mark_log_are_counted(monkeypatch: pytes
             assert job.recorder.lost_rows > loops.STEPS
         for _ in range(2):
             loops.plain(job)
-        job.recorder.settle()
+        job.recorder.replay()
         rows = job.rows()
     assert job.recorder.lost_marks > job.ring.dropped > 0 == job.recorder.lost_rows
     assert abs(len(rows) + job.ring.dropped - 8 * loops.STEPS) <= 1, "one row may be cut in two"

@@ -201,7 +201,7 @@ def in_chunks(job: loops.Job, model: nn.Module, head: nn.Module, sync: Callable[
         hidden.backward(cut.grad)
         job.finish(optimizer)
         if number == 2:
-            job.recorder.settle()  # as the agent's thread does
+            job.recorder.replay()  # as the agent's thread does
 
 
 def chunks_ddp(job: loops.Job) -> None:

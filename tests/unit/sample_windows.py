@@ -49,15 +49,15 @@ def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ())
         (rank_rows for rank_rows in ranks if rank_rows.rank not in missing),
         key=lambda rank_rows: rank_rows.rank,
     )
-    counting = [rank_rows.take(rank_rows.flags & FLAG_EXCLUDED == 0) for rank_rows in live]
-    distinct = [rank_rows.take(np.unique(rank_rows.keys, return_index=True)[1]) for rank_rows in counting]
+    counting = [rank_rows.select(rank_rows.flags & FLAG_EXCLUDED == 0) for rank_rows in live]
+    distinct = [rank_rows.select(np.unique(rank_rows.keys, return_index=True)[1]) for rank_rows in counting]
     none = np.empty(0, np.int64)
     keys = functools.reduce(np.intersect1d, [rank_rows.keys for rank_rows in distinct]) if distinct else none
     seen = np.unique(np.concatenate([none, *(rank_rows.keys for rank_rows in distinct)]))
     aside = np.concatenate(
         [none, *(rank_rows.keys[rank_rows.flags & FLAG_EXCLUDED != 0] for rank_rows in live)]
     )
-    common = [rank_rows.take(np.isin(rank_rows.keys, keys)) for rank_rows in distinct]
+    common = [rank_rows.select(np.isin(rank_rows.keys, keys)) for rank_rows in distinct]
     inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
     d = np.array([rank_rows.rows for rank_rows in common], np.int64).reshape(len(live), len(keys), N_STAGES)
     return Window(

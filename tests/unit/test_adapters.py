@@ -41,7 +41,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
         recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
     job.told = {}
-    work = SimpleNamespace(tell=lambda **known: job.told.update(known))
+    work = SimpleNamespace(declare=lambda **known: job.told.update(known))
     job.agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
@@ -57,10 +57,10 @@ def test_verdict_reaches_rank_0_and_no_other(tmp_path: Path) -> None:
     node = wire.NodeIdentity("n", "host-0", "127.0.0.1")
     made = relay.RelayCore(tmp_path / "r.sock", node, Straight(core), NoSamples(), Settings())
     try:
-        made.take(ranks[0].batch(1))
-        made.turn()
-        made.turn()
-        replies = [wire.decode(made.take(rank.batch(1)), wire.RankReply) for rank in ranks]
+        made.accept(ranks[0].batch(1))
+        made.poll()
+        made.poll()
+        replies = [wire.decode(made.accept(rank.batch(1)), wire.RankReply) for rank in ranks]
     finally:
         made.close()
         core.close()
@@ -74,11 +74,11 @@ def test_steps_are_numbered_as_the_framework_counts_them(job: Any) -> None:
     marks.step(5000)  # from a checkpoint
     loops.plain(job)
     marks.step(5000 + loops.STEPS)
-    job.recorder.settle()
+    job.recorder.replay()
     assert [row["step"] for row in job.rows()] == list(range(5000, 5000 + loops.STEPS))
     marks.step(7)
     loops.plain(job)
-    job.recorder.settle()
+    job.recorder.replay()
     assert min(row["step"] for row in job.rows()) == 5000 + loops.STEPS, "numbers only grow"
 
 
@@ -89,7 +89,7 @@ def test_steps_counted_by_marks_cost_the_training_thread_nothing(job: Any) -> No
     for done in range(1, loops.STEPS + 1):
         marks.step(done)
     assert job.rows() == [], "the marks are understood later, by another thread"
-    job.recorder.settle()
+    job.recorder.replay()
     assert [row["step"] for row in job.rows()] == list(range(loops.STEPS))
 
 
@@ -353,7 +353,7 @@ def test_batches_are_the_steps_of_several_optimizers(job: Any, lightning: Any) -
                 self.fit_loop.epoch_loop._batches_that_stepped += 1
 
     Manual().fit(lightning.TraceMLCallback(), 2)
-    job.recorder.settle()
+    job.recorder.replay()
     assert [row["step"] for row in job.rows()] == [step for step in range(2 * loops.STEPS) for _ in range(2)]
     assert job.told == {} and not job.instrumentation.errors
 

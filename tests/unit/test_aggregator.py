@@ -782,7 +782,7 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
             aggregator.judge()
             known, runs.known = runs.known, LiveRanks()
             with aggregator._writer.lock:
-                anew = runs.learn()
+                anew = runs.refresh()
             assert dataclasses.replace(known, epoch=anew.epoch) == anew
             for run, processes_of_run in anew.ranks.items():
                 assert aggregator._steps._runs[run].world == world_size(processes_of_run, None)

@@ -171,7 +171,7 @@ def test_capture_that_is_let_go_before_its_trace_is_written_turns_the_profiler_o
     rank.ask(first_step=5)
     assert rank.status.state == "recording"
     rank.ask(first_step=5, over=1)
-    rank.captures.turn()
+    rank.captures.tick()
     rank.captures.abandon()
     while profiler._is_profiler_enabled:  # by a thread of its own, some time later
         time.sleep(0.02)

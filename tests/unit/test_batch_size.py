@@ -201,8 +201,8 @@ def test_samples_are_of_training_batches_only_and_of_each_micro_batch(watched: W
         watched.evaluate(val)
         for batch in batches:  # 4, 4, 2
             watched.step(batch)
-    assert watched.recorder.take_work() == Counted(0, 9, 10, 12, 44, None)
-    assert watched.recorder.take_work() is None
+    assert watched.recorder.drain_work() == Counted(0, 9, 10, 12, 44, None)
+    assert watched.recorder.drain_work() is None
 
 
 def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -> None:
@@ -210,11 +210,11 @@ def test_what_the_script_says_replaces_what_its_batches_show(watched: Watched) -
         watched.recorder.count(None, 10)
         watched.recorder.count(None, 20 + step)
         watched.step(batch)
-    assert watched.recorder.take_work() == Counted(0, 1, 2, 2, 8, 61)
+    assert watched.recorder.drain_work() == Counted(0, 1, 2, 2, 8, 61)
     watched.recorder.count(3, None)
     watched.step([torch.ones(3, 2)])  # of no loader
     watched.step([torch.ones(3, 2)])
-    assert watched.recorder.take_work() == Counted(2, 2, 1, 0, 3, None)
+    assert watched.recorder.drain_work() == Counted(2, 2, 1, 0, 3, None)
 
 
 def test_sizes_of_each_step_are_kept_and_sent_once(watched: Watched) -> None:
@@ -235,7 +235,7 @@ def test_sizes_of_each_step_are_kept_and_sent_once(watched: Watched) -> None:
     for batch in batches:
         watched.step(batch)
     watched.step([torch.ones(3, 2)])
-    report.tell(total_steps=9)
+    report.declare(total_steps=9)
     assert [type(record) for record in report.collect(False)] == [StepWork]  # the sizes are not due yet
     now = 60.0
     (sizes,) = report.collect(False)
@@ -248,10 +248,10 @@ def test_sizes_that_are_not_sent_for_long_have_a_bound_and_are_counted() -> None
     for step in range(ROOM + 5):
         log.add(step, step, None)
     assert (len(log), log.lost) == (ROOM, 5)
-    pieces = packed(log.take())
+    pieces = packed(log.drain())
     assert [(piece.first_step, piece.last_step) for piece in pieces[:2]] == [(5, 516), (517, 1028)]
     assert np.concatenate([unpacked(piece)[:, 0] for piece in pieces]).tolist() == [*range(5, ROOM + 5)]
-    assert len(log) == 0 and packed(log.take()) == []
+    assert len(log) == 0 and packed(log.drain()) == []
 
 
 amount = st.one_of(st.none(), st.integers(0, 1 << 40))
@@ -262,7 +262,7 @@ def test_sizes_of_steps_are_what_was_noted(noted: dict[int, Any], every: int) ->
     log = SizeLog()
     for step in sorted(noted):
         log.add(step, *noted[step])
-    pieces = packed(log.take())
+    pieces = packed(log.drain())
     steps = np.arange(0, 3001, every)
     amounts_read = amounts({7: pieces}, [3, 7], steps)
     for column, name in enumerate(("samples", "tokens")):
@@ -292,7 +292,7 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
 ) -> None:
     traceml_ray.count(samples=7)
     values: dict[str, Any] = {}
-    work = SimpleNamespace(tell=lambda **known: values.update(known))
+    work = SimpleNamespace(declare=lambda **known: values.update(known))
     agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches)
     agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", agent)
@@ -303,7 +303,7 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
     other.join()
     traceml_ray.count(samples="many")  # type: ignore[arg-type]
     watched.step([torch.ones(3, 2)])
-    assert watched.recorder.take_work() == Counted(1, 1, 1, 0, 103, 9)
+    assert watched.recorder.drain_work() == Counted(1, 1, 1, 0, 103, 9)
     assert values == {"job_flops": 1e20, "total_steps": 50}
     assert dict(watched.patches.errors) == {"count: ValueError": 1}
     watched.patches.errors.clear()
@@ -323,7 +323,7 @@ def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watch
     assert (first.total_steps, first.device) == (9, "cpu")
     assert report.collect(False) == []  # not due, nothing new
     watched.step([torch.ones(3, 2)])
-    report.tell(total_steps=12)
+    report.declare(total_steps=12)
     (work,) = report.collect(False)
     assert isinstance(work, StepWork)
     assert (work.steps, work.total_steps) == (0, 12)

@@ -337,12 +337,12 @@ def test_file_of_a_rank_that_hangs_holds_up_neither_relay_nor_its_end(
     trace = leave_trace(tmp_path, rank.process_id)
     capture = wire.Capture("p", 1, "sending", "", len(TRACE), folder=str(trace))
     try:
-        relay.take(rank.batch(10, capture=capture))
+        relay.accept(rank.batch(10, capture=capture))
         assert opening.wait(60.0)
         for _ in range(3):
-            relay.take(rank.batch(10, capture=capture))
+            relay.accept(rank.batch(10, capture=capture))
             for _ in range(5):
-                relay.turn()
+                relay.poll()
         assert aggregator.commit()
         with aggregator.stored() as file:
             assert file.processes()[0].next_row > 0

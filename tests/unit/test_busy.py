@@ -24,7 +24,7 @@ def summary_of(
         for rank_rows in processes(d, flags=flags, exchanges=exchanges)
         if rank_rows.rank not in missing
     ]
-    history.take(every)
+    history.add_rows(every)
     history.advance((), 0, len(every))
     stats = history.stats()
     return step_summary(stats, history.ranks, history.nodes, missing) if stats else None

@@ -143,7 +143,7 @@ def test_step_comes_in_time_although_turning_the_profiler_on_takes_longer_than_i
 ) -> None:
     def limit_passes() -> None:
         rank.now = 1000.0
-        rank.captures.turn()
+        rank.captures.tick()
 
     rank.train(1)
     rank.ask(first_step=2)
@@ -259,7 +259,7 @@ def test_rows_that_a_profile_slows_are_in_no_statistic(rank: Rank, monkeypatch: 
     monkeypatch.setattr(TorchProfiler, "save", while_it_trains)
     assert rank.status.state == "sending"
     rank.train(4)
-    assert rank.recorder.settle(60.0)
+    assert rank.recorder.replay(60.0)
     _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
     steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
     marked = np.frombuffer(flags, np.uint8) & FLAG_EXCLUDED != 0
@@ -370,7 +370,7 @@ def test_trace_is_let_go_when_nobody_asks_any_more(rank: Rank) -> None:
     folder = Path(rank.status.folder)
     assert rank.status.state == "sending" and [file.name for file in folder.iterdir()] == [TRACE_NAME]
     rank.now = capture.KEPT_S + 1
-    rank.captures.turn()
+    rank.captures.tick()
     assert rank.captures.status is None and not folder.exists()
 
 
@@ -407,7 +407,7 @@ def test_agent_goes_on_while_a_large_trace_is_compressed(rank: Rank, monkeypatch
     rank.ask(first_step=2)
     rank.train(4)
     for _ in range(3):
-        rank.captures.turn()
+        rank.captures.tick()
         status = rank.captures.status
         assert status is not None and status.state == "recording" and not status.folder
     goes_on.set()
@@ -428,7 +428,7 @@ def test_rows_count_again_after_a_trace_that_could_not_be_compressed(
     rank.train(1)
     rank.ask(first_step=2)
     rank.train(4)
-    rank.captures.turn()
+    rank.captures.tick()
     if ends == "fails":
         goes_on.set()
         status = rank.status
@@ -436,6 +436,6 @@ def test_rows_count_again_after_a_trace_that_could_not_be_compressed(
     else:
         rank.captures.abandon()
     rank.train(4)
-    assert rank.recorder.settle(60.0)
+    assert rank.recorder.replay(60.0)
     assert rank.recorder.steps.rows.step not in rank.recorder.steps.rows.slowed
     goes_on.set()

@@ -53,7 +53,7 @@ class Job:
         labels = {process.id: "node-1" for process in self.ranks.values()}
         verdict = Verdict(label="healthy", mean_step_ms=1e3 * self.step_s)
         run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict, self.step_s)
-        self.over = self.captures.turn([run] if runs else []) or self.over
+        self.over = self.captures.tick([run] if runs else []) or self.over
         assert self.files.wait(60.0)
 
     @property
@@ -76,7 +76,7 @@ class Job:
             steps = [(first + n, 10 * n, 10 * n + 10, None) for n in range(args["steps"])]
             steps = steps if served is None else [(0, *served, None)]
         about: Any = args["id"], args["number"], state, reason, total, steps, 10, 20, 30, served is not None
-        self.captures.take(f"process-{rank}", wire.Capture(*about))
+        self.captures.ingest(f"process-{rank}", wire.Capture(*about))
 
     def send(
         self, rank: int, offset: int, data: bytes = b"", number: int | None = None, failure: str = ""

@@ -77,8 +77,8 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stat", "lstat", "open", "scandir", "listdir"):
         monkeypatch.setattr(os, name, _refusing(getattr(os, name)))
     for module in (dashboard, top):
-        monkeypatch.setattr(module, "leave_in_time", lambda _code: None)  # it ends this process
-        monkeypatch.setattr(module, "leave", lambda code: code)
+        monkeypatch.setattr(module, "exit_soon", lambda _code: None)  # it ends this process
+        monkeypatch.setattr(module, "exit_now", lambda code: code)
     monkeypatch.setattr(os, "nice", lambda _by: None)
 
 

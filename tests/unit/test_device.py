@@ -54,7 +54,7 @@ class DeviceLoop(WrittenLoop):
 
     def both(self) -> list[Row]:
         """(key, flags, row, host row, leads) of what the device is done with."""
-        self.recorder.settle()
+        self.recorder.replay()
         self.use.resolve(self.recorder.first_event())
         return drained(self)
 
@@ -153,7 +153,7 @@ def test_no_row_is_lost_or_overtaken_whatever_the_device_does(
             rows += loop.both()
     waited = loop.use.waiting
     assert loop.ring.accepted + waited <= len(steps)
-    loop.recorder.leave_device()
+    loop.recorder.stop_device_clock()
     rows += drained(loop)
     assert [key >> SEGMENT_BITS for key, *_ in rows] == list(range(len(steps)))
     assert bool(loop.use.stopped) == loop.device.broken
@@ -255,9 +255,9 @@ class TestDeviceThatIsBehind:
         loop = self.behind(3)
         loop.both()
         cuts = loop.recorder.steps.open_cuts()
-        assert loop.use.standing(5, cuts) == (2, POST_SYNC, 0)
+        assert loop.use.device_position(5, cuts) == (2, POST_SYNC, 0)
         loop.device.wait(20_000 * MS)
-        assert loop.use.standing(5, cuts) == (2, POST_SYNC, 20_000 * MS)
+        assert loop.use.device_position(5, cuts) == (2, POST_SYNC, 20_000 * MS)
 
     def test_ranks_that_wait_for_a_peer_stand_in_sync_wait(self) -> None:
         loop = self.behind(0)
@@ -273,13 +273,13 @@ class TestDeviceThatIsBehind:
         loop.data(2)
         device.wait(MS)
         loop.both()
-        assert loop.use.standing(2, recorder.steps.open_cuts()) == (2, SYNC_WAIT, 0)
+        assert loop.use.device_position(2, recorder.steps.open_cuts()) == (2, SYNC_WAIT, 0)
 
     def test_host_is_meant_where_its_device_has_nothing_to_do(self) -> None:
         loop = self.behind(0)
         loop.device.wait(7_200_000 * MS)
         loop.both()
-        assert loop.use.standing(2, loop.recorder.steps.open_cuts()) is None
+        assert loop.use.device_position(2, loop.recorder.steps.open_cuts()) is None
 
 
 def test_marks_of_streams_that_are_far_out_of_order_leave_the_host_row() -> None:
@@ -342,11 +342,11 @@ def test_agent_goes_on_while_a_mark_blocks_with_the_lock() -> None:
     held.wait(60)
     assert loop.recorder.first_event() == 0
     loop.use.resolve(0)
-    assert not loop.recorder.leave_device()
-    assert loop.use.standing(2, loop.recorder.steps.open_cuts()) is None
+    assert not loop.recorder.stop_device_clock()
+    assert loop.use.device_position(2, loop.recorder.steps.open_cuts()) is None
     over.set()
     thread.join()
-    assert loop.recorder.leave_device() and loop.recorder.device is None
+    assert loop.recorder.stop_device_clock() and loop.recorder.device is None
 
 
 def test_wait_of_autograds_thread_counts_inside_a_backward_only() -> None:
@@ -488,7 +488,7 @@ class TestCollectives:
         """`work.get_future().wait()`; on the CPU a future may be for anything."""
         loop, collectives = self.made()
         if not on_device:
-            loop.recorder.leave_device()
+            loop.recorder.stop_device_clock()
         marks = len(loop.recorder.log)
         collectives._wait(future=True)(lambda: loop.device.wait_for(loop.device.now + 7 * MS))()
         assert (len(loop.recorder.log) > marks) == on_device

@@ -97,7 +97,7 @@ class Rank:
         recorder.optimizer_end(began)
         if job.waits == "step":
             device.item()
-        recorder.settle()
+        recorder.replay()
         self.loop.use.resolve(recorder.first_event())
 
     def _work(self, host: int, device_ms: float) -> None:
@@ -132,7 +132,7 @@ def play(*jobs: Job) -> list[Rank]:
     for rank in ranks:
         rank.loop.device.now += 1000 * MS
         rank.loop.recorder.optimizer_begin()
-        rank.loop.recorder.settle()
+        rank.loop.recorder.replay()
         rank.loop.use.resolve(rank.loop.recorder.first_event())
     return ranks
 

@@ -35,7 +35,7 @@ def rank(setting: str, *devices: str) -> RankAgent:
     agent.instrumentation.roots.add(model)
     agent.model = model  # type: ignore[attr-defined]
     agent.recorder.steps.rows.first = False
-    agent.device.turn()
+    agent.device.tick()
     return agent
 
 
@@ -150,7 +150,7 @@ def test_only_the_exchange_itself_is_on_the_devices_clock(
     assert exchange.streamed and exchange.inseparable
     agent.device.begin(FakeDevice())
     assert exchange.inseparable == inseparable
-    agent.recorder.leave_device()
+    agent.recorder.stop_device_clock()
     assert exchange.inseparable
 
 
@@ -158,7 +158,7 @@ def test_clock_ends_where_gradients_are_reduced_by_hand() -> None:
     agent = make(Pipe())
     agent.device.begin(FakeDevice())
     agent.recorder.exchange.inferred = True
-    agent.device.turn()
+    agent.device.tick()
     assert "gradients are not exchanged by DDP or FSDP" in why(agent) and agent.device.clock is None
 
 
@@ -192,8 +192,8 @@ def test_model_that_is_being_changed_is_asked_again() -> None:
     agent.instrumentation.roots.add(model)
     agent.recorder.steps.rows.first = False
     parameters, model.parameters = model.parameters, Mock(side_effect=RuntimeError("changed size"))  # type: ignore[method-assign]
-    agent.device.turn()
+    agent.device.tick()
     assert not why(agent)
     model.parameters = parameters  # type: ignore[method-assign]
-    agent.device.turn()
+    agent.device.tick()
     assert "turned off" in why(agent)

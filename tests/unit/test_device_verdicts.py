@@ -18,7 +18,7 @@ from simulated_jobs import (
     LARGE_HOST_BOUND_JOBS,
     OTHER_DEVICE_BOUND_JOBS,
     OTHER_HOST_BOUND_JOBS,
-    Tally,
+    SummedSteps,
     play,
     several_faults,
     single_faults,
@@ -121,7 +121,7 @@ def test_fault_on_the_hosts_clock_alone_blames_nobody_or_the_wrong_rank():
 
 
 def test_device_bound_jobs_without_a_fault_are_healthy():
-    tally = Tally()
+    tally = SummedSteps()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
         for ranks, seeds in ((2, 24), (8, 14), (32, 6)):
             for device, host, tails in ((0.02, 0.05, 0), (0.10, 0.10, 0), (0.10, 0.20, 0.002)):
@@ -134,7 +134,7 @@ def test_device_bound_jobs_without_a_fault_are_healthy():
 
 
 def test_host_bound_jobs_without_a_fault_name_no_rank():
-    tally = Tally()
+    tally = SummedSteps()
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
         for ranks, seeds in ((2, 28), (8, 16)):
             for device, host in ((0.02, 0.05), (0.10, 0.10)):
@@ -146,7 +146,7 @@ def test_host_bound_jobs_without_a_fault_name_no_rank():
 
 
 def test_device_bound_jobs_with_a_fault_have_their_rank_and_stage():
-    tally = Tally()
+    tally = SummedSteps()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
         for ranks in (2, 8):
             here = replace(job, ranks=ranks)
@@ -156,7 +156,7 @@ def test_device_bound_jobs_with_a_fault_have_their_rank_and_stage():
 
 
 def test_host_bound_jobs_with_a_fault_have_their_rank_or_no_verdict():
-    tally = Tally()
+    tally = SummedSteps()
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
         for ranks in (2, 8):
             here = replace(job, ranks=ranks)
@@ -190,7 +190,7 @@ def test_window_of_devices_keeps_its_hosts_when_cut():
     "jobs", [COUPLED_DEVICE_BOUND_JOBS, COUPLED_HOST_BOUND_JOBS], ids=["device-bound", "host-bound"]
 )
 def test_jobs_with_several_exchanges_a_step_have_their_rank_and_are_healthy_without_a_fault(jobs):
-    faulty, healthy = Tally(), Tally()
+    faulty, healthy = SummedSteps(), SummedSteps()
     for number, job in enumerate(jobs.values()):
         here = replace(job, ranks=4)
         play(faulty, here, single_faults(here, 3), 1, number)
@@ -203,7 +203,7 @@ def test_jobs_with_several_exchanges_a_step_have_their_rank_and_are_healthy_with
 
 
 def test_large_step_of_which_the_launch_queue_holds_little_is_judged_as_any_other():
-    tally = Tally()
+    tally = SummedSteps()
     for number, job in enumerate(LARGE_DEVICE_BOUND_JOBS.values()):
         here = replace(job, ranks=4)
         play(tally, here, [*single_faults(here, 3, (0.2,)), *several_faults(3)], 1, number)
@@ -225,7 +225,7 @@ def test_rank_whose_host_has_lost_its_lead_in_one_stall_is_not_named():
         kernels=(4, 0, 1, 7, 10), exchange_ms=1.178, ranks=8, slots=44, events_too=False, contention=0.116,
         device_noise=0.0382, host_noise=0.0521, tails=0.002, spread=0.0019, launch_ms=0.0054,
     )  # fmt: skip
-    [healthy], tally = windows(job, seeds=6, seed=90_143), Tally()
+    [healthy], tally = windows(job, seeds=6, seed=90_143), SummedSteps()
     play(tally, job, [Fault(7, "device", (stage,), 4.191) for stage in (FORWARD, POST_SYNC)], 1, 90_043)
     assert {judge(window).label for window in healthy} == {"healthy"}
     assert tally.wrong == 0
@@ -239,7 +239,7 @@ def test_fault_of_a_sharded_job_whose_hosts_wait_for_their_devices_is_named(wher
         waits=frozenset({"loss", "scaler"}), contention=0.0099, device_noise=0.0959, host_noise=0.0698,
         tails=0.002, spread=0.0038, launch_ms=0.0055, layers=5,
     )  # fmt: skip
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, job, [Fault(0, where, (stage,), ms) for ms in (9.25, 18.5)], 1, 90_090)
     assert tally.rank == tally.stage == tally.costs == 2
 
@@ -256,7 +256,7 @@ def test_device_that_is_a_large_kernel_behind_its_host_is_not_slow():
         kernels=(1, 0, 1, 3, 16), exchange_ms=6.17, buckets=4, ranks=16, slots=27, events_too=False,
         contention=0.14, device_noise=0.046, host_noise=0.107, spread=0.0013, memory=0.5, launch_ms=0.005,
     )  # fmt: skip
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, job, [None], 6, 1)
     assert tally.labels == {"healthy": 6}
 
@@ -275,7 +275,7 @@ HELD_AT_THE_END = Job(
 
 
 def test_host_that_is_last_by_chance_names_no_rank_though_its_lead_is_a_large_kernel():
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, SHARDED, [None], 8, 2)
     assert tally.labels == {"healthy": 8}, tally.notes
 
@@ -286,13 +286,13 @@ def test_host_that_is_last_by_chance_names_no_rank_where_a_stage_is_one_kernel()
         kernels=(1, 0, 1, 4, 11), exchange_ms=3.797, buckets=4, ranks=3, slots=612, micro=2, contention=0.134,
         device_noise=0.037, host_noise=0.127, spread=0.01, launch_ms=0.004, syncs=2,
     )  # fmt: skip
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, job, [None], 6, 310_138)
     assert tally.labels == {"healthy": 6}, tally.notes
 
 
 def test_lateness_that_wanders_names_no_rank_where_hosts_wait_for_their_devices():
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, HELD_AT_THE_END, [None], 8, 210_127)
     assert tally.labels["healthy"] + tally.labels["accounting_only"] == 8, tally.notes
 
@@ -304,7 +304,7 @@ def test_stage_that_begins_with_a_lead_and_ends_without_names_no_rank_of_a_healt
         waits=frozenset({"loss"}), micro=3, contention=0.13, device_noise=0.004, host_noise=0.015,
         spread=0.0034, memory=0.6, launch_ms=0.005,
     )  # fmt: skip
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, job, [None], 6, 1)
     assert tally.labels["healthy"] + tally.labels["accounting_only"] == 6
 
@@ -317,7 +317,7 @@ def test_fault_of_which_kernels_of_waiting_ranks_hide_a_part_is_named(stage):
         waits=frozenset({"scaler"}), contention=0.23, device_noise=0.052, host_noise=0.147, spread=0.0056,
         memory=0.5, launch_ms=0.005,
     )  # fmt: skip
-    tally = Tally()
+    tally = SummedSteps()
     play(tally, job, [Fault(0, "device", (stage,), 5.61)], 1, 1)
     assert (tally.costs, tally.rank, tally.stage) == (1, 1, 1)
 

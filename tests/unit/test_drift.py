@@ -57,7 +57,7 @@ def live(d, run=None, every=10, first=30):
     run = run or RunJudge(AT_ONCE)
     whole = window(d)
     ends = range(first, len(d) + 1, every)
-    return run, {end: run.update(whole.take(slice(max(0, end - 50), end))) for end in ends}
+    return run, {end: run.update(whole.select(slice(max(0, end - 50), end))) for end in ends}
 
 
 def labels(verdicts, first=0, last=10**9):
@@ -187,8 +187,8 @@ class TestBaseline:
         baseline = msgspec.structs.replace(run.baseline, step_ns=1e6, level_ns=(1e5,) * 6)
         whole = window(rows((BALANCED, 400)))
         begin = baseline.to_step
-        assert judge(whole.take(slice(begin - 20, begin + 30)), baseline=baseline).label == "healthy"
-        assert judge(whole.take(slice(begin + 1, begin + 51)), baseline=baseline).label == "group_wide"
+        assert judge(whole.select(slice(begin - 20, begin + 30)), baseline=baseline).label == "healthy"
+        assert judge(whole.select(slice(begin + 1, begin + 51)), baseline=baseline).label == "group_wide"
 
     def test_baseline_does_not_follow_a_slow_drift(self):
         """Half a thousandth of the step more in every step: never more than 0.5 % between two windows."""
@@ -269,7 +269,7 @@ class TestHistory:
         whole = window(rows((BALANCED, 433), (SLOW, 120), (BALANCED, 100)))
         seldom, often = RunJudge(), RunJudge()
         for end in range(50, 651, 10):
-            last = whole.take(slice(end - 50, end))
+            last = whole.select(slice(end - 50, end))
             verdicts = [often.update(last) for _ in range(3)]
             assert seldom.update(last) == verdicts[0] == verdicts[-1]
         assert (seldom.whole(), seldom.periods, seldom.baseline) == (

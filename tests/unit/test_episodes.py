@@ -14,7 +14,7 @@ from traceml_ray.analysis.episodes import Episodes
 from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
-from traceml_ray.monitor.kept_judging import PACKER
+from traceml_ray.monitor.saved_state import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES, SYNC_WAIT
 from traceml_ray.text import percent
 
@@ -51,7 +51,7 @@ def live(d, every_s=0.5, run=None):
     verdicts = []
     for end_s in np.arange(every_s, ends_s[-1], every_s):
         end = int(np.searchsorted(ends_s, end_s))
-        verdicts.append((end, end_s, run.update(whole.take(slice(max(0, end - 400), end)))))
+        verdicts.append((end, end_s, run.update(whole.select(slice(max(0, end - 400), end)))))
     return run, verdicts
 
 
@@ -207,7 +207,7 @@ def single_windows(d):
     """Yield what the rules say of each window by itself."""
     whole = window(d)
     for begin in range(0, len(d) - 50, 10):
-        yield judge_window(whole.take(slice(begin, begin + 50)), DEFAULTS).verdict
+        yield judge_window(whole.select(slice(begin, begin + 50)), DEFAULTS).verdict
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -306,7 +306,7 @@ def test_steps_between_judgements_count_like_judged_ones():
     d = played(2000, 10, (DATA, 0, 400, None, 0.4))
     run, whole = RunJudge(), window(d)
     for end in range(50, 2001, 200):
-        run.update(whole.take(slice(end - 50, end)))
+        run.update(whole.select(slice(end - 50, end)))
     (episode,) = run.episodes.episodes
     full, _ = live(d)
     assert episode.cost_s == pytest.approx(full.episodes.episodes[0].cost_s, rel=0.15)
@@ -317,9 +317,9 @@ def test_sampled_steps_count_for_those_between_them():
     """One step in 8 has times: durations, costs and what is over are of all."""
     d = played(4000, 20, (DATA, 0, 800, 1600, 0.3))
     all_steps, _ = live(d)
-    sampled, whole = RunJudge(), window(d).take(slice(0, None, 8))
+    sampled, whole = RunJudge(), window(d).select(slice(0, None, 8))
     for end in range(10, 501, 6):
-        sampled.update(whole.take(slice(max(0, end - 50), end)))
+        sampled.update(whole.select(slice(max(0, end - 50), end)))
     (episode,), (full,) = sampled.episodes.episodes, all_steps.episodes.episodes
     assert episode.cost_s == pytest.approx(full.cost_s, rel=0.1)
     assert episode.seconds == pytest.approx(full.seconds, rel=0.1)
@@ -330,9 +330,9 @@ def test_sampled_steps_count_for_those_between_them():
 
 def sampled(d, every, piece=6):
     """The judge, and what it said, where one step in `every` has times, and `d` are these steps."""
-    run, whole, verdicts = RunJudge(), window(np.repeat(d, every, axis=0)).take(slice(0, None, every)), []
+    run, whole, verdicts = RunJudge(), window(np.repeat(d, every, axis=0)).select(slice(0, None, every)), []
     for end in range(10, len(d) + 1, piece):
-        verdicts.append((end, 0.0, run.update(whole.take(slice(max(0, end - 50), end)))))
+        verdicts.append((end, 0.0, run.update(whole.select(slice(max(0, end - 50), end)))))
     return run, verdicts
 
 
@@ -405,7 +405,7 @@ def test_resumed_judge_counts_no_late_step_again():
     assert counted_s(live(d[:235])[0]) == pytest.approx(5, rel=0.06)
     second.resume(PACKER.unpack(PACKER.pack(first.state())))
     for end in range(236, 401, 5):
-        second.update(whole.take(slice(end - 200, end)))
+        second.update(whole.select(slice(end - 200, end)))
     assert counted_s(second) == pytest.approx(5, rel=0.06)
 
 
@@ -450,7 +450,7 @@ class TestSideBySide:
         """The verdicts in effect, by the step they are at; `shown`: (finding, first step, end) of windows."""
         episodes, named = episodes or Episodes(DEFAULTS), {}
         for end in range(first, len(d) + 1, 10):
-            part = window(d).take(slice(end - 50, end))
+            part = window(d).select(slice(end - 50, end))
             here = [one for one, begin, until in shown if begin < end and end - 50 < (until or end)]
             quiet = Verdict(label="healthy", window_steps=50, mean_step_ms=1.0, coverage=1.0)
             verdict = quiet if not here else msgspec.structs.replace(here[0], also=tuple(here[1:]))
@@ -664,7 +664,7 @@ class TestWatching:
         d, second = played(2600, 20, *late, ranks=4), RunJudge()
         first, before = live(d[:2500])
         second.resume(PACKER.unpack(PACKER.pack(first.state())))
-        after = second.update(window(d).take(slice(2400, 2600)))
+        after = second.update(window(d).select(slice(2400, 2600)))
         assert (before[-1][2].label, after.label) == ("watching", "watching")
         assert after.from_step == before[-1][2].from_step and after.cost_s > before[-1][2].cost_s
 
@@ -700,7 +700,7 @@ def test_judge_goes_on_where_another_left_off(undisturbed, handover):
     second.resume(PACKER.unpack(PACKER.pack(first.state())))
     whole = window(d)
     for end in range(handover + 200, 2001, 50):  # the windows that nobody judged are, too
-        last = second.update(whole.take(slice(max(0, end - 400), end)))
+        last = second.update(whole.select(slice(max(0, end - 400), end)))
     assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), verdicts[-1][2].from_step)
     for one, other in zip(second.episodes.episodes, through.episodes.episodes, strict=True):
         assert (one.label, one.rank, one.from_step) == (other.label, other.rank, other.from_step)
@@ -791,10 +791,10 @@ def test_missing_telemetry_is_reported_at_once_and_the_episode_goes_on_after_it(
     d = played(1200, 20, (DATA, 1, 200, None, 0.3))
     run, whole = RunJudge(), window(d)
     for end in range(50, 601, 10):
-        run.update(whole.take(slice(end - 50, end)))
-    blind = type(whole)(**{**vars(whole.take(slice(560, 610))), "expected": 4})
+        run.update(whole.select(slice(end - 50, end)))
+    blind = type(whole)(**{**vars(whole.select(slice(560, 610))), "expected": 4})
     assert run.update(blind).label == "telemetry_limited"
-    assert run.update(whole.take(slice(570, 620))).ranks == (1,)
+    assert run.update(whole.select(slice(570, 620))).ranks == (1,)
     assert [period.label for period in run.periods] == [
         "healthy",
         "straggler",

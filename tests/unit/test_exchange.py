@@ -15,7 +15,7 @@ import torch.distributed as dist
 from integration import loops
 from torch.nn.parallel import DistributedDataParallel
 
-from traceml_ray.agent.mark_log import SETTLE_AT, MarkLog
+from traceml_ray.agent.mark_log import REPLAY_AT, MarkLog
 from traceml_ray.agent.marks import COLLATED
 from traceml_ray.stages import FLAG_NO_PEERS
 
@@ -41,7 +41,7 @@ def test_fault_in_an_exchange_mark_is_counted_and_raises_nothing_into_torch(
     def fault(_: Any) -> None:
         raise RuntimeError("a fault of ours")
 
-    job.recorder.log.extend((COLLATED, job.recorder.clock()) * SETTLE_AT)
+    job.recorder.log.extend((COLLATED, job.recorder.clock()) * REPLAY_AT)
     monkeypatch.setattr(MarkLog, "_replay", fault)
     work = dist.all_reduce(torch.ones(2), async_op=True)
     job.instrumentation.collectives._handles[id(work)] = False
@@ -68,7 +68,7 @@ def test_exchange_inside_the_optimizer_step_is_inferred_under_a_grad_scaler(job:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    job.recorder.settle()
+    job.recorder.replay()
     rows = job.rows()
     assert [row["step"] for row in rows] == list(range(6))
     assert [bool(row["flags"] & FLAG_NO_PEERS) for row in rows] == [True, False, False, False, True, False]

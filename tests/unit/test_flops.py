@@ -66,7 +66,7 @@ def test_flops_of_one_step_are_counted_as_by_hand_and_once(rank: Rank, count: Fl
 def test_rows_that_counting_slows_are_marked(rank: Rank) -> None:
     """A row ends with its backward, the mode after the optimizer's step: that is in the next row."""
     rank.train(8)
-    assert rank.recorder.settle(60.0)
+    assert rank.recorder.replay(60.0)
     _, keys, flags, _ = rank.recorder.steps.rows.ring.drain(100)
     steps = np.frombuffer(keys, "<i8") >> SEGMENT_BITS
     marked = np.frombuffer(flags, np.uint8) & FLAG_EXCLUDED != 0

@@ -54,7 +54,7 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
     while left:
         rank = data.draw(st.sampled_from(sorted(left)))
         end = min(2 * STEPS, left[rank] + data.draw(st.integers(9, 60)))
-        chunks.append(every[rank].take(slice(left.pop(rank), end)))
+        chunks.append(every[rank].select(slice(left.pop(rank), end)))
         if end < 2 * STEPS:
             left[rank] = end
     with stored(tmp_path_factory.mktemp("file") / "session.sqlite", chunks) as session:
@@ -70,7 +70,7 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
 def test_rank_that_ends_first_ends_the_statistics(tmp_path):
     every = processes(rows(STEPS, RANKS))
     chunks = [
-        rank_rows.take(slice(begin, begin + 10))
+        rank_rows.select(slice(begin, begin + 10))
         for begin in range(0, STEPS, 10)
         for rank_rows in every
         if rank_rows.rank or begin < 40
@@ -85,7 +85,7 @@ def test_rank_that_ends_first_ends_the_statistics(tmp_path):
 
 def test_rank_of_which_there_is_only_the_first_row_holds_up_no_other(tmp_path):
     every = processes(rows(STEPS, RANKS))
-    first = every[2].take(slice(0, 1))
+    first = every[2].select(slice(0, 1))
     first.flags[:] = FLAG_EXCLUDED
     with stored(tmp_path / "session.sqlite", [every[0], every[1], first]) as session:
         reader = HistoryReader(session, LIMITS)

@@ -115,8 +115,8 @@ def test_no_command_prints_a_control_character_of_a_session(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(top, "leave_in_time", lambda _code: None)  # it ends this process, as `leave` does
-    monkeypatch.setattr(top, "leave", lambda code: code)
+    monkeypatch.setattr(top, "exit_soon", lambda _code: None)  # it ends this process, as `exit_now` does
+    monkeypatch.setattr(top, "exit_now", lambda code: code)
     folder = Path(shutil.copytree(session, tmp_path / "sessions" / NAME))
     assert poison(folder, spares) > 40
     seen = 0

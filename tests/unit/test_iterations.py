@@ -171,7 +171,7 @@ def test_number_of_a_framework_goes_before_and_what_was_lost_begins_a_step() -> 
     script.loop.recorder.number(10)
     assert script.run("G bDG").steps() == [0, 0, 1, 10, 11, 11]
     script = Script().run("bDG bDG bD")
-    script.loop.recorder.settle()
+    script.loop.recorder.replay()
     script.loop.recorder.steps.forget(script.loop.clock.now)
     assert script.run("G bDG").steps() == [0, 0, 1, 1, 2, 3, 4, 4]
 
@@ -182,7 +182,7 @@ def test_work_is_counted_by_iteration() -> None:
         script.run("b")
         script.loop.recorder.steps.work.batch(32 + 1)
         script.run("DG")
-    counted = script.loop.recorder.take_work()
+    counted = script.loop.recorder.drain_work()
     assert counted is not None and (counted.steps, counted.first, counted.last) == (6, 0, 5)
     assert counted.samples == 6 * 32
 
@@ -195,7 +195,7 @@ def test_keys_follow_from_the_order_of_calls_alone(letters: str, data: st.DataOb
     for letter in letters:
         slow.run(letter)
         if data.draw(st.booleans()):
-            slow.loop.recorder.settle()
+            slow.loop.recorder.replay()
     keys = slow.keys()
     assert keys == Script().run(letters).keys()
     assert keys == sorted(set(keys))

@@ -78,7 +78,7 @@ def test_records_that_a_rank_left_in_the_spool_are_stored(tmp_path: Path) -> Non
 
 
 def _taken(aggregator: Any, _: Path, spool: Path) -> None:
-    assert aggregator.take_spool(spool) and aggregator.commit() and not aggregator.errors
+    assert aggregator.ingest_spool(spool) and aggregator.commit() and not aggregator.errors
     aggregator.close()
 
 

@@ -421,7 +421,7 @@ class Job:
             trained(self.model)
             CLOCK.now += ns
             self.optimizer.step()
-            self.recorder.settle()
+            self.recorder.replay()
             if step % turn_every == 0:
                 self.windows += self.sampler.collect()
 
@@ -620,10 +620,10 @@ class DeviceJob(Job):
             self.device.wait(ns)
             self.device.item()
             self.own.now = self.device.now
-            self.recorder.settle()
+            self.recorder.replay()
             if self.use.clock is None and not self.recorder.steps.rows.first and not self.use._decided:
                 self.use.begin(self.device, lambda: self.own)
-            self.use.turn()
+            self.use.tick()
             self.windows += self.sampler.collect()
 
 

@@ -28,9 +28,9 @@ from traceml_ray.signals.memory.live import (
     SHARE,
     SIZE,
     SLICE_S,
-    KeptSamples,
     LiveMemory,
     Ranks,
+    SampleBuffer,
 )
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.shapes import Memory, Series
@@ -49,7 +49,7 @@ def _host(second: int, rss: float, **more: Any) -> MemorySample:
 
 
 def test_few_samples_are_all_kept() -> None:
-    kept = KeptSamples()
+    kept = SampleBuffer()
     for second in range(SIZE):
         kept.add(_host(second, second * MIB, uss_bytes=second if second % 30 == 0 else None))
     t_ns, step, columns = kept.arrays()
@@ -60,7 +60,7 @@ def test_few_samples_are_all_kept() -> None:
 
 
 def test_many_samples_are_kept_evenly_and_the_newest_all() -> None:
-    kept, n = KeptSamples(), 30_000
+    kept, n = SampleBuffer(), 30_000
     for second in range(n):
         kept.add(_host(second, second * MIB, peak_bytes=9 * GIB if second == 777 else MIB))
     t_ns, _, columns = kept.arrays()
@@ -74,7 +74,7 @@ def test_many_samples_are_kept_evenly_and_the_newest_all() -> None:
 
 
 def test_slow_leak_is_found_in_what_is_kept() -> None:
-    kept, n, rng = KeptSamples(), 20_000, np.random.default_rng(0)
+    kept, n, rng = SampleBuffer(), 20_000, np.random.default_rng(0)
     for second in range(n):
         kept.add(_host(second, 2 * GIB + second * 20 * 1024 + rng.normal(0, MIB)))
     [finding] = judge([Series(0, "a", "p", None, *kept.arrays())]).findings
@@ -119,7 +119,7 @@ def test_all_ranks_are_judged_within_a_share_of_a_core() -> None:
     used = 20 * time.costs
     assert SHARE * time.now >= used - 2 * SLICE_S
     assert SHARE * time.now <= 3 * used
-    assert {f.rank for f in live.of("run").findings} == {1}  # type: ignore[union-attr]
+    assert {f.rank for f in live.get("run").findings} == {1}  # type: ignore[union-attr]
 
 
 def test_only_ranks_with_new_samples_are_judged_again() -> None:
@@ -127,17 +127,17 @@ def test_only_ranks_with_new_samples_are_judged_again() -> None:
     assert live.judge({"run": _ranks(4)}) == ["run"]
     time.now += 1
     assert live.judge({"run": _ranks(4)}) == []
-    before = live.of("run")
+    before = live.get("run")
     live.add(2, _host(60, 3 * GIB))
     time.now += 1
     assert live.judge({"run": _ranks(4)}) == ["run"]
-    assert [row.samples for row in live.of("run").ranks] == [60, 60, 61, 60]  # type: ignore[union-attr]
-    assert before is not live.of("run")
+    assert [row.samples for row in live.get("run").ranks] == [60, 60, 61, 60]  # type: ignore[union-attr]
+    assert before is not live.get("run")
 
 
 def test_question_is_answered_by_all_samples_of_few_ranks_and_the_last_round_of_many() -> None:
     live, _ = _live(4)
-    assert live.fresh("run", _ranks(4)) == live.of("run") is not None
+    assert live.fresh("run", _ranks(4)) == live.get("run") is not None
     live.add(2, _host(60, 2 * GIB))
     answer = live.fresh("run", _ranks(4))
     assert answer is not None and [row.samples for row in answer.ranks] == [60, 60, 61, 60]
@@ -150,7 +150,7 @@ def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
     live.judge({"run": _ranks(2)})
     time.now += 1
     live.judge({})
-    assert live.of("run") is None
+    assert live.get("run") is None
     for process in range(MAX_PLACES + 10):
         live.add(process, _host(0, GIB))
     assert len(live._kept) == MAX_PLACES
@@ -291,11 +291,11 @@ def test_restarted_aggregator_goes_on_with_what_is_stored(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("n", [0, 5, 300, 384, 385, 600, 5000])
 def test_samples_that_are_read_are_kept_as_those_that_come(n: int) -> None:
-    came = KeptSamples()
+    came = SampleBuffer()
     for second in range(n):
         came.add(_host(second, second * MIB))
     t_ns = BEGAN + np.arange(n) * SECOND
-    read = KeptSamples.of(t_ns, np.arange(n) * 4, {"rss_bytes": np.arange(n) * 1.0 * MIB})
+    read = SampleBuffer.from_arrays(t_ns, np.arange(n) * 4, {"rss_bytes": np.arange(n) * 1.0 * MIB})
     assert read.taken == n
     for second in range(n, n + 2000):
         came.add(_host(second, second * MIB))

@@ -21,8 +21,8 @@ from unit.test_query import differences
 from unit.test_step_history import LIMITS, rows
 
 from traceml_ray.analysis import step_numbers
-from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_store import ALL, Between
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -167,9 +167,9 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
     """Most of them are no longer kept one by one."""
     history, every, held, done = StepHistory(LIMITS), processes(rows(sum(counts), 2)), None, 0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("traceml_ray.analysis.kept_steps._STEPS", 300)
+        patched.setattr("traceml_ray.analysis.step_store._STEPS", 300)
         for count in counts:
-            history.take([rank_rows.take(slice(done, done + count)) for rank_rows in every])
+            history.add_rows([rank_rows.select(slice(done, done + count)) for rank_rows in every])
             history.advance({0, 1}, 0, 2)
             done += count
             answer = step_numbers.columns(history, stage, between, 2, held["next"] if held else None)

@@ -264,7 +264,7 @@ def test_true_offset_is_never_outside_the_bound(rounds, ahead: int, drift: float
     for there, back, pause in rounds:
         sent = node()
         now += there
-        estimate.take(now, sent, answer)
+        estimate.add(now, sent, answer)
         if estimate.offset_ns is not None and estimate.bound_ns is not None:
             assert abs(node() + estimate.offset_ns - now) <= estimate.bound_ns + US
         replied = now

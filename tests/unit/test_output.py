@@ -172,7 +172,7 @@ def lines(*pieces: str, most: int = 5) -> Output | None:
     made = LastLines(1, most)
     for piece in pieces:
         made.feed(piece)
-    return made.take(7)
+    return made.drain(7)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ def test_newest_lines_are_kept_and_others_counted() -> None:
 def test_only_what_is_new_is_taken() -> None:
     made = LastLines(2, 5)
     made.feed("a\n50%")
-    assert made.take(1) == Output(2, 1, ["a"], "50%")
-    assert made.take(2) is None
+    assert made.drain(1) == Output(2, 1, ["a"], "50%")
+    assert made.drain(2) is None
     made.feed("\r    \r")  # a bar that is taken away
-    assert made.take(3) == Output(2, 3, [], "")
+    assert made.drain(3) == Output(2, 3, [], "")
     made.feed("lost ")
     made.lose()
     made.feed("the end of a line\nwhole\n")
-    assert made.take(4) == Output(2, 4, ["whole"], skipped=1)
+    assert made.drain(4) == Output(2, 4, ["whole"], skipped=1)
 
 
 class Streams:
@@ -249,7 +249,7 @@ class Streams:
             stream.close()
 
     def taken(self) -> list[tuple[int, list[str], str]]:
-        return [(output.stream, output.lines, output.unfinished) for output in self.tap.take(1)]
+        return [(output.stream, output.lines, output.unfinished) for output in self.tap.drain(1)]
 
 
 def facts(stream: Any) -> list[Any]:
@@ -309,7 +309,7 @@ def test_a_stream_of_the_scripts_own_is_called_as_the_script_does(monkeypatch: p
     tap = OutputTap(40, errors, {})
     tap.install()
     assert [stream.write(message="a\n"), stream.write("b\n", twice=True)] == [3, 3]
-    (output, *_) = tap.take(1)
+    (output, *_) = tap.drain(1)
     tap.remove()
     assert (stream.written, output.lines, errors) == ("a\nb\nb\n", ["a", "b"], {})
 
@@ -320,7 +320,7 @@ def test_a_flood_is_bounded(tmp_path: Path) -> None:
         for n in range(_PIECES):
             print(f"line {n}")
         print("x\n" * _PIECE_CHARS + "end")
-        [output] = streams.tap.take(1)
+        [output] = streams.tap.drain(1)
         assert output.lines[-1] == "end" and len(output.lines) == 40
         assert output.skipped + len(output.lines) == _PIECES + _PIECE_CHARS + 1
         assert sum(len(tapped._pieces) for tapped in streams.tap._tapped) == 0
@@ -357,7 +357,7 @@ def test_streams_that_cannot_be_seen_are_named(tmp_path: Path, monkeypatch: pyte
         off = OutputTap(0, streams.errors, {})
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         off.install()
-        assert off.take(1) == []
+        assert off.drain(1) == []
 
 
 class Writer:
@@ -385,9 +385,9 @@ class Writer:
 
 
 def taken(files: OutputFiles) -> dict[str, list[str]]:
-    files.turn()
+    files.poll()
     return {
-        name: [line for entry in entries for line in entry.lines] for name, entries in files.take().items()
+        name: [line for entry in entries for line in entry.lines] for name, entries in files.drain().items()
     }
 
 
@@ -406,21 +406,21 @@ def test_a_file_of_a_ranks_own_is_read_to_its_end(tmp_path: Path) -> None:
     rank.end()
     files.ended("r")
     assert taken(files) == {"r": ["last"]}
-    files.turn()
+    files.poll()
     assert not files.waiting and files._processes == {} and files.errors == {}
 
 
 def test_a_rank_that_lives_for_less_than_a_look_is_read(tmp_path: Path) -> None:
     rank, files = Writer(tmp_path / "out"), OutputFiles(40, interval=600)
     files.start()
-    files.settle(60)
+    files.read_once_more(60)
     files.follow("r", rank.process.pid)
     until(lambda: files._processes["r"].files, "its file is open")
     rank.write(b"last\n")
     rank.end()
     files.ended("r")
     until(lambda: files.waiting, "its last line")
-    assert [entry.lines for entry in files.take()["r"]] == [["last"]]
+    assert [entry.lines for entry in files.drain()["r"]] == [["last"]]
     files.close()
 
 

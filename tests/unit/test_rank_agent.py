@@ -675,8 +675,8 @@ def test_secrets_in_an_exception_are_hidden() -> None:
 def test_job_launched_by_a_rank_does_not_inherit_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in bootstrap.rank_environment(Settings(session="s", socket="/x"), {}).items():
         monkeypatch.setenv(name, value)
-    bootstrap.leave_rank()
+    bootstrap.clear_rank_environment()
     assert os.environ["TRACEML_SESSION"] == "s", "that was said by a person"
     monkeypatch.setenv(bootstrap.RANK_PID, "1")
-    bootstrap.leave_rank()
+    bootstrap.clear_rank_environment()
     assert not [name for name in os.environ if name.startswith("TRACEML_")]

@@ -458,7 +458,7 @@ class Watched:
         self.recorder.optimizer_end(True)
 
     def rows(self) -> list[list[int]]:
-        self.recorder.settle()
+        self.recorder.replay()
         _, _, _, rows = self.ring.drain(64)
         values = memoryview(rows).cast("q").tolist()
         return [values[begin : begin + N_STAGES] for begin in range(0, len(values), N_STAGES)]

@@ -120,7 +120,7 @@ class Loop:
 
     def rows(self) -> list[tuple[int, int, list[int]]]:
         """(key, flags, row) of everything that has come out so far."""
-        self.recorder.settle()
+        self.recorder.replay()
         _, keys, flags, rows = self.ring.drain(10_000)
         return [
             (
@@ -724,7 +724,7 @@ MARKS = st.lists(
                 "sync",
                 "reduce",
                 "reducing",
-                "settle",
+                "replay",
                 "begin a",
                 "end a",
                 "begin b",
@@ -782,8 +782,8 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
             step = loop.recorder.optimizer_begin()
             loop.reduce(ns, ns)
             loop.recorder.optimizer_end(step)
-        elif name == "settle":
-            loop.recorder.settle()
+        elif name == "replay":
+            loop.recorder.replay()
         else:
             what, _, part = name.partition(" ")
             number = loop.recorder.sums.number(part)
@@ -856,7 +856,7 @@ def test_span_never_takes_longer_than_the_stages_it_is_in(marks: list[tuple[str,
 
 def whole(loop: Loop) -> list[list[int]]:
     """Every row, the pending one and the tail."""
-    loop.recorder.settle()
+    loop.recorder.replay()
     rows = [list(row) for _, _, row in loop.rows()]
     recorder = loop.recorder
     tail = list(recorder.steps.partition.times)
@@ -941,7 +941,7 @@ def test_mark_cut_in_two_by_a_signal_is_ignored() -> None:
     loop.step()
     loop.data(2)
     loop.recorder.log.append(BACKWARD_BEGIN)  # and no time
-    loop.recorder.settle()
+    loop.recorder.replay()
     loop.clock.wait(3)
     loop.forward(4)
     loop.backward(5, 6)
@@ -1060,7 +1060,7 @@ def test_cost_of_all_marks_is_estimated_from_those_measured() -> None:
     for _ in range(10):
         loop.step()  # 8 marks
     loop.recorder.log.extend((OPTIMIZER_BEGIN, loop.clock(), COST, loop.clock() + 50))
-    loop.recorder.settle()
+    loop.recorder.replay()
     assert (before, loop.recorder.marks_ns) == (0, 50 * (loop.written + 1))
 
 

@@ -237,7 +237,7 @@ class Bench:
         for _ in range(times):
             self.now += wire.TICK_S
             self.aggregator.clock.tick(wire.TICK_S)
-            self.relay.turn()
+            self.relay.poll()
             self.aggregator.commit()
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -245,7 +245,7 @@ class Bench:
         for _ in range(400):
             if done():
                 return
-            self.relay.turn(0.05)
+            self.relay.poll(0.05)
             self.tick()
         raise AssertionError("it never happened")
 
@@ -277,8 +277,8 @@ def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
     with bench.connect() as sock:
         sent = rank_batch("a", 0)
         sock.send(sent)
-        bench.relay.turn(5)  # the connection
-        bench.relay.turn(5)  # the packet
+        bench.relay.poll(5)  # the connection
+        bench.relay.poll(5)  # the packet
         assert reply(sock) == wire.RankReply(wire.VERSION, "a", 0, -1)
         bench.tick(2)
     assert [data for message in bench.aggregator.stored for data in message.batches] == [sent]
@@ -288,10 +288,10 @@ def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
 def test_reply_names_the_stored_batches_a_rank_need_not_keep(bench: Bench) -> None:
     with bench.connect() as sock:
         settled = []
-        bench.relay.turn(5)  # the connection
+        bench.relay.poll(5)  # the connection
         for seq in range(4):
             sock.send(rank_batch("a", seq))
-            bench.relay.turn(5)
+            bench.relay.poll(5)
             settled.append((answer := reply(sock)).settled_seq)
             assert answer.acked_seq == seq
             bench.tick(2)
@@ -300,15 +300,15 @@ def test_reply_names_the_stored_batches_a_rank_need_not_keep(bench: Bench) -> No
 
 def test_caller_that_has_not_noticed_a_restart_gets_an_error(bench: Bench) -> None:
     with pytest.raises(LookupError):
-        bench.relay.take(rank_batch("a", 5), fresh=False)
-    bench.relay.take(rank_batch("a", 3), fresh=True)
-    bench.relay.take(rank_batch("a", 4), fresh=False)
+        bench.relay.accept(rank_batch("a", 5), fresh=False)
+    bench.relay.accept(rank_batch("a", 3), fresh=True)
+    bench.relay.accept(rank_batch("a", 4), fresh=False)
     bench.tick(2)
     assert bench.aggregator.seqs("a") == [3, 4]
 
 
 def test_relay_spool_and_agent_spool_do_not_overwrite_each_other(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 1))
+    bench.relay.accept(rank_batch("a", 1))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 2)])
     bench.relay._spool.salvage()
     assert [path.name for path in sorted(bench.spool.iterdir())] == ["a.0.spool", "a.spool"]
@@ -360,16 +360,16 @@ def test_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(ben
     second = Bench(bench.path.parent)
     with second.connect() as sock:
         sock.send(rank_batch("a", 7))
-        second.relay.turn(5)
-        second.relay.turn(5)
+        second.relay.poll(5)
+        second.relay.poll(5)
         assert reply(sock).acked_seq == 7
     second.close()
 
 
 def test_batches_of_one_tick_go_in_one_message(bench: Bench) -> None:
     for seq in range(3):
-        bench.relay.take(rank_batch("a", seq))
-        bench.relay.take(rank_batch("b", seq))
+        bench.relay.accept(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("b", seq))
     bench.tick(2)
     assert [len(message.batches) for message in bench.aggregator.stored] == [6]
 
@@ -377,7 +377,7 @@ def test_batches_of_one_tick_go_in_one_message(bench: Bench) -> None:
 def test_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None:
     bench.aggregator.up = False
     for seq in range(40):
-        bench.relay.take(rank_batch("a", seq, pad=9000))
+        bench.relay.accept(rank_batch("a", seq, pad=9000))
     bench.tick()
     bench.aggregator.up = True
     bench.tick(20)
@@ -387,7 +387,7 @@ def test_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None
 
 def test_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench) -> None:
     for seq in (0, 1, 0, 1, 2):
-        answer = wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply)
+        answer = wire.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply)
     assert answer.acked_seq == 2
     bench.tick(2)
     assert bench.aggregator.forwarded("a") == [0, 1, 2]
@@ -395,14 +395,14 @@ def test_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench)
 
 def test_batches_a_killed_aggregator_had_not_committed_are_sent_again(bench: Bench) -> None:
     for seq in range(2):
-        bench.relay.take(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("a", seq))
         bench.tick()
-    bench.relay.take(rank_batch("a", 2))
+    bench.relay.accept(rank_batch("a", 2))
     bench.now += wire.TICK_S
-    bench.relay.turn()  # sent
-    bench.relay.turn()  # taken, not committed
+    bench.relay.poll()  # sent
+    bench.relay.poll()  # taken, not committed
     bench.aggregator.kill()
-    bench.relay.take(rank_batch("a", 3))
+    bench.relay.accept(rank_batch("a", 3))
     bench.tick(2)
     bench.aggregator.up = True
     bench.tick(int(RESEND_S / wire.TICK_S) + 4)
@@ -410,9 +410,9 @@ def test_batches_a_killed_aggregator_had_not_committed_are_sent_again(bench: Ben
 
 
 def test_failed_call_is_repeated_as_soon_as_there_is_an_aggregator(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     bench.now += wire.TICK_S
-    bench.relay.turn()  # sent, not answered
+    bench.relay.poll()  # sent, not answered
     bench.aggregator.kill()
     bench.tick()
     bench.aggregator.up = True
@@ -426,19 +426,19 @@ def test_relay_of_many_nodes_sends_once_all_its_ranks_have_reported(
     monkeypatch.setattr(relay_pace, "MANY_NODES", 0)
     for seq in range(2):
         for name in "ab":
-            bench.relay.take(rank_batch(name, seq))
+            bench.relay.accept(rank_batch(name, seq))
         bench.tick(4)
     sent = len(bench.aggregator.sizes)
     for seq in range(2, 6):
-        bench.relay.take(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("a", seq))
         bench.tick()
         assert len(bench.aggregator.sizes) == sent, "the other rank has not reported"
-        bench.relay.take(rank_batch("b", seq))
-        bench.relay.turn()
+        bench.relay.accept(rank_batch("b", seq))
+        bench.relay.poll()
         sent += 1
         assert len(bench.aggregator.sizes) == sent
         bench.tick(2)
-    bench.relay.take(rank_batch("b", 6))
+    bench.relay.accept(rank_batch("b", 6))
     bench.tick(4)
     assert len(bench.aggregator.sizes) == sent + 1, "it waits a second at most"
     bench.tick(8)
@@ -447,9 +447,9 @@ def test_relay_of_many_nodes_sends_once_all_its_ranks_have_reported(
 
 def test_relay_that_sends_seldom_is_flushed_at_once(bench: Bench) -> None:
     bench.relay._link.tick_s = 60.0
-    bench.relay.take(rank_batch("a", 0))
-    bench.relay.turn()
-    bench.relay.take(rank_batch("a", 1))
+    bench.relay.accept(rank_batch("a", 0))
+    bench.relay.poll()
+    bench.relay.accept(rank_batch("a", 1))
     bench.relay.start()
     time.sleep(0.1)  # it waits for packets
     assert bench.relay.flush(10)
@@ -462,7 +462,7 @@ def test_relay_measures_how_far_its_clock_is_off_over_the_messages_it_sends(
     bench.relay.close()
     other = Bench(bench.path.parent, ahead_s=ahead_s)
     for seq in range(5):
-        other.relay.take(rank_batch("a", seq))
+        other.relay.accept(rank_batch("a", seq))
         other.tick()
     with other.aggregator.file() as file:
         (node,) = file.cluster()
@@ -479,9 +479,9 @@ def test_relay_looks_for_a_reply_at_once_now_and_then(bench: Bench) -> None:
     assert link.patience(bench.now) == wire.TICK_S
     quick = []
     for seq in range(100):
-        bench.relay.take(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("a", seq))
         bench.now += wire.TICK_S
-        bench.relay.turn()
+        bench.relay.poll()
         quick.append(link.patience(bench.now) == LOOK_S)
         assert link.patience(bench.now + LISTEN_S) == wire.TICK_S  # it does not come
     assert sum(quick) == 3  # in 25 seconds
@@ -491,9 +491,9 @@ def test_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> 
     bench.relay.close()
     small = Bench(bench.path.parent, limit=50_000)
     for seq in range(60):
-        small.relay.take(rank_batch("a", seq, pad=6000))
+        small.relay.accept(rank_batch("a", seq, pad=6000))
         small.now += wire.TICK_S
-        small.relay.turn()
+        small.relay.poll()
     packed, waiting = small.relay._outbox.salvage()
     assert sum(map(len, packed)) + sum(map(len, waiting)) <= 50_000
     assert len(waiting) >= 3  # the newest are held, not only what was sent first
@@ -510,7 +510,7 @@ def test_events_spans_and_samples_dropped_by_an_overflow_are_counted(bench: Benc
         "memory": [MemorySample(1, 1, None)],
     }
     for seq in range(12):
-        small.relay.take(rank_batch("a", seq, events=events, spans=spans, **sample_fields))
+        small.relay.accept(rank_batch("a", seq, events=events, spans=spans, **sample_fields))
         small.sampler.sample = NodeSample(seq, *[None] * 9)
         small.tick()
     small.aggregator.up = True
@@ -532,15 +532,15 @@ def test_ended_process_is_reported_gone_once(bench: Bench, monkeypatch: pytest.M
     monkeypatch.setattr(os, "pidfd_open", lambda _: (_ for _ in ()).throw(ProcessLookupError()))
     with bench.connect() as sock:
         sock.send(rank_batch("a", 0))
-    bench.relay.turn(1)
-    bench.relay.turn()
+    bench.relay.poll(1)
+    bench.relay.poll()
     assert len(gone) == 1
 
 
 def test_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
     bench.aggregator.hangs = True
     for seq in range(30):
-        assert wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
+        assert wire.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
         bench.tick()
     bench.aggregator.hangs = False
     bench.tick(40)
@@ -551,8 +551,8 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
     with bench.connect() as sock:
         for bad in (b"\xc1garbage", wire.encode(wire.RelayReply(wire.VERSION, 1)), bytes(70_000)):
             sock.send(bad)
-            bench.relay.turn(1)
-            bench.relay.turn()
+            bench.relay.poll(1)
+            bench.relay.poll()
         sock.send(rank_batch("a", 0))
         bench.until(lambda: bench.aggregator.seqs("a") == [0])
         assert reply(sock).acked_seq == 0
@@ -565,7 +565,7 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
 
 def test_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
     with pytest.raises(wire.WireError, match="garbage"):
-        bench.relay.take(b"\xc1")
+        bench.relay.accept(b"\xc1")
     bench.tick(2)
     assert bench.aggregator.errors() == {"batch of a caller: garbage": 1}
 
@@ -575,8 +575,8 @@ def test_rank_that_does_not_read_its_replies_is_still_served(bench: Bench) -> No
         for seq in range(2000):
             sock.send(rank_batch("a", seq, rows=1))
             if seq % 20 == 0:
-                bench.relay.turn(1)
-                bench.relay.turn()
+                bench.relay.poll(1)
+                bench.relay.poll()
         bench.until(lambda: len(bench.aggregator.seqs("a")) == 2000)
     assert bench.aggregator.errors()["reply not sent"] > 0
 
@@ -584,8 +584,8 @@ def test_rank_that_does_not_read_its_replies_is_still_served(bench: Bench) -> No
 def test_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench) -> None:
     with bench.connect() as sock:
         sock.send(rank_batch("a", 0))
-        bench.relay.turn(5)
-        bench.relay.turn(5)  # its reply lies there unread: the kernel now resets the connection at the close
+        bench.relay.poll(5)
+        bench.relay.poll(5)  # its reply lies there unread: the kernel now resets the connection at the close
         sock.send(rank_batch("a", 1))
         sock.send(rank_batch("a", 2))
     bench.until(lambda: len(bench.aggregator.seqs("a")) == 3)
@@ -597,12 +597,12 @@ def test_endless_sender_holds_up_no_other_and_its_last_packets_are_read(
 ) -> None:
     monkeypatch.setattr(peers, "_AT_ONCE", 4)
     with bench.connect() as sock:
-        bench.relay.turn(5)
+        bench.relay.poll(5)
         for seq in range(6):
             sock.send(rank_batch("a", seq))
-        bench.relay.turn(5)
+        bench.relay.poll(5)
         assert bench.relay._intake._processes["a"].seq == 3
-        bench.relay.turn(5)
+        bench.relay.poll(5)
         assert bench.relay._intake._processes["a"].seq == 5
     run_rank(bench, [rank_batch("b", seq) for seq in range(10)], "die")
     bench.until(lambda: bench.aggregator.lost() == ["b"])
@@ -618,21 +618,21 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
 ) -> None:
     monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 2)
     for process in "ab":
-        bench.relay.take(rank_batch(process, 0))
+        bench.relay.accept(rank_batch(process, 0))
     refusal = wire.encode(wire.RankReply(wire.VERSION, "c", -1, -1, refused={0: "too_many_processes"}))
-    assert bench.relay.take(rank_batch("c", 0)) == refusal
+    assert bench.relay.accept(rank_batch("c", 0)) == refusal
     with pytest.raises(wire.WireError, match="too_many_processes"):
-        bench.relay.take(msgspec.msgpack.encode(V1_ROWS))
+        bench.relay.accept(msgspec.msgpack.encode(V1_ROWS))
     write_spool(bench.spool / "c.spool", [rank_batch("c", 0)])
     assert not bench.relay.flush(0)
     with bench.connect() as sock:
         sock.setblocking(False)
-        bench.relay.turn(5)
+        bench.relay.poll(5)
         sock.send(rank_batch("c", 0))
-        bench.relay.turn(5)
+        bench.relay.poll(5)
         assert sock.recv(1 << 16) == refusal
-    bench.relay.take(rank_batch("b", 1, final=True))
-    bench.relay.take(rank_batch("d", 0))
+    bench.relay.accept(rank_batch("b", 1, final=True))
+    bench.relay.accept(rank_batch("d", 0))
     bench.tick(2)
     assert {batch.process_id for batch in bench.aggregator.batches()} == {"a", "b", "d"}
     assert bench.aggregator.errors() == {
@@ -646,7 +646,7 @@ def test_rows_of_a_refused_batch_are_dropped_in_the_ledger_and_the_rank_says_why
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 1)
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     agent = RankAgent(Settings(session="s", interval=60.0), SocketChannel(str(bench.path)))
     for rows in (5, 0, 20):
         for _ in range(rows):
@@ -654,7 +654,7 @@ def test_rows_of_a_refused_batch_are_dropped_in_the_ledger_and_the_rank_says_why
         agent.tick()
         bench.tick(4)
         if not rows:  # two batches were refused: one of another process makes room
-            bench.relay.take(rank_batch("a", 1, final=True))
+            bench.relay.accept(rank_batch("a", 1, final=True))
     agent.tick()
     bench.tick(4)
     with SessionFile(bench.path.parent / "session" / "session.sqlite") as file:
@@ -665,13 +665,13 @@ def test_rows_of_a_refused_batch_are_dropped_in_the_ledger_and_the_rank_says_why
 
 
 def test_batch_that_cannot_be_read_is_refused_by_its_number(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     bad = rank_batch("a", 1, strategy=5)
-    reply = wire.decode(bench.relay.take(bad), wire.RankReply)
+    reply = wire.decode(bench.relay.accept(bad), wire.RankReply)
     assert (reply.acked_seq, reply.refused) == (0, {1: "malformed"})
     for unknown in (b"", b"garbage", bad[:40]):
         with pytest.raises(wire.WireError, match="garbage"):
-            bench.relay.take(unknown)
+            bench.relay.accept(unknown)
 
 
 def test_stacks_of_many_processes_go_in_several_packets(bench: Bench) -> None:
@@ -750,8 +750,8 @@ def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
     batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
-    bench.relay.take(rank_batch("a", 1))
+    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.relay.accept(rank_batch("a", 1))
     bench.tick(2)
     assert bench.aggregator.lost() == []
     process.kill()
@@ -786,7 +786,7 @@ def test_exit_code_of_a_lost_process_is_read_before_its_parent_asks(bench: Bench
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
     batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
     assert process.stdin is not None
     process.stdin.close()
     bench.until(lambda: bool(events(bench, "process_ended")))
@@ -819,10 +819,10 @@ def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) 
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
     batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
     os.kill(process.pid, signal.SIGSTOP)
     bench.now += 6
-    bench.relay.take(rank_batch("b", 0))
+    bench.relay.accept(rank_batch("b", 0))
     bench.aggregator.hang()
     bench.until(lambda: bool(events(bench, "stacks")))
     bench.tick(8)
@@ -852,7 +852,7 @@ def finished(sock: socket.socket) -> wire.Finished:
 
 
 def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 0), rank_batch("a", 1, final=True)])
     (bench.spool / "b.spool").write_bytes(b"\xff\xff\xff\x7fcut")
     sock, message = ask_to_finish(bench)
@@ -869,10 +869,10 @@ def test_relay_asked_to_finish_leaves_its_rows_in_files_before_it_asks_the_aggre
     bench.aggregator.hangs = True
     run_rank(bench, [rank_batch("a", 0), rank_batch("a", 1)], "die")  # it leaves none
     bench.until(lambda: "a" not in bench.relay._intake._processes)
-    bench.relay.take(rank_batch("b", 0))
+    bench.relay.accept(rank_batch("b", 0))
     sock, _ = ask_to_finish(bench)
     for _ in range(3):
-        bench.relay.turn(5)
+        bench.relay.poll(5)
     assert not bench.relay.stopped  # from here on it may hang, or be killed
     left = {path.name: len(read_spool(path)) for path in bench.spool.iterdir()}
     assert left == {"a.0.spool": 2, "b.0.spool": 1}
@@ -880,7 +880,7 @@ def test_relay_asked_to_finish_leaves_its_rows_in_files_before_it_asks_the_aggre
 
 
 def test_relay_without_room_for_files_still_hands_over(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     bench.spool.rmdir()
     sock, _ = ask_to_finish(bench)
     bench.until(lambda: bench.relay.stopped)
@@ -890,15 +890,15 @@ def test_relay_without_room_for_files_still_hands_over(bench: Bench) -> None:
 
 
 def test_finish_does_not_wait_for_the_commit_of_the_aggregator(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     for _ in range(3):
         bench.now += wire.TICK_S
-        bench.relay.turn()
+        bench.relay.poll()
     assert bench.aggregator.seqs("a") == []
     sock, _ = ask_to_finish(bench)
     for _ in range(20):
         bench.now += ASK_S / 10
-        bench.relay.turn()
+        bench.relay.poll()
     assert bench.relay.stopped
     assert bench.aggregator.seqs("a") == [0]
     sock.close()
@@ -906,11 +906,11 @@ def test_finish_does_not_wait_for_the_commit_of_the_aggregator(bench: Bench) -> 
 
 def test_finish_stores_everything_once_though_the_aggregator_is_killed(bench: Bench) -> None:
     for seq in range(3):
-        bench.relay.take(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("a", seq))
         bench.now += wire.TICK_S
-        bench.relay.turn()
+        bench.relay.poll()
     sock, _ = ask_to_finish(bench)
-    bench.relay.turn(5)
+    bench.relay.poll(5)
     bench.aggregator.kill()
     bench.tick()
     bench.aggregator.up = True
@@ -928,16 +928,16 @@ def test_finish_without_an_aggregator_fails_and_keeps_rows_in_the_spool(
 ) -> None:
     if began:
         for seq in range(4):  # a reply says what of those before is stored
-            bench.relay.take(rank_batch("b", seq))
+            bench.relay.accept(rank_batch("b", seq))
             bench.tick()
     bench.aggregator.hangs = True
     for seq in range(4):
-        bench.relay.take(rank_batch("a", seq))
+        bench.relay.accept(rank_batch("a", seq))
         bench.tick(int(WORD_S / 4 / wire.TICK_S))
     write_spool(bench.spool / "a.0.spool", [rank_batch("a", 4, final=True)])
     sock, _ = ask_to_finish(bench)
-    bench.relay.turn(5)
-    bench.relay.turn(5)
+    bench.relay.poll(5)
+    bench.relay.poll(5)
     for sign in range(int(patience / SIGN_S)):  # whoever waits for the end is told that there is somebody
         assert wire.decode(sock.recv(1 << 16), wire.Finished).state == "waiting", sign
         assert not bench.relay.stopped
@@ -954,7 +954,7 @@ def test_finish_without_an_aggregator_fails_and_keeps_rows_in_the_spool(
 def test_slow_report_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     sock, _ = ask_to_finish(bench)
     monkeypatch.setattr(bench.aggregator.core.endings, "write_due", lambda: None)  # another thread is at it
     end = bench.aggregator.core.endings._session
@@ -970,7 +970,7 @@ def test_slow_report_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
 
 
 def test_node_that_does_not_end_the_session_leaves_once_its_rows_are_stored(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
     assert finished(sock) == wire.Finished(wire.VERSION, "noted", waiting=1)
@@ -999,13 +999,13 @@ def test_node_that_ends_late_still_delivers_and_files_are_written_again(
     first, later = SentRank(0, per_node=1), SentRank(1, per_node=1)
     other = SentRelay(1)
     bench.aggregator.core.ingest(other.message(later.batch(5)))
-    bench.relay.take(first.batch(5, final=True))
+    bench.relay.accept(first.batch(5, final=True))
     sock, message = ask_to_finish(bench, nodes=2)
     started = bench.now
     while not bench.relay.stopped:
         bench.now += ASK_S / 2
         bench.aggregator.clock.tick(ASK_S / 2)
-        bench.relay.turn()
+        bench.relay.poll()
     assert OTHERS_S < bench.now - started < LAUNCHER_S
     assert finished(sock) == wire.Finished(wire.VERSION, "written", "host-1", waiting=1)
     core, folder = bench.aggregator.core, bench.path.parent / "session"
@@ -1061,10 +1061,10 @@ def test_restarted_aggregator_still_waits_for_the_missing_node(
 
 def test_node_without_an_aggregator_leaves_in_time_and_keeps_its_rows(bench: Bench) -> None:
     bench.aggregator.kill()
-    bench.relay.take(rank_batch("a", 0, final=True))
+    bench.relay.accept(rank_batch("a", 0, final=True))
     sock, _ = ask_to_finish(bench, stop=False, nodes=2)
-    bench.relay.turn(5)
-    bench.relay.turn(5)
+    bench.relay.poll(5)
+    bench.relay.poll(5)
     bench.tick(int(WORD_S / wire.TICK_S) + 2)
     assert not finished(sock).ok
     assert len(read_spool(bench.spool / "a.0.spool")) == 1
@@ -1080,7 +1080,7 @@ def flush(bench: Bench, timeout_s: float) -> tuple[threading.Thread, list[bool]]
 
 
 def test_flush_returns_when_all_is_stored_including_the_spool(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     write_spool(bench.spool / "b.spool", [rank_batch("b", 0), rank_batch("b", 1, final=True)])
     thread, answers = flush(bench, 20)
     bench.until(lambda: not thread.is_alive())
@@ -1101,7 +1101,7 @@ def test_unconfirmed_flush_returns_false_and_leaves_the_spool(bench: Bench) -> N
 
 def test_relay_told_to_end_leaves_its_rows_in_files_before_it_hands_over(bench: Bench) -> None:
     bench.aggregator.hangs = True
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     bench.tick()
     thread = threading.Thread(target=lambda: bench.relay.end(0.5))
     thread.start()
@@ -1129,11 +1129,11 @@ def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
     ending = threading.Thread(target=agent.close)
     ending.start()
     while ending.is_alive():
-        bench.relay.turn(0.01)
+        bench.relay.poll(0.01)
     assert not agent._outbox.unacked()  # the relay has it all
     if dies:
         bench.now += wire.TICK_S
-        bench.relay.turn()  # sent, and taken
+        bench.relay.poll()  # sent, and taken
     bench.aggregator.kill()
     folder = bench.path.parent / "session"
     finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 0), bench.spool)
@@ -1166,7 +1166,7 @@ def test_spool_is_read_once_and_as_far_as_possible() -> None:
     bench.tick(40)
     assert bench.aggregator.seqs("a") == [0, 1]
     assert [path.name for path in folder.glob("*.spool")] == ["b.spool"]
-    bench.relay.take(rank_batch("c", 0))
+    bench.relay.accept(rank_batch("c", 0))
     bench.tick(2)
     assert bench.aggregator.errors() == {"spool: garbage": 1, "spool: IsADirectoryError": 1}
     bench.close()
@@ -1174,14 +1174,14 @@ def test_spool_is_read_once_and_as_far_as_possible() -> None:
 
 
 def test_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 0))
+    bench.relay.accept(rank_batch("a", 0))
     bench.tick()
     bench.now += 1000
-    bench.relay.turn()  # the answer to that batch
+    bench.relay.poll()  # the answer to that batch
     assert not bench.relay.stopped
     bench.aggregator.up = False
     bench.now += 1000
-    bench.relay.turn()
+    bench.relay.poll()
     assert bench.relay.stopped
 
 
@@ -1190,7 +1190,7 @@ def test_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Benc
     ended.wait(240)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, ended.pid, "explicit")
     batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
     bench.tick(2)
     assert not bench.relay.stopped and bench.aggregator.lost() == []
     bench.now += 1000
@@ -1205,7 +1205,7 @@ def test_unused_relay_ends_itself_but_not_while_a_rank_is_connected(bench: Bench
         bench.now += 1000
         bench.tick()
         assert not bench.relay.stopped
-    bench.relay.turn(5)
+    bench.relay.poll(5)
     bench.now += 1000
     bench.tick()
     assert bench.relay.stopped
@@ -1229,11 +1229,11 @@ def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str
     try:
         for action, process in actions:
             if action == "send":
-                bench.relay.take(rank_batch(process, sent[process], pad=6000))
+                bench.relay.accept(rank_batch(process, sent[process], pad=6000))
                 sent[process] += 1
             elif action == "turn":
                 bench.now += wire.TICK_S
-                bench.relay.turn()
+                bench.relay.poll()
             elif action == "commit":
                 bench.aggregator.commit()
             elif action == "kill":
@@ -1259,7 +1259,7 @@ def test_small_batches_go_in_packets_that_are_accepted(tmp_path: Path, limit: in
     bench = Bench(tmp_path, limit=limit)
     processes = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
     for process in processes:
-        bench.relay.take(rank_batch(process, 0, rows=1))
+        bench.relay.accept(rank_batch(process, 0, rows=1))
     bench.tick(40)
     dropped = bench.aggregator.dropped()
     stored = [batch.process_id for batch in bench.aggregator.batches()]
@@ -1275,7 +1275,7 @@ def test_outbox_never_holds_more_than_its_limit(sizes: list[int], limit: int) ->
     for number, size in enumerate(sizes):
         box.add("a", number, 1, secrets.token_bytes(size))
         if number % 3 == 0 and box.may_pack and box.waiting:
-            box.pack(b"".join(box.take()))
+            box.pack(b"".join(box.select()))
             box.sent()
             if number % 2 == 0:
                 box.confirm(box.next_seq - 1)

@@ -22,7 +22,7 @@ from traceml_ray.document.html import Markup, sentence, tag
 from traceml_ray.document.svg import png
 from traceml_ray.errors import Errors
 from traceml_ray.reports import files, page
-from traceml_ray.reports.document import Charted, charted
+from traceml_ray.reports.document import ChartData, read_chart_data
 from traceml_ray.reports.summary import report_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionFolder
@@ -89,9 +89,9 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of(folder: Path) -> Charted:
+def of(folder: Path) -> ChartData:
     with SessionFile(folder / "session.sqlite") as session:
-        return charted(report_of(session, Settings().thresholds))
+        return read_chart_data(report_of(session, Settings().thresholds))
 
 
 def test_end_of_a_run_writes_a_page_with_verdict_charts_and_tables(late: Path) -> None:

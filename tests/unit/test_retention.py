@@ -19,9 +19,9 @@ from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.stored_totals import folded_steps
 from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
-from traceml_ray.reports.whole import folded_steps
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
@@ -237,7 +237,7 @@ def without_machine(block: Any) -> Any:
 def test_report_of_folded_rows_equals_that_of_all_rows(
     folded_job: Job, whole_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
+    monkeypatch.setattr("traceml_ray.reports.stored_totals.PIECE_ROWS", 1000)
     folded = report_of(job_of(tmp_path / "folded", LIMIT, closed) if closed else folded_job)
     whole = report_of(whole_job)
     assert folded["ledger"]["folded"] > 240 * 20 * 4
@@ -423,7 +423,7 @@ def test_rows_too_late_for_statistics_are_not_counted_in_them(
 ) -> None:
     """Folded or not: there is a bound to the rows that wait for a rank."""
     monkeypatch.setattr("traceml_ray.analysis.step_history._DEEP_CELLS", 2400)
-    monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 500)
+    monkeypatch.setattr("traceml_ray.reports.stored_totals.PIECE_ROWS", 500)
     job = Job(tmp_path / "job", limit=limit)
     late = []
     for second in range(200):
@@ -509,8 +509,8 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
     job.run(20)
     summary = {}
     for steps in (1 << 20, 300):
-        monkeypatch.setattr("traceml_ray.analysis.kept_steps._STEPS", steps)
-        monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", steps)
+        monkeypatch.setattr("traceml_ray.analysis.step_store._STEPS", steps)
+        monkeypatch.setattr("traceml_ray.reports.stored_totals.PIECE_ROWS", steps)
         with SessionFile(job.aggregator.folder.sqlite) as session:
             summary[steps] = summarize(session, Settings().thresholds)
         text = render(summary[steps], job.folder)
@@ -546,7 +546,7 @@ def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
 ) -> None:
     job = Job(tmp_path / "job", limit=1 << 30)
     job.run(20)
-    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 400)
+    monkeypatch.setattr("traceml_ray.reports.stored_totals.MAX_ROWS", 400)
     live = ask(job.aggregator, "summary")["steps"]["covers"]
     with SessionFile(job.aggregator.folder.sqlite) as session:
         newest, whole = [summary["steps"]["covers"] for summary in summaries(session, Settings().thresholds)]

@@ -181,7 +181,7 @@ def test_row_is_two_where_a_rank_waits_for_other_roles_and_exchanges() -> None:
         loop.backward(5, 6)
         loop.optimizer(1)
         loop.recorder.exchange.see("pp")
-        loop.recorder.settle()
+        loop.recorder.replay()
     rows = loop.rows()
     assert [(key & 255, flags & FLAG_NO_PEERS) for key, flags, _ in rows[1:]] == [
         (0, FLAG_NO_PEERS),

@@ -132,7 +132,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
     with aggregator.stored() as file:
-        assert [span["count"] for span in file.of("a").spans()] == [5, 5]
+        assert [span["count"] for span in file.for_run("a").spans()] == [5, 5]
     for fit in fits:
         fit.step(late=1)  # as for `a`, too late
     _second(aggregator, clock)
@@ -516,7 +516,9 @@ def test_ledger_balances_for_any_order_of_messages(
     assert check_ledger(folder)["in_flight"] == 0
     with SessionFile(folder / "session.sqlite") as session:
         attempts = [
-            event["data"]["attempt"] for event in session.of("a").events()[0] if event["kind"] == "restart"
+            event["data"]["attempt"]
+            for event in session.for_run("a").events()[0]
+            if event["kind"] == "restart"
         ]
         assert attempts in ([], [1])
         write_reports(SessionFolder(folder), session, LIMITS)

@@ -20,8 +20,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.document.text import WIDTH
+from traceml_ray.reports.stored_totals import StoredSpans
 from traceml_ray.reports.text import render
-from traceml_ray.reports.whole import StoredSpans
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.session_file import SessionFile

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sessions import LIMITS
 from unit.sample_windows import Exact, align, exact, held_bytes, processes, synced
 
-from traceml_ray.analysis.kept_steps import ALL
-from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.row_table import RankMeta, RowTable
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_store import ALL
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.stages import (
@@ -53,7 +53,7 @@ def fed(
                 type(whole)(rank, whole.node, whole.keys[part], whole.flags[part], whole.rows[part])
             )
             sent[rank] = end
-        steps.take([piece for piece in pieces if len(piece.keys)])
+        steps.add_rows([piece for piece in pieces if len(piece.keys)])
         steps.advance(set(range(len(every))), sent.count(0), len(every))
     return steps
 
@@ -91,7 +91,7 @@ def test_slowest_of_several_groups_is_the_step() -> None:
     steps = StepHistory(LIMITS)
     for begin in range(0, 80, 16):
         part = slice(begin, begin + 16)
-        steps.take([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
+        steps.add_rows([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
         steps.advance({0, 1, 2, 3}, 0, 4)
     check_stats(steps, exact(align(every, 4).since(LIMITS.warmup_steps)))
 
@@ -110,7 +110,7 @@ def test_bins_add_up(counts: list[int], seed: int) -> None:
         store.steps[:] = 1
         store.exposed[:] = 2
         store.first[:] = store.last[:] = np.arange(counted, counted + count)
-        bins.fold(store, count)
+        bins.downsample(store, count)
         counted += count
         busy += store.busy.sum(axis=1)
     end = bins.end
@@ -167,7 +167,7 @@ def test_however_many_steps_are_set_aside_they_are_counted(again: bool) -> None:
     flags[0], flags[aside, 1], d[aside, 1] = FLAG_EXCLUDED, FLAG_EXCLUDED, 10**9
     steps = fed(d, [], flags)
     if again:
-        steps.take(processes(d, 0, flags=flags))
+        steps.add_rows(processes(d, 0, flags=flags))
     line = steps.timeline(1)
     assert steps.counts() == {0: 1000, 1: 1000} and line.last.max() == 999
     assert line.took.sum() == pytest.approx(d[:, 1].sum(), rel=1e-4)
@@ -177,9 +177,9 @@ def test_memory_has_a_bound() -> None:
     steps, ranks, piece = StepHistory(LIMITS), 8192, 60
     d = np.tile(rows(piece, 64), (1, ranks // 64, 1))
     for begin in range(0, 6 * piece, piece):
-        steps.take(processes(d, begin))
+        steps.add_rows(processes(d, begin))
         steps.advance(set(range(ranks)), 0, ranks)
-    assert steps.kept == 300
+    assert steps.single_steps == 300
     assert steps.last_step == 6 * piece - 1
     assert len(steps.columns().first) == 300 and steps.columns(between=ALL).first[0] == 0
     assert held_bytes(steps) < 260 << 20
@@ -221,15 +221,15 @@ def test_history_does_not_depend_on_the_order_of_ranks_or_their_delay(data: st.D
     deliveries = st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(1, 30)), max_size=12)
     for rank, n in data.draw(deliveries):
         if sent[rank] < count:
-            history.take([every[rank].take(slice(sent[rank], sent[rank] + n))])
+            history.add_rows([every[rank].select(slice(sent[rank], sent[rank] + n))])
             sent[rank] += n
             history.advance(set(data.draw(st.sets(st.integers(0, ranks - 1)))), 0, ranks)
-    history.take(
-        [rank_rows.take(slice(n, None)) for rank_rows, n in zip(every, sent, strict=True) if n < count]
+    history.add_rows(
+        [rank_rows.select(slice(n, None)) for rank_rows, n in zip(every, sent, strict=True) if n < count]
     )
     history.advance(set(range(ranks)), 0, ranks)
     at_once = StepHistory(LIMITS)
-    at_once.take(every)
+    at_once.add_rows(every)
     at_once.advance(set(range(ranks)), 0, ranks)
     same(history, at_once)
     assert history.left_out == 0 and history.taken == at_once.taken == count * ranks
@@ -239,12 +239,12 @@ def test_rows_that_come_a_second_time_change_nothing() -> None:
     every = processes(rows(60, 2))
     once, twice = StepHistory(LIMITS), StepHistory(LIMITS)
     for begin in range(0, 60, 10):
-        part = [rank_rows.take(slice(begin, begin + 10)) for rank_rows in every]
+        part = [rank_rows.select(slice(begin, begin + 10)) for rank_rows in every]
         for history in (once, twice):
-            history.take(part)
+            history.add_rows(part)
             history.advance({0, 1}, 0, 2)
-        twice.take(part)
-        twice.take([rank_rows.take(slice(0, begin)) for rank_rows in every if begin])
+        twice.add_rows(part)
+        twice.add_rows([rank_rows.select(slice(0, begin)) for rank_rows in every if begin])
     assert (twice.taken, twice.generation) == (once.taken, once.generation) == (120, once.generation)
     same(once, twice)
 
@@ -252,14 +252,14 @@ def test_rows_that_come_a_second_time_change_nothing() -> None:
 def test_rows_for_forgotten_steps_are_left_out_and_counted() -> None:
     every = processes(rows(9000, 2))
     history = StepHistory(LIMITS)
-    history.take([rank_rows.take(slice(0, 10)) for rank_rows in every])
+    history.add_rows([rank_rows.select(slice(0, 10)) for rank_rows in every])
     history.advance({0, 1}, 0, 2)
     for begin in range(10, 9000, 500):
-        history.take([every[0].take(slice(begin, begin + 500))])
+        history.add_rows([every[0].select(slice(begin, begin + 500))])
         history.advance({0}, 0, 2)
-    history.take([every[1].take(slice(10, 20))])
+    history.add_rows([every[1].select(slice(10, 20))])
     assert history.left_out == 10 and history.last_step == 8999
-    history.take([every[1].take(slice(8980, 9000))])
+    history.add_rows([every[1].select(slice(8980, 9000))])
     history.advance({0, 1}, 0, 2)
     busy = history.columns().busy[1]
     assert np.isnan(busy[:-20]).all() and not np.isnan(busy[-20:]).any()
@@ -272,7 +272,7 @@ def test_window_of_a_table_equals_align_on_the_rows(data: st.DataObject) -> None
     marks = np.array([[data.draw(MARKS) for _ in range(ranks)] for _ in range(count)], np.uint8)
     every = processes(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))
     some = st.sets(st.integers(0, count - 1), min_size=1)
-    every = [rank_rows.take(np.array(sorted(data.draw(some)), np.int64)) for rank_rows in every]
+    every = [rank_rows.select(np.array(sorted(data.draw(some)), np.int64)) for rank_rows in every]
     table = RowTable()
     table.add_ranks(range(ranks))
     pieces = [(rank_rows, cut) for rank_rows in every for cut in (slice(0, 7), slice(7, None))]
@@ -280,7 +280,7 @@ def test_window_of_a_table_equals_align_on_the_rows(data: st.DataObject) -> None
         if len(rank_rows.keys[cut]):
             places = table.places([rank_rows.rank])
             table.put(places, rank_rows.keys[cut], rank_rows.flags[cut][None], rank_rows.rows[cut][None])
-    who = [Who(rank_rows.node, rank_rows.group, rank_rows.strategy) for rank_rows in every]
+    who = [RankMeta(rank_rows.node, rank_rows.group, rank_rows.strategy) for rank_rows in every]
     window_of_table = table.window(table.between(-1, 1 << 62), range(ranks), who, ranks)
     aligned = align(every, ranks)
     for name in ("keys", "ranks", "d", "flags", "lacking"):

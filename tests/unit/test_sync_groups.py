@@ -95,7 +95,7 @@ def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
     assert run.baseline is not None
     several = RunJudge()
     for end in range(50, 400, 10):
-        several.update(rows.take(slice(end - 50, end)))
+        several.update(rows.select(slice(end - 50, end)))
     assert several.baseline is None and several.whole().label == "healthy"
 
 

@@ -32,7 +32,7 @@ RUN = run()
 def pieces(whole, cuts):
     edges = [0, *sorted(cuts), len(whole.starts)]
     rows = [*whole.starts.tolist(), len(whole.keys)]
-    return [whole.take(slice(rows[a], rows[b])) for a, b in pairwise(edges)]
+    return [whole.select(slice(rows[a], rows[b])) for a, b in pairwise(edges)]
 
 
 def synced_rows(ranks, steps):
@@ -69,7 +69,7 @@ def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, st
     """Of more steps than are kept one by one."""
     history, every = StepHistory(LIMITS, deep=True), processes(synced_rows(ranks, steps))
     for begin in range(0, len(every[0].keys), 200):
-        history.take([rank_rows.take(slice(begin, begin + 200)) for rank_rows in every])
+        history.add_rows([rank_rows.select(slice(begin, begin + 200)) for rank_rows in every])
         history.advance(range(ranks), 0, ranks)
     stats = history.stats()
     assert stats.error_pct == pytest.approx(error, rel=0.01)
@@ -86,7 +86,7 @@ def test_a_step_longer_than_any_clock_tells_is_shown_as_the_longest():
     rows = processes(synced_rows(1, 3000))
     rows[0].rows[:, :] = np.iinfo(np.int64).max
     history = StepHistory(LIMITS)
-    history.take(rows)
+    history.add_rows(rows)
     history.advance((0,), 0, 1)
     with np.errstate(invalid="raise"):
         assert (history.timeline(0).took > 0).all()
@@ -95,11 +95,11 @@ def test_a_step_longer_than_any_clock_tells_is_shown_as_the_longest():
 def test_ranks_that_come_later_leave_the_statistics_of_the_others():
     every = processes(synced_rows(80, 9000))
     history = StepHistory(LIMITS)
-    history.take([rank_rows.take(slice(0, 6000)) for rank_rows in every[:2]])
+    history.add_rows([rank_rows.select(slice(0, 6000)) for rank_rows in every[:2]])
     history.advance((), 0, 2)
     before = history.stats()
     assert before.error_pct < 0.13
-    history.take([rank_rows.take(slice(6000, None)) for rank_rows in every])
+    history.add_rows([rank_rows.select(slice(6000, None)) for rank_rows in every])
     history.advance((), 0, 80)
     after = history.stats()
     assert 0.24 < after.error_pct < 0.26
@@ -114,7 +114,7 @@ def test_absurd_row_is_left_out_of_the_statistics():
     bad = of_ms([[1, 2, 0, 3, 4, 5], [1, 2, 0, 3, 4, 5]], 40)
     bad[27, 0, 0] = -1
     history = StepHistory(LIMITS)
-    history.take(processes(bad))
+    history.add_rows(processes(bad))
     history.advance((), 0, 2)
     assert history.absurd == 1
     assert history.stats().steps == 29 and history.stats().step(0.5) == [15]

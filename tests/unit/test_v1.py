@@ -275,16 +275,16 @@ class Bench:
         )
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.connect(str(path))
-        self.relay.turn(5)
+        self.relay.poll(5)
 
     def send(self, sent: Any) -> None:
         self.sock.send(sent if isinstance(sent, bytes) else encode(sent))
-        self.relay.turn(5)
+        self.relay.poll(5)
 
     def tick(self) -> None:
         self.now += wire.TICK_S
         self.clock.tick(wire.TICK_S)
-        self.relay.turn()
+        self.relay.poll()
         self.aggregator.commit()
 
     def close(self) -> None:
@@ -311,9 +311,9 @@ def test_ranks_of_version_1_are_stored_judged_and_counted_like_any_other(bench: 
         bench.tick()
     bench.send(message(step(1), _v=3))
     bench.send(b"\x93\xa4rank\x01\xc0")  # version 1 of a batch, and no map
-    bench.relay.take(encode(message(step(0), rank=2)))
+    bench.relay.accept(encode(message(step(0), rank=2)))
     with pytest.raises(wire.WireError, match="wrong_version"):
-        bench.relay.take(encode(message(_v=7)))
+        bench.relay.accept(encode(message(_v=7)))
     for _ in range(3):
         bench.tick()
     bench.aggregator.judge()

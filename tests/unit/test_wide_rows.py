@@ -15,15 +15,23 @@ from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
 from unit.sample_windows import held_bytes
 
 from traceml_ray.analysis.reduction import begun
-from traceml_ray.analysis.row_table import WIDTH, RowTable, Who, from_wire, host_part, is_wide, widen
+from traceml_ray.analysis.row_table import (
+    WIDTH,
+    RankMeta,
+    RowTable,
+    from_wire,
+    has_host_columns,
+    host_part,
+    with_host_columns,
+)
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_times import span
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
+from traceml_ray.reports.stored_totals import reduce
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
-from traceml_ray.reports.whole import reduce
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
     DATA,
@@ -64,7 +72,7 @@ def test_chunks_come_to_the_rows_that_went_in(chunks: list[tuple[int, str]]) -> 
         chunk_rows.dtype == np.int64
         and (chunk_rows[:, :N_STAGES] == np.concatenate([part[0] for part in sent])).all()
     )
-    assert is_wide(chunk_rows) == any(n and kind for n, kind in chunks)
+    assert has_host_columns(chunk_rows) == any(n and kind for n, kind in chunks)
     end = 0
     for rows, host, leads, kind in sent:
         part, end = chunk_rows[end : end + len(rows)], end + len(rows)
@@ -82,7 +90,7 @@ def wide(n: int, seed: int = 0) -> np.ndarray:
 
 
 def table_window(table: RowTable, ranks: int) -> Window:
-    return table.window(slice(0, len(table.keys)), range(ranks), [Who("n")] * ranks, ranks)
+    return table.window(slice(0, len(table.keys)), range(ranks), [RankMeta("n")] * ranks, ranks)
 
 
 @given(st.data())
@@ -147,7 +155,7 @@ def test_window_of_sampled_steps_has_as_many_as_one_of_all() -> None:
     history, steps = StepHistory(LIMITS), 800
     flags = np.where(np.arange(steps) % 8, FLAG_INSEPARABLE, DEVICE).astype(np.uint8)
     rows = np.ones((steps, WIDTH), np.int64)
-    history.take([RankRows(r, "n", np.arange(steps) << SEGMENT_BITS, flags, rows) for r in range(2)])
+    history.add_rows([RankRows(r, "n", np.arange(steps) << SEGMENT_BITS, flags, rows) for r in range(2)])
     history.advance({0, 1}, 0, 2)
     window = history.window([0, 1], 2, (), 50)
     assert window.steps.tolist() == list(range(400, 800, 8)) and not window.gaps
@@ -188,15 +196,15 @@ def test_all_steps_are_counted_also_those_the_device_clock_is_not_read_in(steps:
     held: list[RankRows] = []
     for begin in range(0, len(keys), piece):
         part = slice(begin, begin + piece)
-        late = both[1].take(part)
+        late = both[1].select(part)
         if begin // piece % 3 == 1:
             held.append(late)
-            late = late.take(slice(0, 0))
-        history.take([both[0].take(part), *([late] if len(late.keys) else [])])
+            late = late.select(slice(0, 0))
+        history.add_rows([both[0].select(part), *([late] if len(late.keys) else [])])
         history.advance({0, 1} if begin % 2 else {0}, 0, 2)
         while held and begin // piece % 3 == 2:
-            history.take([held.pop()])
-    history.take(held)
+            history.add_rows([held.pop()])
+    history.add_rows(held)
     history.advance((), 0, 2)
     assert history.counts() == {0: steps, 1: steps}
     assert history.timed() == pytest.approx(1 / 8, rel=0.02)
@@ -228,7 +236,7 @@ def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: in
     flags = np.full((ranks, steps), DEVICE, np.uint8)
     flags[4] = 0
     history, keys = StepHistory(LIMITS), np.arange(steps) << SEGMENT_BITS
-    history.know({rank: Who("n") for rank in range(ranks)})
+    history.register_ranks({rank: RankMeta("n") for rank in range(ranks)})
     for begin in range(0, steps, piece):
         part = slice(begin, min(steps, begin + piece))
         history.put(range(ranks), keys[part], flags[:, part], rows[:, part])
@@ -251,7 +259,7 @@ def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: in
 
 def test_history_of_ranks_without_a_device_clock_has_no_idle_times() -> None:
     history, keys = StepHistory(LIMITS), np.arange(60) << SEGMENT_BITS
-    history.know({rank: Who("n") for rank in range(2)})
+    history.register_ranks({rank: RankMeta("n") for rank in range(2)})
     history.put(range(2), keys, np.zeros((2, 60), np.uint8), np.full((2, 60, N_STAGES), MS))
     history.advance({0, 1}, 0, 2)
     stats = history.stats()
@@ -262,11 +270,11 @@ def test_history_of_ranks_without_a_device_clock_has_no_idle_times() -> None:
 def test_leads_that_are_not_known_stay_unknown_in_a_window() -> None:
     rows, flags = wide(4), np.array([DEVICE, DEVICE, 0, DEVICE], np.uint8)
     rows[1] = from_wire([(bytes(48), bytes(48), b"")])[0]
-    rows[2] = widen(rows[2, :N_STAGES])
+    rows[2] = with_host_columns(rows[2, :N_STAGES])
     host, leads = host_part(rows, flags)
     assert host is not None and leads is not None
     assert (leads == LEAD_UNKNOWN).all(axis=1).tolist() == [False, True, True, False]
-    rows[3] = widen(rows[3, :N_STAGES])
+    rows[3] = with_host_columns(rows[3, :N_STAGES])
     assert host_part(rows, flags) == (None, None), (
         "a row on a device's clock of which the host's is not known"
     )
@@ -279,10 +287,10 @@ def test_statistics_that_are_kept_have_the_host_rows_that_wait_for_another_rank(
     flags = np.full(300, DEVICE, np.uint8)
     both = [RankRows(rank, "n", keys, flags, rows, None, None, rank + 1) for rank in range(2)]
     run = begun(both, LIMITS, None)
-    run.add([both[0].take(slice(0, 100)), both[1]], {0, 1}, 0, 2)
+    run.add([both[0].select(slice(0, 100)), both[1]], {0, 1}, 0, 2)
     again = unpack(pack(run), both)
     assert again is not None
-    again.add([both[0].take(slice(100, 300))], {0, 1}, 0, 2)
+    again.add([both[0].select(slice(100, 300))], {0, 1}, 0, 2)
     again.finish(2)
     window = again.history.between(99 << SEGMENT_BITS, 299 << SEGMENT_BITS, [0, 1], 2)
     assert window.host is not None and (window.host[:, 1] == rows[100:, N_STAGES:-1]).all()
@@ -333,7 +341,7 @@ class Node:
                 if number == spooled:
                     kept.append(data)
                 else:
-                    self.relay.take(data)
+                    self.relay.accept(data)
             self.played.step += 20
             self.turn()
         self.played.clock.tick()
@@ -342,7 +350,7 @@ class Node:
             write_spool(self.spool / f"{self.played.ranks[spooled].process_id}.spool", kept)
 
     def turn(self) -> None:
-        self.relay.turn()
+        self.relay.poll()
         assert self.core.commit()
         self.core.judge()
 
@@ -369,7 +377,7 @@ class Node:
             assert (window.leads[:, rank] == self.rows(rank, "leads")[steps]).all()
 
     def live(self) -> Window:
-        run = self.core._steps.of("job")
+        run = self.core._steps.get("job")
         assert run is not None
         return run.history.window([0, 1], 2, (), 50)
 
@@ -466,7 +474,7 @@ def test_device_rows_that_are_folded_away_still_count(tmp_path: Path) -> None:
     node.play(150)
     with SessionFile(node.core.folder.sqlite) as file:
         left = file.rows()[0]
-        assert len(left[0].keys) < 2000 and is_wide(left[0].rows)
+        assert len(left[0].keys) < 2000 and has_host_columns(left[0].rows)
         for process in file.processes():
             sums, rank = file.folded()[process.id], process.rank
             assert rank is not None

@@ -24,7 +24,7 @@ def rank_rows(rank, keys, flags=None):
 
 def together(ranks, expected, missing=()):
     history = StepHistory(Thresholds())
-    history.take(ranks)
+    history.add_rows(ranks)
     live = sorted({rank_rows.rank for rank_rows in ranks} - {*missing})
     return history.between(-1, 1 << 62, live, expected)
 
@@ -131,7 +131,7 @@ def test_window_agrees_with_sets(keys, last):
 
 def test_take_keeps_keys_rows_and_flags_together():
     d = np.arange(5 * 2 * 6).reshape(5, 2, 6)
-    window = window_of(d, first_step=7).take(slice(2, 4))
+    window = window_of(d, first_step=7).select(slice(2, 4))
     assert (window.first_step, window.last_step) == (9, 10)
     assert (window.d == d[2:4]).all()
     assert window.flags.shape == (2, 2)
@@ -146,7 +146,7 @@ def test_pieces_of_which_only_some_have_host_rows_are_joined_with_what_is_known(
     for pieces in ([before, after], [after, before]):
         whole = joined(pieces)
         for place, piece in enumerate(pieces):
-            part = whole.take(slice(3 * place, 3 * place + 3))
+            part = whole.select(slice(3 * place, 3 * place + 3))
             assert (part.host == (piece.d if piece.host is None else piece.host)).all()
             assert (part.leads == (LEAD_UNKNOWN if piece.leads is None else piece.leads)).all()
     assert joined([before, before]).host is joined([before, before]).leads is None

@@ -68,7 +68,7 @@ class Marks:
     def total(self, steps: Any) -> None:
         """Say how many steps the framework is going to take, where it knows: others are -1 or infinite."""
         if isinstance(steps, int) and steps > 0:
-            self._agent.collector(WorkReport).tell(total_steps=steps)
+            self._agent.collector(WorkReport).declare(total_steps=steps)
 
     def micro_batch(self) -> None:
         """Say that one has been trained on."""

@@ -65,7 +65,7 @@ class AllThreadsProfiler(TorchProfiler):
             self._calls.recording = True
 
     def stop(self) -> bool:
-        """Stop to record; return whether there is something to save, once it is `settled`."""
+        """Stop to record; return whether there is something to save, once it is complete."""
         if not self._thread:
             return False
         if self._stopped_s is None:
@@ -77,7 +77,7 @@ class AllThreadsProfiler(TorchProfiler):
             self._stopped_s = time.monotonic()
         return not self._lost
 
-    def settled(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether all threads have ended the operations that are recorded."""
         return self._stopped_s is None or time.monotonic() - self._stopped_s >= GRACE_S
 

@@ -71,7 +71,7 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
     return {"PYTHONPATH": os.pathsep.join(path), **variables}
 
 
-def leave_rank() -> None:
+def clear_rank_environment() -> None:
     """In a process that launches a job of its own inside another one: forget the other's variables."""
     inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
     if any(inside):
@@ -153,7 +153,7 @@ def start(
 def _begin(agent: RankAgent) -> None:
     global _agent
     os.environ[RANK_PID] = str(os.getpid())
-    _leave_pythonpath()
+    _restore_pythonpath()
     _agent = agent
     agent.start()
     atexit.register(_at_exit)
@@ -215,7 +215,7 @@ def _in_child() -> None:
         agent.channel.forked()
 
 
-def _leave_pythonpath() -> None:
+def _restore_pythonpath() -> None:
     """Take our folder off PYTHONPATH again, so that children start as they would without us."""
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if SITE_FOLDER in parts:

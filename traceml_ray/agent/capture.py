@@ -335,9 +335,9 @@ class StepCapture:
             self._fail(error)
 
     @property
-    def settled(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether what was recorded may be written."""
-        return self._profiler.settled()
+        return self._profiler.is_complete()
 
     def export(self, place: str | None, process_id: str) -> None:
         """Make the file of what was recorded, see `TraceFile`; a thread of its own compresses it."""
@@ -379,7 +379,7 @@ class StepCapture:
         self.end("failed", f"its trace could not be written: {error_text(error)}")
 
     def _open_step(self) -> int:
-        self._recorder.settle(LOCK_S)
+        self._recorder.replay(LOCK_S)
         return self._recorder.steps.rows.step
 
     def status(self) -> wire.Capture:
@@ -460,7 +460,7 @@ class CaptureAgent:
 
     # -- the agent's thread --------------------------------------------------------------------------
 
-    def obey(self, command: wire.Command) -> None:
+    def handle_command(self, command: wire.Command) -> None:
         """Do what a command asks for that is meant for this rank; it is repeated."""
         wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
         self._heard = self._clock()
@@ -470,7 +470,7 @@ class CaptureAgent:
             return
         if now is not None:
             now.let_go()
-        self._recorder.settle(LOCK_S)  # whether it has done a step
+        self._recorder.replay(LOCK_S)  # whether it has done a step
         self._now = StepCapture(
             wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
         )
@@ -483,14 +483,14 @@ class CaptureAgent:
             return functools.partial(TorchProfiler, *options)
         return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Write the trace that is there; give up what takes too long; let go of what is over."""
         now = self._now
         if now is None:
             return
         now.finish_export()
         if now.state == "recorded":
-            if now.settled:
+            if now.is_complete:
                 now.export(self._place, self._process_id())
         elif now.serves and now.state in ("armed", "recording"):
             now.serve(self._clock())

@@ -44,7 +44,7 @@ class Cuts:
             self.list.append(Cut(SAMPLED, self.last, self.last))
             self._sampled = True
 
-    def take(self) -> list[Cut]:
+    def pop(self) -> list[Cut]:
         """Return what there is of the row that ends, and begin another one."""
         taken, self.list, self._sampled = _relabelled(self.list, FOREIGN, DATA), [], False
         return taken
@@ -54,12 +54,12 @@ class Cuts:
         if self.list and self.list[-1].stage == DATA:
             self.list[-1] = self.list[-1]._replace(stage=FOREIGN)
 
-    def learn(self) -> None:
+    def commit(self) -> None:
         """All waits of this row were for what feeds training."""
         self.list = _relabelled(self.list, FOREIGN, DATA)
 
-    def fold(self) -> None:
-        """See `Partition.fold`."""
+    def reclassify(self) -> None:
+        """See `Partition.reclassify`."""
         for stage in (FOREIGN, PREPARE, FORWARD):
             self.list = _relabelled(self.list, stage, POST_SYNC)
 

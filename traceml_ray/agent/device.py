@@ -521,7 +521,7 @@ class DeviceClock:
 
     # -- where the device stands -----------------------------------------------------------------------
 
-    def standing(self, step: int, open_cuts: list[Cut]) -> tuple[int, int, int] | None:
+    def device_position(self, step: int, open_cuts: list[Cut]) -> tuple[int, int, int] | None:
         """
         Return (step, stage, for how many ns): where the device is, if that is behind its host.
 

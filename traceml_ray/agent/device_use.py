@@ -47,21 +47,21 @@ class DeviceUse:
         self._waits: ShardedWaits | None = None
         self._make_another: Callable[[], DeviceApi] | None = None
 
-    def turn(self) -> None:
-        """Read what the device is done with, after the log is settled."""
+    def tick(self) -> None:
+        """Read what the device is done with, after the log was replayed."""
         if self.clock is None and not self._decided:
             self._consider()
         if self.clock is not None:
             self.clock.resolve(self._recorder.first_event())
             if self._waits is not None:
-                self._waits.turn()
+                self._waits.tick()
             self._after()
 
     def finish(self) -> None:
         """Read what is left, for a short while; what the device is not done with goes out without it."""
         end = time.monotonic() + CLOSE_WAIT_S
         while self.clock is not None:
-            self.turn()
+            self.tick()
             if self.clock is None or not self.clock.waiting or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)
@@ -98,11 +98,11 @@ class DeviceUse:
         """What makes another way to the device whose clock is read, with events of its own; None: none is."""
         return None if self.clock is None else self._make_another
 
-    def standing(self, step: int) -> OpenStage | None:
+    def device_position(self, step: int) -> OpenStage | None:
         """Return where the device is, if that is behind its host, whose step this is."""
         if self.clock is None:
             return None
-        standing = self.clock.standing(step, self._recorder.steps.open_cuts())
+        standing = self.clock.device_position(step, self._recorder.steps.open_cuts())
         return None if standing is None else OpenStage(*standing)
 
     # -- on and off --------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class DeviceUse:
         clock = self.clock
         if self._waits is not None:
             self._waits.stop()
-        if left := self._recorder.leave_device():
+        if left := self._recorder.stop_device_clock():
             self._ring.end_hosts()
             self.clock = None
         if clock is not None:

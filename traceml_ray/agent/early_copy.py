@@ -33,7 +33,7 @@ class EarlyCopy:
         self._last = self._bytes = 0
         """Number of the newest batch in it, and its bytes."""
 
-    def turn(self, process_id: str, outbox: RankOutbox) -> None:
+    def tick(self, process_id: str, outbox: RankOutbox) -> None:
         """Copy what is new; remove the file once there is a relay and all of it is stored. Raises OSError."""
         if outbox.connected:
             if self._path is not None and not outbox.holds(self._last):

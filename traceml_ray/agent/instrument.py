@@ -96,7 +96,7 @@ class Instrumentation:
         """Put everything back as it was; never raises, safe to call twice."""
         self.patcher.restore()
         self.patcher.apply("detach", self.roots.restore)
-        self.patcher.apply("detach", self.recorder.settle)
+        self.patcher.apply("detach", self.recorder.replay)
         self.recorder.stamp_with(self.recorder.clock)
         if self.recorder.device is not None:
             self.recorder.device.seal()
@@ -158,6 +158,6 @@ class Instrumentation:
             then()
 
     def _first_step(self, optimizer: Any) -> None:
-        self.roots.learn(optimizer)
+        self.roots.choose(optimizer)
         self.data_parallel.find_sharded()
         self._note_rank()

@@ -4,7 +4,7 @@ Where marks are written down, and how they are understood later.
 Marks are made on the training thread, between two kernels, with cold caches: there a line of Python
 costs five times what a hot loop shows. So the marks of the usual step are only written down there
 (which one and when, in `log`), and understood later, a hundred at a time, by the agent's thread
-(`settle`). Others are made at once (`at_once`); each settles what was written down before it, and
+(`replay`). Others are made at once (`immediate_mark`); each settles what was written down before it, and
 is itself written down, with its arguments, while another thread is reading the log: no mark waits.
 """
 
@@ -23,7 +23,7 @@ from traceml_ray.agent.steps import Steps
 
 LOG_SIZE = 1 << 17
 """What is written beyond this pushes out the oldest."""
-SETTLE_AT = LOG_SIZE // 2
+REPLAY_AT = LOG_SIZE // 2
 """With so much written, a backward settles by itself: the agent's thread does not come round."""
 LOCK_S = 0.2
 """Longest wait of the agent's thread for the lock, which a mark holds for a millisecond at most."""
@@ -41,7 +41,7 @@ class Deferred(NamedTuple):
     event: int = NO_EVENT
 
 
-def at_once(method: Method) -> Method:
+def immediate_mark(method: Method) -> Method:
     """
     Make `method` a mark that is made now, by this thread, after all that were written down.
 
@@ -128,7 +128,7 @@ class MarkLog:
         """Return whether this thread is the one that trains (or none has yet)."""
         return self.owner is None or get_ident() == self.owner
 
-    def settle(self, wait_s: float = 0.0) -> bool:
+    def replay(self, wait_s: float = 0.0) -> bool:
         """Understand what was written down until now; False: another thread was at it for `wait_s`."""
         if not self._lock.acquire(timeout=wait_s):
             return False
@@ -170,7 +170,7 @@ class MarkLog:
                 self.now = value
                 self._written += 1
                 partition.event = self._event
-                self.steps.understand(self._mark, value)
+                self.steps.apply(self._mark, value)
         self._recover()
 
     def _recover(self) -> None:
@@ -186,7 +186,7 @@ class MarkLog:
         thread = get_ident()
         if thread == self.owner:
             self.ready = 0
-        if self._losing or len(self.log) >= SETTLE_AT:
+        if self._losing or len(self.log) >= REPLAY_AT:
             self._losing = True
             self.lost_marks += 1
             self.lost_rows += method.__name__ == "_end_backward"
@@ -216,7 +216,7 @@ class MarkLog:
             self.steps.use(device)
         self.stamp_with(device.stamper(self.log.append))
 
-    def leave_device(self) -> bool:
+    def stop_device_clock(self) -> bool:
         """
         Read the CPU's clock alone again; rows that wait for the device go out without it.
 
@@ -253,7 +253,7 @@ class MarkLog:
 
     def _room(self) -> bool:
         """Return whether the log has room for a mark that may be left out; else it is counted."""
-        if not self._losing and (len(self.log) < SETTLE_AT or self.settle()):
+        if not self._losing and (len(self.log) < REPLAY_AT or self.replay()):
             return True
         self.lost_marks += 1
         return False

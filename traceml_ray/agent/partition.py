@@ -31,8 +31,8 @@ class Span:
         self.paused = False
         """What happens now is not part of it."""
 
-    def fold(self) -> None:
-        """See `Partition.fold`."""
+    def reclassify(self) -> None:
+        """See `Partition.reclassify`."""
         times = self.times
         times[POST_SYNC] += self.foreign_ns + times[PREPARE] + times[FORWARD]
         times[DATA] -= self.foreign_ns
@@ -44,7 +44,7 @@ class Span:
 class OpenSpans:
     """
     The spans of the open row. Those in `open` are in the order in which they began; those in `over` wait to
-    be added to `sums`: until a backward has ended their row, the time that they are in may yet be folded.
+    be added to `sums`: until a backward has ended their row, their time may still be reclassified.
     """
 
     __slots__ = ("_since", "lost", "open", "over", "sums")
@@ -61,10 +61,10 @@ class OpenSpans:
         """Forget the open row."""
         self.open, self.over, self._since = [], [], 0
 
-    def fold(self) -> None:
-        """See `Partition.fold`."""
+    def reclassify(self) -> None:
+        """See `Partition.reclassify`."""
         for span in (*self.open, *self.over):
-            span.fold()
+            span.reclassify()
 
     def spread(self, stage: int, now: int) -> None:
         """Count the time since the mark before, which was in `stage`, in every span that is open."""
@@ -175,15 +175,15 @@ class Partition:
         self.last = now
         self.stage = stage
 
-    def instead(self, stage: int, now: int) -> None:
+    def reassign(self, stage: int, now: int) -> None:
         """Count the time since the last mark in `stage`, and stay in it."""
         self.stage = stage
         self.to(stage, now)
 
-    def take(self) -> tuple[list[int], list[Cut]]:
+    def pop(self) -> tuple[list[int], list[Cut]]:
         """Return times and cuts of the row that ends with the last mark, and begin another one."""
         times, self.times, self.foreign_ns = self.times, [0] * N_STAGES, 0
-        return times, self.cuts.take() if self.cuts is not None else []
+        return times, self.cuts.pop() if self.cuts is not None else []
 
     def foreign(self, since: int, now: int) -> None:
         """The wait for data that has just ended was for a loader that does not feed training."""
@@ -193,27 +193,27 @@ class Partition:
         if self.cuts is not None:
             self.cuts.foreign()
 
-    def learn(self) -> None:
+    def commit(self) -> None:
         """All waits of this row were for what feeds training."""
         self.foreign_ns = 0
         if self.cuts is not None:
-            self.cuts.learn()
+            self.cuts.commit()
 
-    def fold(self, now: int) -> int:
+    def reclassify(self, now: int) -> int:
         """
         Count what ran since sync exit, with the foreign waits for data, as `post_sync`: it was not for this
         step, but for something else (an evaluation). Return how long that took.
         """
         self.to(POST_SYNC, now)
-        self.spans.fold()
+        self.spans.reclassify()
         times = self.times
-        folded = self.foreign_ns + times[PREPARE] + times[FORWARD]
-        times[POST_SYNC] += folded
+        reclassified_ns = self.foreign_ns + times[PREPARE] + times[FORWARD]
+        times[POST_SYNC] += reclassified_ns
         times[DATA] -= self.foreign_ns
         self.foreign_ns = times[PREPARE] = times[FORWARD] = 0
         if self.cuts is not None:
-            self.cuts.fold()
-        return folded
+            self.cuts.reclassify()
+        return reclassified_ns
 
 
 class DataWaits:
@@ -271,7 +271,7 @@ class DataWaits:
         """Return whether the loader waited for last is known to feed training."""
         return self.loader in self.training
 
-    def learn(self) -> None:
+    def commit(self) -> None:
         """Take it that the loaders waited for on the way to this backward are those that feed training."""
         if self.waited != self.training:
             self.training = set(self.waited)
@@ -326,12 +326,12 @@ class StepSpans:
         if self._spans.end(span, self._partition.stage, now):
             self._spans.hand_out(self._rows.step, self._rows.first)
 
-    def begin_evaluation(self, folded: int, now: int) -> None:
-        """Begin an evaluation; its fetches took `folded` ns, unless one before it has had that time."""
+    def begin_evaluation(self, reclassified_ns: int, now: int) -> None:
+        """Begin an evaluation. Its fetches took `reclassified_ns`, unless an earlier one has had it."""
         if self.evaluation is not None:
             return
         self.evaluation = self.begin(EVALUATION, now)
-        self.evaluation.times[POST_SYNC] = 0 if self._evaluated else folded
+        self.evaluation.times[POST_SYNC] = 0 if self._evaluated else reclassified_ns
 
     def end_evaluation(self, now: int) -> None:
         """End the evaluation, if there is one."""

@@ -148,8 +148,8 @@ class RankAgent:
         due = self._next_tick()
         while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
             if time.monotonic() < due:  # however long the interval: what is written down stays short
-                self.guard("settle", self.recorder.settle)
-                self.guard("device clock", self.device.turn)
+                self.guard("replay", self.recorder.replay)
+                self.guard("device clock", self.device.tick)
                 continue
             self.guard("tick", self.tick)
             self._cpu_ns = time.thread_time_ns()
@@ -177,21 +177,21 @@ class RankAgent:
 
     def tick(self, final: bool = False) -> None:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
-        if not self.recorder.settle(LOCK_S):
+        if not self.recorder.replay(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
-        self.guard("device clock", self.device.finish if final else self.device.turn)
+        self.guard("device clock", self.device.finish if final else self.device.tick)
         self._rank.spans = spans = self.guard("spans", lambda: self._collect_spans(final)) or []
         self.unsent.spans += spans
         for name, collector in self.collectors.items():
             self.guard(name, functools.partial(self._collect, collector, final))
-        self.guard("profile", self.captures.turn)
+        self.guard("profile", self.captures.tick)
         while self._enqueue(final):
             pass
         self._exchange()
         if self.unsent.events and not final:  # what the relay has asked for
             self._enqueue(final)
             self._exchange()
-        self.guard("spool", lambda: self._early.turn(self.process_id, self._outbox))
+        self.guard("spool", lambda: self._early.tick(self.process_id, self._outbox))
 
     def _collect(self, collector: Collector, final: bool) -> None:
         """Have the records of a signal sent."""
@@ -282,11 +282,11 @@ class RankAgent:
             self.instrumentation.errors.count(f"{what} lost with their batch", count)
 
     def _exchange(self) -> None:
-        self._take_replies()
+        self._apply_replies()
         self._outbox.offer(self.channel)
-        self._take_replies()
+        self._apply_replies()
 
-    def _take_replies(self) -> None:
+    def _apply_replies(self) -> None:
         for data in self.channel.replies():
             try:
                 reply = wire.decode(data, wire.RankReply)
@@ -300,14 +300,14 @@ class RankAgent:
                     self.instrumentation.errors.note("batch refused", wire.WireError(sendable(why)[:40]))
                     self._lose(batch)
             for command in reply.commands:
-                self.guard("command", functools.partial(self._obey, command))
+                self.guard("command", functools.partial(self._handle_command, command))
         self._outbox.follow(self.channel)  # a lost connection is noticed here
 
-    def _obey(self, command: wire.Command) -> None:
+    def _handle_command(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
         if command.name == "profile" and self._is_meant(command):
-            self.captures.obey(command)
+            self.captures.handle_command(command)
         handler = self._handlers.get(command.name)
         if handler is not None and self._is_meant(command):
             handler.handle_command(command)
@@ -341,7 +341,9 @@ class RankAgent:
         opened = self.recorder.open_stage()
         if self.ended_in is not None:
             return msgspec.structs.replace(opened, stage=self.ended_in)
-        if (standing := self.guard("device clock", lambda: self.device.standing(opened.step))) is not None:
+        if (
+            standing := self.guard("device clock", lambda: self.device.device_position(opened.step))
+        ) is not None:
             return standing
         return msgspec.structs.replace(opened, span=self.instrumentation.spans.innermost or opened.span)
 
@@ -372,14 +374,14 @@ class RankAgent:
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))
-        self.guard("spool", self._leave_copy)
+        self.guard("spool", self._write_copy)
         deadline = time.monotonic() + CLOSE_WAIT_S
         while self._outbox.unacked() and self._outbox.connected and time.monotonic() < deadline:
             time.sleep(CONFIRM_POLL_S)
             self._exchange()
         self.channel.close()
 
-    def _leave_copy(self) -> None:
+    def _write_copy(self) -> None:
         """
         Leave what is not known to be stored in the spool, before anything is waited for: a relay that has
         taken it may be ended, or answer too late, before the aggregator has stored it.

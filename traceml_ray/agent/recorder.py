@@ -16,7 +16,7 @@ from typing import Any
 from traceml_ray.agent import marks
 from traceml_ray.agent.batch_size import BatchSizes
 from traceml_ray.agent.exchange import GradientExchange
-from traceml_ray.agent.mark_log import LOCK_S, Deferred, MarkLog, at_once
+from traceml_ray.agent.mark_log import LOCK_S, Deferred, MarkLog, immediate_mark
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.steps import Steps
@@ -81,7 +81,7 @@ class Recorder(MarkLog):
         """Return whether the mark's thread is the one that trains (or none has yet)."""
         return self.owner is None or self.thread == self.owner
 
-    def _own(self, *, take_over: bool = False) -> bool:
+    def _accepts(self, *, take_over: bool = False) -> bool:
         """Return whether the mark counts; a new training thread takes over from a silent one."""
         if self.owner == self.thread:
             return True
@@ -94,8 +94,8 @@ class Recorder(MarkLog):
         self.owner = self.thread
         return True
 
-    def _understand(self, mark: int) -> None:
-        self.steps.understand(mark, self.now)
+    def _apply(self, mark: int) -> None:
+        self.steps.apply(mark, self.now)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -121,12 +121,12 @@ class Recorder(MarkLog):
             self.iterator = 0
         return bool(self._begin_wait(*named))
 
-    @at_once
+    @immediate_mark
     def _begin_wait(self, loader: int, workers: int) -> bool:
         if not self._may() or self.steps.rows.depth:
             return False
         self.steps.wait_for(loader, workers)
-        self._understand(marks.DATA_BEGIN)
+        self._apply(marks.DATA_BEGIN)
         return True
 
     def data_end(self, got: bool) -> None:
@@ -135,36 +135,36 @@ class Recorder(MarkLog):
             return
         self._end_wait(got)
 
-    @at_once
+    @immediate_mark
     def _end_wait(self, got: bool) -> None:
         if self._may():
-            self._understand(marks.DATA_END if got else marks.DATA_EXHAUSTED)
+            self._apply(marks.DATA_END if got else marks.DATA_EXHAUSTED)
 
     def batch(self, batch: Any) -> None:
         """Mark, after `data_end`: what was waited for is this batch."""
         if self.mine() and self._room():
             self.log.append(self.batches.mark(batch))
 
-    @at_once
+    @immediate_mark
     def count(self, samples: int | None, tokens: int | None) -> None:
         """Say what the open step is trained on; it counts instead of what its batches show."""
-        self.steps.work.tell(self.steps.rows.step, samples, tokens)
+        self.steps.work.declare(self.steps.rows.step, samples, tokens)
 
-    def take_work(self) -> Counted | None:
+    def drain_work(self) -> Counted | None:
         """Return what the steps since the last time were trained on; None without any."""
-        if not self.settle(LOCK_S) or not self._lock.acquire(timeout=LOCK_S):
+        if not self.replay(LOCK_S) or not self._lock.acquire(timeout=LOCK_S):
             return None
         try:
-            return self.steps.work.take(self.steps.rows.step)
+            return self.steps.work.drain(self.steps.rows.step)
         finally:
             self._lock.release()
 
-    def take_sizes(self) -> list[tuple[int, int, int]]:
+    def drain_sizes(self) -> list[tuple[int, int, int]]:
         """Return the sizes of batches of the steps since the last time, see `SizeLog`."""
         if not self._lock.acquire(timeout=LOCK_S):
             return []
         try:
-            return self.steps.work.sizes.take()
+            return self.steps.work.sizes.drain()
         finally:
             self._lock.release()
 
@@ -174,27 +174,27 @@ class Recorder(MarkLog):
 
     # -- forward and backward --------------------------------------------------------------------
 
-    @at_once
+    @immediate_mark
     def forward_begin(self, mark: int) -> None:
         """Mark, one of the three FORWARD_BEGIN: the root module is called."""
-        if not self.steps.rows.depth and self._own():
-            self._understand(mark)
+        if not self.steps.rows.depth and self._accepts():
+            self._apply(mark)
 
-    @at_once
+    @immediate_mark
     def backward_begin(self) -> bool:
         """Mark: a backward starts; False when it is not one of the training thread's."""
-        if not self._own(take_over=True):
+        if not self._accepts(take_over=True):
             return False
         if self.steps.rows.depth:
             self.steps.rows.depth += 1
         else:
-            self._understand(marks.BACKWARD_BEGIN)
+            self._apply(marks.BACKWARD_BEGIN)
         return True
 
-    @at_once
+    @immediate_mark
     def gradients_done(self) -> None:
         """Mark: this rank's own gradients are done; what follows inside the backward is waiting."""
-        self._understand(marks.GRADIENTS_DONE)
+        self._apply(marks.GRADIENTS_DONE)
 
     def backward_end(self, ok: bool) -> None:
         """Mark: a backward has returned (`ok`) or raised. The outermost one leaves its row pending."""
@@ -202,11 +202,11 @@ class Recorder(MarkLog):
         outermost = self.steps.rows.depth < 2
         self._end_backward(ok, outermost and peers is not None and peers())
 
-    @at_once
+    @immediate_mark
     def _end_backward(self, ok: bool, synced: bool) -> None:
         if self._may():
             ended = marks.SYNCED_BACKWARD_END if synced else marks.BACKWARD_END
-            self._understand(ended if ok else marks.BACKWARD_FAILED)
+            self._apply(ended if ok else marks.BACKWARD_FAILED)
 
     # -- waits for peers, and reductions -----------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Recorder(MarkLog):
 
     # -- what closes a row -----------------------------------------------------------------------
 
-    @at_once
+    @immediate_mark
     def optimizer_begin(self, closure: bool = False, optimizer: int = 0) -> bool:
         """
         Mark: a step of this `optimizer` (its id, 0: not known): it closes the pending row, if there is one.
@@ -265,28 +265,28 @@ class Recorder(MarkLog):
         if not self._may() or self.steps.step_in_backward():
             return False
         self.steps.optimizer = optimizer
-        self._understand(marks.CLOSURE_BEGIN if closure else marks.OPTIMIZER_BEGIN)
+        self._apply(marks.CLOSURE_BEGIN if closure else marks.OPTIMIZER_BEGIN)
         return True
 
-    @at_once
+    @immediate_mark
     def scaler_begin(self, optimizer: int = 0) -> None:
         """Mark: a `GradScaler` step: one of the `optimizer` begins in it, unless there was an overflow."""
         if self._may() and not self.steps.step_in_backward():
             self.steps.optimizer = optimizer
-            self._understand(marks.SCALER_BEGIN)
+            self._apply(marks.SCALER_BEGIN)
 
-    @at_once
+    @immediate_mark
     def optimizer_end(self, began: bool) -> None:
         """Mark: the optimizer step is over."""
         if began and self._may():
-            self._understand(marks.OPTIMIZER_END)
+            self._apply(marks.OPTIMIZER_END)
 
-    @at_once
+    @immediate_mark
     def trace(self) -> None:
         """Have steps cut by `trace_step` from here on, until `close_traced`."""
         self.steps.manual = True
 
-    @at_once
+    @immediate_mark
     def close_traced(self) -> None:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
         self.steps.close_traced(self.now)
@@ -296,7 +296,7 @@ class Recorder(MarkLog):
         Return the number of the step that the training thread is in, the time (ns), and when the row of the
         step before ended; None where the marks cannot be read within `wait_s`. Called by that thread.
         """
-        if not self.settle(wait_s):
+        if not self.replay(wait_s):
             return None
         now = self.clock()
         return self.steps.rows.step, now, now - self.steps.tail_ns(now)
@@ -306,7 +306,7 @@ class Recorder(MarkLog):
         now = self.step_now(wait_s)
         return None if self.steps.rows.goes_on else now
 
-    @at_once
+    @immediate_mark
     def number(self, done: int) -> None:
         """Say how many steps are done, where a framework counts them; the numbers of rows only grow."""
         self.steps.rows.number(done)
@@ -331,17 +331,17 @@ class Recorder(MarkLog):
             self.log.append(mark)
             self.log.append(self.clock())
             return True
-        return bool(self.owner is None and self._span_at_once(mark, size))
+        return bool(self.owner is None and self._immediate_span(mark, size))
 
-    @at_once
-    def _span_at_once(self, mark: int, size: int) -> bool:
+    @immediate_mark
+    def _immediate_span(self, mark: int, size: int) -> bool:
         self.steps.size = size
-        self._understand(mark)
+        self._apply(mark)
         return True
 
     def finish(self) -> None:
         """Count the spans of the tail. Raises TimeoutError when a mark does not let go of the lock."""
-        if not self.settle(LOCK_S):
+        if not self.replay(LOCK_S):
             raise TimeoutError("a mark does not let go of the recorder")
         with self._lock:
             self.steps.hand_out_tail()
@@ -350,12 +350,12 @@ class Recorder(MarkLog):
 
     def open_stage(self) -> OpenStage:
         """Return what the training thread is in."""
-        self.settle()
+        self.replay()
         return self.steps.open_stage(self.clock())
 
     def tail_ns(self) -> int:
         """Return the time (ns) since the last sync exit, which belongs to no row."""
-        self.settle()
+        self.replay()
         return self.steps.tail_ns(self.clock())
 
 

@@ -88,7 +88,7 @@ class Iterations:
             self._since_start += 1
             self._fed = self._fed or self.has_batch
         if self.has_batch:
-            self._learn()
+            self._note_batch()
             self._on_batch = 0
         if not goes_on:
             self._usual = max(1, self._steps)
@@ -100,7 +100,7 @@ class Iterations:
         self.has_batch = False
         return self._fed and self._steps < self._usual
 
-    def _learn(self) -> None:
+    def _note_batch(self) -> None:
         """Note how many optimizer steps the batch that is over had."""
         if self._on_batch and self._batches < _LEARNED_FROM:
             self._batches += 1
@@ -187,12 +187,12 @@ class RowBuilder:
         if self.goes_on:
             self._begin_step()
 
-    def leave(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
+    def set_pending(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
         """Leave a row pending."""
         (self.pending, self.cuts), self.flags, self.synced, self.stepped = taken, flags, synced, False
         self.exchange_ns = None
 
-    def take_back(self) -> tuple[list[int], list[Cut]]:
+    def reopen(self) -> tuple[list[int], list[Cut]]:
         """Return times and cuts of the pending row, which goes on."""
         times, self.pending = self.pending, None
         cuts, self.cuts = self.cuts, []
@@ -219,7 +219,7 @@ class RowBuilder:
         self._emit()
         self.segment = min(self.segment + 1, MAX_SEGMENT)
 
-    def take_batch(self) -> None:
+    def note_batch(self) -> None:
         """Note that a batch was taken for the open row: it is of another step than the row before."""
         self._iterations.has_batch = True
         if self.goes_on and self._is_unplaced:
@@ -278,7 +278,7 @@ class RowBuilder:
     def _emit(self) -> None:
         if self.step in self.slowed or self.step == self._first_step:
             self.flags |= FLAG_EXCLUDED
-        (row, cuts), flags, exchange = self.take_back(), self.flags, None
+        (row, cuts), flags, exchange = self.reopen(), self.flags, None
         if self.exchange_ns is not None and not self.first:
             exchange = [*[0] * SYNC_WAIT, self.exchange_ns]
             row[SYNC_WAIT] -= self.exchange_ns

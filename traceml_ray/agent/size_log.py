@@ -34,7 +34,7 @@ class SizeLog:
         self.lost += len(self._entries) == ROOM
         self._entries.append((step, _known(samples), _known(tokens)))
 
-    def take(self) -> list[tuple[int, int, int]]:
+    def drain(self) -> list[tuple[int, int, int]]:
         """Return all that is kept, the oldest first, and keep nothing."""
         entries = [*self._entries]
         self._entries.clear()
@@ -42,7 +42,7 @@ class SizeLog:
 
 
 def packed(entries: list[tuple[int, int, int]]) -> list[StepSizes]:
-    """Return what `SizeLog.take` returned as it is sent; steps without a batch are not known."""
+    """Return what `SizeLog.drain` returned as it is sent; steps without a batch are not known."""
     pieces: list[list[tuple[int, int, int]]] = []
     for entry in entries:
         if not pieces or not 0 < entry[0] - pieces[-1][0][0] < MAX_SIZES:

@@ -33,7 +33,7 @@ from traceml_ray.wire.messages import OpenStage
 
 
 class Steps:
-    """The state machine of one process; `understand` takes its marks in order, under the lock of the log."""
+    """The state machine of one process; `apply` takes its marks in order, under the lock of the log."""
 
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
@@ -76,7 +76,7 @@ class Steps:
         self._apart_ns = 0
         """What of the open row's `sync_wait` was over when this rank's own gradients were done."""
 
-    def understand(self, mark: int, now: int) -> None:
+    def apply(self, mark: int, now: int) -> None:
         """Do what `mark` means, at the time `now`."""
         self.now = now
         if mark < marks.SPANS:
@@ -105,14 +105,14 @@ class Steps:
 
     def _train_again(self) -> None:
         """End the evaluation, if there was one; where the root was not called, its fetches show it."""
-        folded = 0 if self._data.waited <= self._data.training else self._fold()
-        if folded:
-            self._own.begin_evaluation(folded, self.now)
+        reclassified_ns = 0 if self._data.waited <= self._data.training else self._reclassify()
+        if reclassified_ns:
+            self._own.begin_evaluation(reclassified_ns, self.now)
         self._own.end_evaluation(self.now)
 
-    def _fold(self) -> int:
+    def _reclassify(self) -> int:
         self._data.waited &= self._data.training
-        return self.partition.fold(self.now)
+        return self.partition.reclassify(self.now)
 
     def _data_end(self) -> None:
         data, since = self._data, self.partition.last
@@ -128,7 +128,7 @@ class Steps:
         """It was no wait of this step."""
         if self._data.end():
             self._data.exhausted = self._data.exhausted or self._data.feeds_training()
-            self.partition.instead(self._data.before, self.now)
+            self.partition.reassign(self._data.before, self.now)
 
     def _collated(self) -> None:
         """The samples of a batch are there; what follows inside the wait puts them together."""
@@ -157,7 +157,7 @@ class Steps:
 
     def _no_grad_forward_begin(self) -> None:
         """It is an evaluation, or a summary of the model that is printed."""
-        self._own.begin_evaluation(0 if self._data.feeds_training() else self._fold(), self.now)
+        self._own.begin_evaluation(0 if self._data.feeds_training() else self._reclassify(), self.now)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -169,26 +169,26 @@ class Steps:
         self.rows.depth = 1
         self._split = self._step_in_backward = self._reduced_inside = False
         if self.rows.pending is not None:
-            self._take_back()
+            self._reopen()
         if self._data.waited or self._data.exhausted:
-            self._take_batch()
+            self._hold_batch()
         self._own.pause_optimizer()
 
-    def _take_batch(self) -> None:
+    def _hold_batch(self) -> None:
         """A loader that feeds training was waited for, also where it had no more: one batch is held back."""
-        self.rows.take_batch()
+        self.rows.note_batch()
         self._data.exhausted = False
         if self._data.waited:
-            self.work.learn(self.rows.step)
-            self.partition.learn()
+            self.work.commit(self.rows.step)
+            self.partition.commit()
 
-    def _take_back(self) -> None:
+    def _reopen(self) -> None:
         """Another backward before an optimizer step: a synced one is a segment, others go on."""
         if self.rows.synced:
             self._exchange.several = True
             self.rows.close_segment()
         else:
-            pending, cuts = self.rows.take_back()
+            pending, cuts = self.rows.reopen()
             self.partition.times = [a + b for a, b in zip(self.partition.times, pending, strict=True)]
             if self.partition.cuts is not None:
                 self.partition.cuts.list[:0] = cuts
@@ -203,11 +203,11 @@ class Steps:
 
     def _backward_end(self) -> None:
         if self._backward_over():
-            self._leave_row(synced=False)
+            self._end_row(synced=False)
 
     def _synced_backward_end(self) -> None:
         if self._backward_over():
-            self._leave_row(synced=True)
+            self._end_row(synced=True)
 
     def _backward_over(self) -> bool:
         """A backward is over; return whether it is the outermost one."""
@@ -222,23 +222,23 @@ class Steps:
         self._own.pause_optimizer(False)
         return True
 
-    def _leave_row(self, synced: bool) -> None:
+    def _end_row(self, synced: bool) -> None:
         flags = 0 if synced else FLAG_NO_PEERS
         flags |= 0 if self._split else FLAG_NO_SPLIT
         apart = synced and self._exchange.roles
         if self._exchange.inseparable or (apart and not self._split):
             flags |= FLAG_INSEPARABLE
         exchange_ns = max(0, self.partition.times[SYNC_WAIT] - self._apart_ns)
-        self._leave(flags, synced)
+        self._set_pending(flags, synced)
         self.rows.exchange_ns = exchange_ns if apart and self._split else None
         if self._reduced_inside:
             self._infer()
         if self._step_in_backward:
             self._close_step()
 
-    def _leave(self, flags: int, synced: bool) -> None:
+    def _set_pending(self, flags: int, synced: bool) -> None:
         self._own.hand_out()
-        self.rows.leave(self.partition.take(), flags, synced)
+        self.rows.set_pending(self.partition.pop(), flags, synced)
 
     # -- waits for peers, and inferred exchanges -----------------------------------------------------
 
@@ -271,7 +271,7 @@ class Steps:
     def _extend(self) -> None:
         """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
         self._to(self.partition.stage)
-        times, cuts = self.partition.take()
+        times, cuts = self.partition.pop()
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
         self.rows.extend(times, cuts)
@@ -331,7 +331,7 @@ class Steps:
         self.now, self.manual = now, False
         if self.rows.pending is None:
             self._to(POST_SYNC)
-            self._leave(FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
+            self._set_pending(FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
         self.rows.close_step(traced=True)
 
     def _close_step(self) -> None:

@@ -213,7 +213,7 @@ class TorchProfiler:
             if self._options["with_stack"]:
                 sys.setprofile(None)  # torch's own, which it would have replaced
 
-    def settled(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether it may be saved."""
         return True
 

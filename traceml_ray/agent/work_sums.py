@@ -28,14 +28,14 @@ _NONE: Sizes = 0, 0, 0
 class WorkSums:
     """Of one process, under the lock of the log. A batch counts for the backward that it comes before."""
 
-    __slots__ = ("_data", "_now", "_step", "_sum", "_told", "_waiting", "sizes")
+    __slots__ = ("_data", "_declared", "_now", "_step", "_sum", "_waiting", "sizes")
 
     def __init__(self, data: DataWaits) -> None:
         self._data = data
         self.sizes = SizeLog()
         self._step = 0
         self._now = _NONE
-        self._told: tuple[int | None, int | None] = None, None
+        self._declared: tuple[int | None, int | None] = None, None
         """What the script has said of the open step: samples and tokens."""
         self._sum: Counted | None = None
         self._waiting: dict[int, Sizes] = {}
@@ -47,25 +47,25 @@ class WorkSums:
             loader = self._data.loader
             self._waiting[loader] = _added(self._waiting.get(loader, _NONE), (1, *understood(size)))
 
-    def learn(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         """
         Take it that the loaders waited for on the way to this backward feed training, see `DataWaits`: their
         batches are of `step`, and those of others of no training.
         """
-        self._data.learn()
+        self._data.commit()
         self._go_to(step)
         for loader in self._data.training:
             if (sizes := self._waiting.pop(loader, None)) is not None:
                 self._now = _added(self._now, sizes)
         self._waiting.clear()
 
-    def tell(self, step: int, samples: int | None, tokens: int | None) -> None:
+    def declare(self, step: int, samples: int | None, tokens: int | None) -> None:
         """Add to what `step` is trained on, as the script says."""
         self._go_to(step)
-        before = self._told
-        self._told = _told(before[0], samples), _told(before[1], tokens)
+        before = self._declared
+        self._declared = _sum_declared(before[0], samples), _sum_declared(before[1], tokens)
 
-    def take(self, step: int) -> Counted | None:
+    def drain(self, step: int) -> Counted | None:
         """Return the sums of the steps before `step`; None without any."""
         if step > self._step:
             self._go_to(step)
@@ -76,8 +76,8 @@ class WorkSums:
         """Sum up the open step, if another one follows."""
         if step == self._step:
             return
-        (batches, samples, tokens), declared, last = self._now, self._told, self._step
-        self._now, self._told, self._step = _NONE, (None, None), step
+        (batches, samples, tokens), declared, last = self._now, self._declared, self._step
+        self._now, self._declared, self._step = _NONE, (None, None), step
         if not batches and declared == (None, None):
             return
         counted = Counted(
@@ -93,7 +93,7 @@ class WorkSums:
         self._sum = counted if before is None else _joined(before, counted)
 
 
-def _told(before: int | None, more: int | None) -> int | None:
+def _sum_declared(before: int | None, more: int | None) -> int | None:
     return before if more is None else (before or 0) + more
 
 

@@ -491,7 +491,7 @@ class Episodes:
     def _without_name(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict that names no rank."""
         young = self._unnamed is None or self._unnamed.meaning.at_once
-        unnamed = self._settled(window, verdict)
+        unnamed = self._unnamed_in_effect(window, verdict)
         watch = self._watched
         if watch is None and young:  # nothing was said of the run that could stay as it was
             watch = max(self._watches, key=lambda one: one.cost_ns, default=None)
@@ -518,7 +518,7 @@ class Episodes:
             note=note,
         )
 
-    def _settled(self, window: Window, verdict: Verdict) -> Verdict:
+    def _unnamed_in_effect(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict without a name; another label replaces it once it has lasted, or at once."""
         before, finding = self._unnamed, verdict.meaning.kind == "finding"
         if before is not None and not (verdict.meaning.at_once or before.meaning.at_once):

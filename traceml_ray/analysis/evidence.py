@@ -12,7 +12,7 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
-from traceml_ray.analysis.roles import several, waited_apart_ns, waited_elsewhere
+from traceml_ray.analysis.roles import cross_role_wait_ns, several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
 from traceml_ray.stages import (
@@ -241,7 +241,7 @@ class Evidence:
             late = np.zeros(self.local_ns.shape, np.int64)
             for cause in causes:
                 late[:, cause.places] += self._beyond(cause)
-            waited[last] = np.maximum(waited[last], waited_elsewhere(self.window, last, late))
+            waited[last] = np.maximum(waited[last], cross_role_wait_ns(self.window, last, late))
         return waited
 
     def uneven_ns(self, *causes: Cause) -> Int64:
@@ -429,18 +429,18 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
         hosts = replace(hosts, follows=follows, unknown=unknown)
     known = replace(evidence, hosts=hosts, peers=evidence)
     local: Bool = np.logical_not(evidence.rows.waits)
-    stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]
+    stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.starved(int(s)).any()]
     waited = np.zeros(evidence.local_ns.shape, np.int64)
     for stage in stages:
-        waited += np.where(hosts.dry(stage), np.maximum(evidence.excess[:, :, stage], 0), 0)
+        waited += np.where(hosts.starved(stage), np.maximum(evidence.excess[:, :, stage], 0), 0)
     places = np.flatnonzero(waited.sum(axis=0) >= HOSTS.waited * evidence.total_ns)
     if host is None or not len(places):
         return known
     changed, exposed_ref = evidence.excess[:, places].copy(), evidence.ref.copy()
     for stage in stages:
-        dry = hosts.dry(stage) & local[:, stage, None]
-        changed[:, :, stage] -= np.where(dry[:, places], np.maximum(changed[:, :, stage], 0), 0)
-        leads = (dry & evidence.frontier.leaders[:, :, stage]).any(axis=1)
+        starved = hosts.starved(stage) & local[:, stage, None]
+        changed[:, :, stage] -= np.where(starved[:, places], np.maximum(changed[:, :, stage], 0), 0)
+        leads = (starved & evidence.frontier.leaders[:, :, stage]).any(axis=1)
         exposed_ref[leads, stage] = np.maximum(exposed_ref[leads, stage], hosts.row_ref[leads, stage])
     whole = np.flatnonzero(local.all(axis=0))
     longer = np.maximum(host[:, places][:, :, whole] - hosts.row_ref[:, None, whole], 0)

@@ -96,7 +96,7 @@ class RunJudge:
             0 if self._judged_to is None else int(np.searchsorted(window.steps, self._judged_to, "right"))
         )
         for end in range(max(judged + stride, size), len(edges) - 1, stride):
-            self._judge(window.take(slice(edges[max(0, end - size)], edges[end])))
+            self._judge(window.select(slice(edges[max(0, end - size)], edges[end])))
         return self._judge(window.last(size))
 
     def _judge(self, window: Window) -> Verdict:
@@ -215,7 +215,7 @@ class RunJudge:
         """Return the steps that `whole` judges. None before there are any."""
         if self._window is None or not self._sample:
             return self._window
-        tail = self._window.take(self._window.keys > self._sample[-1].keys[-1])
+        tail = self._window.select(self._window.keys > self._sample[-1].keys[-1])
         return joined([*self._sample, tail])
 
     def _warm(self, window: Window) -> Window:
@@ -329,7 +329,7 @@ class Replay:
         before = self._seen - len(window.starts)
         while self._due <= self._seen:
             end = self._due - before
-            self._run.update(window.take(slice(edges[max(0, end - self._limits.window_steps)], edges[end])))
+            self._run.update(window.select(slice(edges[max(0, end - self._limits.window_steps)], edges[end])))
             self._judged = self._due
             self._due += max(1, self._limits.stride_steps, -(-max(self._steps, self._due) // _MAX_WINDOWS))
         self._tail = window.last(self._limits.window_steps)

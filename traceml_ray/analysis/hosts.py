@@ -76,7 +76,7 @@ class Hosts:
         unsure: UInt8 = np.bitwise_or.reduceat(~self.leads[:, :, SURE], starts, axis=0)
         return unsure
 
-    def dry(self, stage: int) -> Bool:
+    def starved(self, stage: int) -> Bool:
         """
         Return where the device may have waited for its host in `stage`, and most of its peers' have not
         (K, R): it had caught up with it by the end (the host is late in the stage or, if no host waits for
@@ -91,8 +91,8 @@ class Hosts:
         caught_up = late | self.follows[:, stage]
         if self.certain[stage] and not (self.inside and stage >= FORWARD):
             caught_up |= self.late(stage + 1)
-        dry: Bool = caught_up & (self.leads[:, :, SURE] & _BITS[stage] == 0) & ~most[:, None]
-        return dry
+        starved: Bool = caught_up & (self.leads[:, :, SURE] & _BITS[stage] == 0) & ~most[:, None]
+        return starved
 
 
 def hosts_of(

@@ -89,7 +89,7 @@ class ClockEstimate:
     restarts: int = 0
     """Number of times that one of the clocks was set."""
 
-    def take(self, now_ns: int, sent_ns: int, answer: tuple[int, int] | None = None) -> None:
+    def add(self, now_ns: int, sent_ns: int, answer: tuple[int, int] | None = None) -> None:
         """
         Take in a message.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.history import Replay
-from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.row_table import RankMeta
 from traceml_ray.analysis.step_history import StepHistory, before_step
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Int64, RankRows
@@ -40,7 +40,7 @@ class Reduction:
         """Add rows, and reduce the steps that are complete, see `StepHistory.advance`."""
         self.rows += sum(len(rank_rows.keys) for rank_rows in pieces)
         for part in _parts(pieces, self.history.table.size // 2):
-            self.history.take(part)
+            self.history.add_rows(part)
             if self.history.advance(holding, waited, expected):
                 self._judge(before_step(self.history.done), expected)
 
@@ -67,8 +67,11 @@ def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | No
     of a rank count.
     """
     history = StepHistory(limits, deep=True)
-    history.know(
-        {process.rank: Who(process.node, process.group, process.strategy, process.role) for process in ranks}
+    history.register_ranks(
+        {
+            process.rank: RankMeta(process.node, process.group, process.strategy, process.role)
+            for process in ranks
+        }
     )
     return Reduction(history, Replay(None, limits, baseline), processes_of(ranks))
 
@@ -95,8 +98,10 @@ def _parts(pieces: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
     edges = [*keys[most - 1 : -1 : most].tolist(), int(keys[-1])]
     left = [*pieces]
     for edge in edges:
-        yield [rank_rows.take(rank_rows.keys <= edge) for rank_rows in left if (rank_rows.keys <= edge).any()]
-        left = [rank_rows.take(rank_rows.keys > edge) for rank_rows in left]
+        yield [
+            rank_rows.select(rank_rows.keys <= edge) for rank_rows in left if (rank_rows.keys <= edge).any()
+        ]
+        left = [rank_rows.select(rank_rows.keys > edge) for rank_rows in left]
 
 
 _NO_KEYS: Int64 = np.empty(0, np.int64)

@@ -85,7 +85,7 @@ def several(window: Window) -> bool:
     return any({"pp", "tp"} & {*strategy.split("+")} for strategy in window.strategies)
 
 
-def on_the_way(window: Window, synced: Bool) -> Bool:
+def intermediate_rows(window: Window, synced: Bool) -> Bool:
     """
     Return the rows (K,) in which ranks wait for other roles on their way to an exchange, as far as known:
     rows that are not `synced` (K,) before one of the same step that is.
@@ -98,11 +98,11 @@ def on_the_way(window: Window, synced: Bool) -> Bool:
 
 def waited_apart_ns(window: Window, synced: Bool) -> Int64:
     """Return how long each rank waited for other roles on its way to each exchange, ns (K, R)."""
-    waited: Int64 = np.where(on_the_way(window, synced)[:, None], window.d[:, :, SYNC_WAIT], 0)
+    waited: Int64 = np.where(intermediate_rows(window, synced)[:, None], window.d[:, :, SYNC_WAIT], 0)
     return waited
 
 
-def beside_each_other(groups: Sequence[Window]) -> list[Window]:
+def as_parallel_groups(groups: Sequence[Window]) -> list[Window]:
     """
     Return the windows of roles whose ranks stand for the same replicas, in this order, with the time that
     each replica waited for the others.
@@ -123,7 +123,7 @@ def beside_each_other(groups: Sequence[Window]) -> list[Window]:
     return [replace(group, arrived=arrived, held=held) for group in groups]
 
 
-def waited_elsewhere(window: Window, last: Int64, late: Int64) -> Int64:
+def cross_role_wait_ns(window: Window, last: Int64, late: Int64) -> Int64:
     """
     Return how long roles wait at their own exchanges because ranks of this `window` are `late`, ns (K, R); of
     each step (S,), whose rows end at `last`, the longest.

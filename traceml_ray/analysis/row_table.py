@@ -37,7 +37,7 @@ Chunk = tuple[bytes, bytes, bytes]
 """Rows, host rows and leads as on the wire."""
 
 
-def is_wide(rows: Int64) -> bool:
+def has_host_columns(rows: Int64) -> bool:
     """Whether `rows` (…, 6 or WIDTH) include the host's part."""
     return bool(rows.shape[-1] > N_STAGES)
 
@@ -51,7 +51,7 @@ def from_wire(chunks: Sequence[Chunk]) -> Int64:
     return np.hstack([rows, _stages([host or rows for rows, host, _ in chunks]), leads[:, None]])
 
 
-def widen(rows: Int64) -> Int64:
+def with_host_columns(rows: Int64) -> Int64:
     """Return wide rows (…, WIDTH) made from rows (…, 6) of ranks without a device clock."""
     return np.concatenate([rows, rows, np.full((*rows.shape[:-1], 1), -1)], axis=-1)
 
@@ -68,7 +68,7 @@ def host_part(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
 
     Both are None where rows on a device's clock have no host row, or there are none.
     """
-    if not is_wide(rows):
+    if not has_host_columns(rows):
         return None, None
     packed = rows[..., -1]
     known = packed[flags & FLAG_DEVICE_CLOCK != 0]
@@ -142,7 +142,7 @@ _OFF_STEPS = 256
 Places = slice | npt.NDArray[np.intp]
 
 
-class Who(NamedTuple):
+class RankMeta(NamedTuple):
     """A rank's node as it is displayed, the group it exchanges gradients with, its strategy, and its role."""
 
     node: str
@@ -157,7 +157,7 @@ class RowTable:
     `most`.
 
     A cell is written once: what is there stays. When there is no more room, the oldest columns are forgotten.
-    Cells are wide (see `wide_rows`) from the first wide row on.
+    Cells are wide (see the module) from the first wide row on.
     """
 
     def __init__(self, cells: int = CELLS, most: int = _MOST) -> None:
@@ -219,10 +219,10 @@ class RowTable:
         Return how many are new: of a key that comes again the first row stays, and keys that were forgotten
         are left out.
         """
-        if is_wide(rows) and not is_wide(self._d):
-            self._d = widen(self._d)
-        elif is_wide(self._d) and not is_wide(rows):
-            rows = widen(rows)
+        if has_host_columns(rows) and not has_host_columns(self._d):
+            self._d = with_host_columns(self._d)
+        elif has_host_columns(self._d) and not has_host_columns(rows):
+            rows = with_host_columns(rows)
         if len(keys) > 1 and not (np.diff(keys) > 0).all():
             keys, first = np.unique(keys, return_index=True)
             flags, rows = flags[:, first], rows[:, first]
@@ -234,7 +234,7 @@ class RowTable:
         columns = self._columns(keys)
         usable = flags & FLAG_EXCLUDED == 0
         aside = ~usable
-        if is_wide(rows):
+        if has_host_columns(rows):
             usable &= ~self._off_clock(places, keys, flags, rows)
         where = _cross(places, columns)
         there = self._seen[where]
@@ -301,7 +301,7 @@ class RowTable:
 
     def before(self, end: int, columns: int) -> int:
         """Return the first of the last `columns` columns before `end` that have a row that counts."""
-        if is_wide(self._d):
+        if has_host_columns(self._d):
             counts = np.flatnonzero(self._usable[:, :end].any(axis=0))
             return int(counts[-columns]) if len(counts) >= columns else 0
         return max(0, end - columns)
@@ -340,7 +340,7 @@ class RowTable:
         self,
         columns: slice,
         ranks: Sequence[int],
-        who: Sequence[Who],
+        who: Sequence[RankMeta],
         expected: int,
         missing: Sequence[int] = (),
     ) -> Window:

@@ -51,10 +51,10 @@ def find(
     clean = absurd(window, thresholds) is None and steps * thresholds.max_step_ns < _TOO_LONG
     on_device = (window.flags & FLAG_DEVICE_CLOCK != 0).all(axis=1)
     if steps and not on_device.all() and 2 * np.count_nonzero(on_device) >= steps:
-        window = window.take(on_device)  # of the others only the hosts' times are known
+        window = window.select(on_device)  # of the others only the hosts' times are known
     clocks = mixed(window, FLAG_DEVICE_CLOCK)
     if clocks.any() and 1.0 - float(clocks.mean()) >= thresholds.coverage_limited:
-        window = window.take(~clocks)
+        window = window.select(~clocks)
     evidence = gather(window) if clean and window.d.any() else None
     limit = _limit(window, evidence, thresholds, clean)
     if limit:

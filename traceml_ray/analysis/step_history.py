@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from traceml_ray.analysis.busy import busy_ns, frontiers, idle_ns
 from traceml_ray.analysis.evidence import absurd, comparable, sane
-from traceml_ray.analysis.kept_steps import KeptSteps
-from traceml_ray.analysis.roles import on_the_way, several
-from traceml_ray.analysis.row_table import Aside, RowTable, SetAside, Who, is_wide
+from traceml_ray.analysis.roles import intermediate_rows, several
+from traceml_ray.analysis.row_table import Aside, RankMeta, RowTable, SetAside, has_host_columns
+from traceml_ray.analysis.step_store import StepStore
 from traceml_ray.analysis.step_sums import IDLE, UNREAD, Array, Block
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
@@ -43,7 +43,7 @@ _LARGEST_SUM = 2.0**62
 """Largest time of a step that is shown, in ns. A row that makes no sense may have more in its six stages."""
 
 
-class Mark(NamedTuple):
+class ResumePoint(NamedTuple):
     """A point at which a chain of steps can be continued: the state after reducing up to key `edge`."""
 
     edge: int
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
     absurd: int
 
 
-class StepHistory(KeptSteps):
+class StepHistory(StepStore):
     """
     The steps of the processes that stand for the ranks.
 
@@ -79,7 +79,7 @@ class StepHistory(KeptSteps):
         """Key up to which steps are reduced."""
         self._behind: dict[bytes, Int64] = {}
         self._totals: dict[Group | int, int] = {}
-        self._marks = [Mark(-1, {}, {}, 0)]
+        self._resume_points = [ResumePoint(-1, {}, {}, 0)]
         self._late: Int64 = np.empty(0, np.int64)
         """The newest keys that a rank came too late for."""
 
@@ -97,9 +97,11 @@ class StepHistory(KeptSteps):
         ends = zip(first.tolist(), last.tolist(), strict=True)
         return dict(zip(table.ranks.tolist(), ends, strict=True))
 
-    def take(self, rows_of_ranks: Sequence[RankRows]) -> None:
+    def add_rows(self, rows_of_ranks: Sequence[RankRows]) -> None:
         """Add rows of some ranks."""
-        self.know({rows.rank: Who(rows.node, rows.group, rows.strategy, rows.role) for rows in rows_of_ranks})
+        self.register_ranks(
+            {rows.rank: RankMeta(rows.node, rows.group, rows.strategy, rows.role) for rows in rows_of_ranks}
+        )
         alike: dict[tuple[bytes, int], list[RankRows]] = {}
         for rows in rows_of_ranks:
             alike.setdefault((rows.keys.tobytes(), rows.rows.shape[1]), []).append(rows)
@@ -107,7 +109,7 @@ class StepHistory(KeptSteps):
             flags, stages = np.stack([rows.flags for rows in same]), np.stack([rows.rows for rows in same])
             self.put([rows.rank for rows in same], same[0].keys, flags, stages)
 
-    def know(self, who: Mapping[int, Who]) -> None:
+    def register_ranks(self, who: Mapping[int, RankMeta]) -> None:
         """Note node, group, strategy and role of ranks, before their first rows are `put`."""
         self.who.update(who)
         self.table.add_ranks([*who])
@@ -153,14 +155,14 @@ class StepHistory(KeptSteps):
         end = int(front.min())
         if end <= self.done:
             return False
-        self.widen(self.table.ranks)
+        self.set_ranks(self.table.ranks)
         warm = self._warm_keys()
         for edge in self._edges(end, warm):
             self._reduce(edge, expected)
             if edge in warm:
                 self._behind = {}  # what is summed up begins here
-            self._marks.append(Mark(edge, self._behind, self._totals, self.absurd))
-        self._marks = [mark for mark in self._marks if mark.edge >= self.table.forgotten]
+            self._resume_points.append(ResumePoint(edge, self._behind, self._totals, self.absurd))
+        self._resume_points = [mark for mark in self._resume_points if mark.edge >= self.table.forgotten]
         self.version += 1
         return True
 
@@ -190,7 +192,7 @@ class StepHistory(KeptSteps):
         left out.
         """
         self.table.forget_all(before_step(self.done))
-        self._marks = [mark for mark in self._marks if mark.edge >= self.table.forgotten][-1:]
+        self._resume_points = [mark for mark in self._resume_points if mark.edge >= self.table.forgotten][-1:]
         self.fit()
 
     def counts(self) -> dict[int, int]:
@@ -248,7 +250,7 @@ class StepHistory(KeptSteps):
         None if the rank has no rows on a device clock.
         """
         keys, flags, rows = self.table.line(rank, _HOST_ROWS)
-        known = is_wide(rows) and (flags & FLAG_DEVICE_CLOCK != 0) & (rows[:, -1] >= 0)
+        known = has_host_columns(rows) and (flags & FLAG_DEVICE_CLOCK != 0) & (rows[:, -1] >= 0)
         if not np.any(known):
             return None
         steps_of_rows = keys[known] >> SEGMENT_BITS
@@ -297,8 +299,8 @@ class StepHistory(KeptSteps):
         late = self.table.unseen(places, keys[counts & (keys <= self.done)])
         if not len(late):
             return
-        for index in range(len(self._marks) - 1, -1, -1):
-            if self._can_go_back_to(self._marks[index].edge, int(late.min())):
+        for index in range(len(self._resume_points) - 1, -1, -1):
+            if self._can_go_back_to(self._resume_points[index].edge, int(late.min())):
                 self._continue_from(index)
                 return
         self.left_out += len(np.setdiff1d(late, self._late))  # several ranks may be too late for it
@@ -317,8 +319,8 @@ class StepHistory(KeptSteps):
         return self.last_summed_up <= edge >> SEGMENT_BITS < begins
 
     def _continue_from(self, index: int) -> None:
-        mark = self._marks[index]
-        self._marks = self._marks[: index + 1]
+        mark = self._resume_points[index]
+        self._resume_points = self._resume_points[: index + 1]
         self.done, self._behind, self._totals, self.absurd = mark
         self.cut(mark.edge >> SEGMENT_BITS)
         self.version += 1
@@ -351,15 +353,15 @@ class StepHistory(KeptSteps):
         if absurd(window, self.limits) is not None:
             fine = sane(window, self.limits)
             self.absurd += int((~fine).sum())
-            window = window.take(fine)
-        for begin in range(columns.start, columns.stop, self.kept // 4):
-            part = slice(begin, min(columns.stop, begin + self.kept // 4))
+            window = window.select(fine)
+        for begin in range(columns.start, columns.stop, self.single_steps // 4):
+            part = slice(begin, min(columns.stop, begin + self.single_steps // 4))
             keys = table.keys[part]
             complete = len(members) == len(table.ranks) and len(window.keys) == columns.stop - columns.start
             block = Block(keys, len(members)) if complete else self._alone(part)
             if not block.end:
                 continue
-            whole = window.take((window.keys >= keys[0]) & (window.keys <= keys[-1]))
+            whole = window.select((window.keys >= keys[0]) & (window.keys <= keys[-1]))
             if len(whole.keys):
                 self._fill(block, whole, warm)
             merged = block.merged()
@@ -396,7 +398,7 @@ class StepHistory(KeptSteps):
         block.d[where] = rows.d.transpose(1, 0, 2) / 1e6
         block.count[where] = 1
         if several(window):
-            block.rows[columns[on_the_way(window, rows.synced)]] = 0
+            block.rows[columns[intermediate_rows(window, rows.synced)]] = 0
         idle = idle_ns(window)
         if idle is not None:
             block.have_device()[..., IDLE][where] = idle.transpose(1, 0, 2) / 1e6

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from traceml_ray.analysis import resampling
-from traceml_ray.analysis.kept_steps import ALL
 from traceml_ray.analysis.spread import Values, over_pct, quantiles
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_store import ALL
 from traceml_ray.analysis.step_sums import Array
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.analysis.window import Float
@@ -32,10 +32,10 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
 
     It takes at most about 0.2 s and 100 MB.
     """
-    settled = history.settled(limits.columns)
+    complete = history.complete_columns(limits.columns)
     steps = history.columns(between=ALL, most=limits.columns)
     _, _, d = history.stage_columns(ALL, limits.columns)
-    first, last, exposed = steps.first[settled], steps.last[settled], steps.exposed[settled]
+    first, last, exposed = steps.first[complete], steps.last[complete], steps.exposed[complete]
     sample = {
         "world": world,
         "ranks": history.ranks,
@@ -57,7 +57,7 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
             "stages": none,
             "errors": none,
         }
-    return sample | _drawn(exposed, steps.busy[:, settled], d[:, settled], limits)
+    return sample | _drawn(exposed, steps.busy[:, complete], d[:, complete], limits)
 
 
 def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Histograms:
         return np.where(below[:, -1] > 0, ms, np.nan)
 
 
-class Tally:
+class SummedSteps:
     """
     Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
     `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
@@ -178,7 +178,7 @@ class StepStats:
     A rank without any of these steps has NaN.
     """
 
-    def __init__(self, store: StepSums, columns: Int64, older: Tally | None) -> None:
+    def __init__(self, store: StepSums, columns: Int64, older: SummedSteps | None) -> None:
         self._store, self._columns = store, columns
         self._older = older if older is not None and older.steps else None
         self.steps = len(columns) + (older.steps if older else 0)

@@ -174,7 +174,7 @@ class Bins(StepSums):
         super().__init__(ranks, most=most, many=True)
         self.width = 1
 
-    def fold(self, other: StepSums, n: int) -> None:
+    def downsample(self, other: StepSums, n: int) -> None:
         """Add the first `n` columns of `other`, one step each; if there is no room, bins become wider."""
         self.like(other)
         steps, begin, others = int(self.steps[: self.end].sum()) + n, max(0, self.end - 1), other.columns()
@@ -191,7 +191,7 @@ class Bins(StepSums):
     def narrower(self, size: int) -> None:
         """Limit the store to `size` columns."""
         self.most = size
-        self.fold(self, 0)
+        self.downsample(self, 0)
         self.resize(len(self.busy), self.end)
 
 

@@ -16,7 +16,7 @@ from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.past_steps import PastSteps
-from traceml_ray.analysis.roles import RoleShare, beside_each_other, shares
+from traceml_ray.analysis.roles import RoleShare, as_parallel_groups, shares
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.uneven_work import Reason
@@ -214,7 +214,7 @@ def _of_groups(
     groups = window.by_group()
     if len(groups) == 1:
         return _of_group(window, thresholds, whole_run, baseline, past)
-    groups = beside_each_other(groups)
+    groups = as_parallel_groups(groups)
     judged = [(group, *_of_group(group, thresholds, whole_run)[:2]) for group in groups]
     times = 1 / max(thresholds.keep_group, 1e-9)
     group, verdict, evidence = max(

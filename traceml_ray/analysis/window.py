@@ -42,7 +42,7 @@ class RankRows:
     role: str | None = None
     """Work of the rank if not all ranks do the same, see `roles`. None: not known."""
 
-    def take(self, which: slice | Bool | Int64) -> RankRows:
+    def select(self, which: slice | Bool | Int64) -> RankRows:
         """Return the rows selected by `which`."""
         return replace(self, keys=self.keys[which], flags=self.flags[which], rows=self.rows[which])
 
@@ -111,7 +111,7 @@ class Window:
     def last(self, steps: int) -> Window:
         """Return the window of the newest `steps` steps, or all of it if it has fewer."""
         starts = self.starts
-        return self.take(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
+        return self.select(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
 
     def without_open_step(self) -> Window:
         """
@@ -122,11 +122,11 @@ class Window:
         if len(starts) in (0, len(self.keys)):
             return self
         counts = np.diff(starts, append=len(self.keys))
-        return self.take(slice(0, starts[-1])) if counts[-1] < counts.max() else self
+        return self.select(slice(0, starts[-1])) if counts[-1] < counts.max() else self
 
     def since(self, step: int) -> Window:
         """Return the window from `step` on."""
-        return self.take(slice(int(np.searchsorted(self.keys, step << SEGMENT_BITS)), None))
+        return self.select(slice(int(np.searchsorted(self.keys, step << SEGMENT_BITS)), None))
 
     def in_all(self, rows: Bool) -> Bool:
         """Return the steps (S,), or (S, R), all of whose rows are set in `rows` (K,), or (K, R)."""
@@ -168,7 +168,7 @@ class Window:
         parts = {part for strategy in self.strategies for part in strategy.split("+")}
         return tuple(sorted(part.removesuffix(INFERRED) for part in parts if part.endswith(INFERRED)))
 
-    def take(self, which: slice | Bool) -> Window:
+    def select(self, which: slice | Bool) -> Window:
         """Return the window of the keys selected by `which`."""
         keys = self.keys[which]
         lacking = self.lacking

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, render_comparison, to_json
 
     gate = arguments.fail_on_regression
-    a, b = (which.awaited(name, arguments) for name in (arguments.a, arguments.b))
+    a, b = (which.wait_for_folder(name, arguments) for name in (arguments.a, arguments.b))
     with printing.progress_bar("compare"):
         comparison = compare(
             a,

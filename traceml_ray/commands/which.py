@@ -81,10 +81,10 @@ def folder_of(arguments: argparse.Namespace) -> Path:
     Return the folder of the session that the arguments name; waits for one that is starting, and with
     `--wait` also for one that is not there yet. Raises SessionError, SettingError.
     """
-    return awaited(arguments.session, arguments)
+    return wait_for_folder(arguments.session, arguments)
 
 
-def awaited(session: str | None, arguments: argparse.Namespace) -> Path:
+def wait_for_folder(session: str | None, arguments: argparse.Namespace) -> Path:
     """Return the folder of that session, see `folder_of`; the arguments say where, and how long to wait."""
     waits_for = (SessionStartingError,) if arguments.wait is None else (SessionStartingError, NoSessionError)
     wait_s = _WAIT_S if arguments.wait is None else arguments.wait

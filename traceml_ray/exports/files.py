@@ -52,7 +52,7 @@ def export(
     path = folder / DATABASE
     _check_target(out, kind, path)
     with SessionFile(path) as file, legible(path), file.at_one_moment():
-        session = file.of(_run_id(file, run))
+        session = file.for_run(_run_id(file, run))
         if kind == "perfetto":
             with appearing(out) as temporary:
                 if not write_step_trace(session, temporary, chosen):

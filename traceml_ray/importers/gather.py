@@ -58,7 +58,7 @@ def gather(paths: Iterable[Path]) -> Gathered:
                 if (real := path.resolve()) not in seen:
                     seen.add(real)
                     printing.advance(f"reading {path.name}", None)
-                    _take(gathered, path, given)
+                    _read(gathered, path, given)
         except (
             OSError,
             ValueError,
@@ -118,7 +118,7 @@ def _walk(folder: Path, gathered: Gathered) -> Iterator[Path]:
         yield from (here / file for file in sorted(files) if _reader(here / file) is not _unknown)
 
 
-def _take(gathered: Gathered, path: Path, given: Path) -> None:
+def _read(gathered: Gathered, path: Path, given: Path) -> None:
     """Read a file; one without samples of memory is refused where it was `given`, not where a folder was."""
     try:
         contents = _reader(path)(path)

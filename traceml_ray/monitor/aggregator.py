@@ -130,7 +130,7 @@ class AggregatorCore:
                 if batch.batches:
                     self._be_busy()
                     self.pace.reported(batch.node.node_id)
-                self._intake.take(received, now)
+                self._intake.accept(received, now)
                 self._count_lost()
         except wire.WireError as error:
             self.errors.note("ingest", error)
@@ -189,8 +189,8 @@ class AggregatorCore:
         except Exception as error:
             self.errors.swallow("judge", error)
         self._bundling.write_due()
-        self._profiling.turn()
-        self._layers.turn()
+        self._profiling.tick()
+        self._layers.tick()
 
     def end(self, data: bytes) -> bytes:
         """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
@@ -247,7 +247,7 @@ class AggregatorCore:
             self._writer.node(node_id, node.hostname, node.address).lost_ns = now
             self._lose_node(node_id, f"{node.hostname} ({node.address}) is gone from the cluster", now)
 
-    def take_spool(self, folder: Path) -> list[Path]:
+    def ingest_spool(self, folder: Path) -> list[Path]:
         """
         Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted.
         Returns the files that can go once it is stored.
@@ -257,7 +257,7 @@ class AggregatorCore:
             received = [self._intake.of_rank(batch) for batch, _ in batches]
             with self._writer.lock:
                 for batch in received:
-                    self._intake.take_rank(batch, None)
+                    self._intake.accept_rank(batch, None)
             read.append(path)
         return read
 

@@ -74,7 +74,7 @@ class AggregatorLink:
     def __post_init__(self) -> None:
         self._progress = self.heard
 
-    def take_answer(self) -> tuple[int, int] | None:
+    def pop_answer(self) -> tuple[int, int] | None:
         """Return what the replies since the last call tell of the node's clock, see `RelayBatch.answer`."""
         answer, self._answer = self._answer, None
         return answer

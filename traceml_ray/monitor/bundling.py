@@ -118,7 +118,7 @@ class Incidents:
         self._failed: dict[str, str] = {}
         """By request: why its bundle could not be made."""
 
-    def know(self, causes: Iterable[BundleCause]) -> None:
+    def restore(self, causes: Iterable[BundleCause]) -> None:
         """Take what is in bundles already, as after a restart."""
         self._known.update(cause.key for cause in causes)
 
@@ -258,7 +258,7 @@ class Bundling:
         self._writing = threading.Lock()
         self.folder = self.writer.path.parent
         for bundle in bundles_of(self.folder):  # of an aggregator that was restarted
-            self.incidents.know(bundle.manifest.causes)
+            self.incidents.restore(bundle.manifest.causes)
 
     def died(self, run: str | None, all_deaths: Sequence[Death]) -> None:
         """Take the deaths that are known of a run so far."""
@@ -289,7 +289,7 @@ class Bundling:
         )
         self.incidents.note(cause)
 
-    def take(self, event: wire.Event, process: RankProcess | None) -> None:
+    def add_event(self, event: wire.Event, process: RankProcess | None) -> None:
         """Take any event of a rank process, or of a node, if it is about a bundle."""
         if event.kind == "oom":
             self._caught(event, process)

@@ -321,7 +321,7 @@ class CaptureCoordinator:
         now = self._now
         return [] if now is None else now.commands
 
-    def take(self, process_id: str, status: wire.Capture) -> None:
+    def ingest(self, process_id: str, status: wire.Capture) -> None:
         """Take what a rank process says of its capture."""
         with self._lock:
             now, rank = self._asked(process_id, status.id, status.number)
@@ -392,7 +392,7 @@ class CaptureCoordinator:
 
     # -- once a second ---------------------------------------------------------------------------------
 
-    def turn(self, runs: Sequence[RunNow]) -> Profile | None:
+    def tick(self, runs: Sequence[RunNow]) -> Profile | None:
         """Go on: begin what waits, give up what does not come. Return the profile that is over."""
         with self._lock:
             return self._turn(runs)

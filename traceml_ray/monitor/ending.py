@@ -195,7 +195,7 @@ class Endings:
             if missing and not end.written:
                 text = f"the files were written without {names}, not yet at the end then"
                 self.writer.add_event(wire.Event("note", now, message=text))
-            self._settle_account(list(self.writer.processes.values()))
+            self._close_account(list(self.writer.processes.values()))
             code = _exit_code(list(meta["left"].values()))
             status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
             self.writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
@@ -209,7 +209,7 @@ class Endings:
         self.writer.commit()
         if end.ordered or not missing:
             self.let_go()
-            self.writer.settle()
+            self.writer.checkpoint()
         with self.writer.lock:
             end.written, self._came = missing, came
 
@@ -219,7 +219,7 @@ class Endings:
             missing = self._missing_ranks(run)
             self._set_run(run, {}, status)
             runs = by_run(self.writer.processes.values())
-            self._settle_account(runs.get(run, []))
+            self._close_account(runs.get(run, []))
             latest = newest(self.writer.processes.values(), self.writer.meta)
         self.writer.commit()
         self._bundle(end, run)
@@ -264,7 +264,7 @@ class Endings:
         finally:
             end.reporting = False
 
-    def _settle_account(self, processes: list[RankProcess]) -> None:
+    def _close_account(self, processes: list[RankProcess]) -> None:
         """Count rows in flight as dropped; those that still come are stored, and counted so."""
         self.prepare()
         for process in processes:

@@ -45,7 +45,7 @@ class LayerRequests:
             self._waiting.append((request, asked, self._ticks()))
             return None
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """
         Have the ranks of a run told what is new, and no longer what all have heard; once a second. An error
         is counted.
@@ -54,11 +54,11 @@ class LayerRequests:
             if self._waiting or self._sent:
                 runs = self._runs()  # takes another lock
                 with self._lock:
-                    self._turn(runs)
+                    self._tick(runs)
         except Exception as error:
             self._errors.swallow("layers", error)
 
-    def _turn(self, runs: list[RunNow]) -> None:
+    def _tick(self, runs: list[RunNow]) -> None:
         now, waiting = self._ticks(), []
         for request, asked, since in self._waiting:
             run = next((run for run in reversed(runs) if request.run in (None, run.run, run.name)), None)

@@ -77,7 +77,7 @@ class LiveRuns:
 
     def __post_init__(self) -> None:
         self.known = LiveRanks()
-        """Result of the last `learn`."""
+        """Result of the last `refresh`."""
 
     def processes(self) -> dict[str, list[RankProcess]]:
         """Return the rank processes of the runs that are judged. Called with the writer's lock."""
@@ -86,13 +86,13 @@ class LiveRuns:
         going = [run for run in runs if "ended_at" not in facts.get(run, {})]
         return {run: runs[run] for run in going[-MAX_LIVE:]}
 
-    def learn(self) -> LiveRanks:
+    def refresh(self) -> LiveRanks:
         """Return which processes are the ranks of the live runs. Called with the writer's lock."""
         if self.known.epoch != self.writer.epoch:
-            self.known = self._learn()
+            self.known = self._refresh()
         return self.known
 
-    def _learn(self) -> LiveRanks:
+    def _refresh(self) -> LiveRanks:
         writer = self.writer
         runs, processes = self.processes(), writer.processes.values()
         unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]

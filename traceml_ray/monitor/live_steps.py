@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from traceml_ray.analysis.row_table import Who, from_wire
+from traceml_ray.analysis.row_table import RankMeta, from_wire
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
@@ -151,7 +151,7 @@ class LiveSteps:
             for run in runs:
                 self._advance(self._runs[run])
 
-    def of(self, run: str) -> LiveRun | None:
+    def get(self, run: str) -> LiveRun | None:
         """Return a live run; another thread reads its history with `lock.reading()`."""
         return self._runs.get(run)
 
@@ -179,7 +179,7 @@ class LiveSteps:
     ) -> None:
         """Begin with rows that had arrived before a restart, the newest; those before them follow."""
         self._follow(run, ranks, labels)
-        self._runs[run].history.take(rows)
+        self._runs[run].history.add_rows(rows)
         self._look_back(run)
 
     def close(self) -> None:
@@ -212,17 +212,17 @@ class LiveSteps:
             return
         processes = {rank: process.id for rank, process in ranks.items()}
         if before is not None and before.processes == processes:
-            before.know(ranks, labels)
+            before.register_ranks(ranks, labels)
             return
         anew = before is None or any(
             processes.get(rank) != process for rank, process in before.processes.items()
         )
         live_run = self._runs[run] = LiveRun(self.limits) if before is None or anew else before
         live_run.processes = processes
-        live_run.know(ranks, labels)
+        live_run.register_ranks(ranks, labels)
         if before is not None and live_run is not before:
             same = before.rows_of(processes)
-            live_run.history.take(same)
+            live_run.history.add_rows(same)
             if same:
                 self._look_back(run)
             self._disown(before)
@@ -253,18 +253,18 @@ class LiveRun:
         """Number of the job's ranks that may take steps."""
         self.processes: dict[int, int] = {}
         """Rank process id by rank."""
-        self._known: list[tuple[int, Who]] = []
+        self._known: list[tuple[int, RankMeta]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 
-    def know(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
+    def register_ranks(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """Note node, group, strategy and role of the ranks."""
         self.ranks, self.world = ranks, world_size(ranks, None)
         self.training = training(ranks, self.world)
-        who = {rank: Who(labels[s.id], s.group, s.strategy, s.role) for rank, s in ranks.items()}
+        who = {rank: RankMeta(labels[s.id], s.group, s.strategy, s.role) for rank, s in ranks.items()}
         known = [(process.id, who[rank]) for rank, process in ranks.items()]
         if known != self._known:
             self._known = known
-            self.history.know(who)
+            self.history.register_ranks(who)
 
     def rows_of(self, processes: dict[int, int]) -> list[RankRows]:
         """Return the newest rows of those ranks that are the same processes in `processes`."""
@@ -294,15 +294,15 @@ class LiveRun:
         self.older.read(OLDER_ROWS)
         if self.older.whole:
             whole, who = self.older.history, self.history.who
-            whole.know(who)
-            whole.take(self.rows_of(self.processes))
+            whole.register_ranks(who)
+            whole.add_rows(self.rows_of(self.processes))
             self.history = whole
             self.close()
 
     def forget(self) -> None:
         """Begin the history anew."""
         who, self.history = self.history.who, StepHistory(self.history.limits)
-        self.history.know(who)
+        self.history.register_ranks(who)
 
     def close(self) -> None:
         """Read no more older rows."""

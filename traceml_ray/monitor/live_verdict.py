@@ -25,10 +25,10 @@ from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling, asked_for_bundle
 from traceml_ray.monitor.hang_watch import HangWatch
-from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
+from traceml_ray.monitor.saved_state import SavedState
 from traceml_ray.reports.conclusion import Conclusion, conclude
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
@@ -94,7 +94,7 @@ class LiveJudge:
         """Steps of each rank that are judged at a time, where there are few ranks."""
         self.live_runs = LiveRuns(self.writer, self.recent)
         self._runs: dict[str, _LiveRun] = {}
-        self._kept = KeptJudging(self.writer, self.settings, self.clock, self.errors)
+        self._saved = SavedState(self.writer, self.settings, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
         self._memory_events: dict[str, MemoryEvents] = {}
@@ -160,7 +160,7 @@ class LiveJudge:
     def feed(self) -> LiveRanks:
         """Put the rows that have arrived into the histories of the live runs. An error is counted."""
         with self.writer.lock:
-            known = self.live_runs.learn()
+            known = self.live_runs.refresh()
             self._forget_deaths(known)
             arrived = self.steps.drain()
         try:
@@ -197,7 +197,7 @@ class LiveJudge:
 
     def _judge(self, run: str, known: LiveRanks) -> None:
         processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
-        limits, run_steps = self._limits, self.steps.of(run)
+        limits, run_steps = self._limits, self.steps.get(run)
         assert run_steps is not None
         state = self._runs.get(run)
         if state is None:
@@ -242,14 +242,14 @@ class LiveJudge:
         verdict = with_spans(state.judge.update(window), window, rates, limits)
         verdict = self._with_reason(state, verdict, window, ranks)
         state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
-        self._kept.keep(run, which, state.judge, state.began)
+        self._saved.keep(run, which, state.judge, state.began)
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _judge_memory(self, known: LiveRanks) -> None:
         """Judge the memory of some ranks; what needs action is an event."""
         for run in self.memory.judge({run: self._ranks_of(run, known) for run in known.runs}):
-            memory = self.memory.of(run)
+            memory = self.memory.get(run)
             assert memory is not None
             events = self._memory_events.setdefault(run, MemoryEvents()).of(memory, self.clock())
             with self.writer.lock:
@@ -268,7 +268,7 @@ class LiveJudge:
 
     def peer(self, run: str, verdict: Verdict) -> int | None:
         """Return the rank that those of a verdict on a run are compared with: the median of the others."""
-        run_steps, ranks = self.steps.of(run), sorted(self.live_runs.known.ranks.get(run, {}))
+        run_steps, ranks = self.steps.get(run), sorted(self.live_runs.known.ranks.get(run, {}))
         if run_steps is None:
             return None
         with self.steps.lock.feeding():
@@ -276,7 +276,7 @@ class LiveJudge:
         return median_rank(window, verdict.ranks, verdict.stage)
 
     def _ranks_of(self, run: str, known: LiveRanks) -> Ranks:
-        run_steps = self.steps.of(run)
+        run_steps = self.steps.get(run)
         processes = {process.id: process for process in known.runs[run]}
         return Ranks(
             processes,
@@ -287,13 +287,13 @@ class LiveJudge:
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""
-        before = self._kept.baseline(run)
+        before = self._saved.baseline(run)
         if before is not None and state.which is not None:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge, state.reason = RunJudge(self._limits, baseline=before), None
         # Before the first one here an aggregator may have run.
-        state.began = {} if state.which is not None else self._kept.resume(run, which, state.judge)
+        state.began = {} if state.which is not None else self._saved.resume(run, which, state.judge)
         state.which = which
 
     def _rates(
@@ -345,7 +345,7 @@ class LiveJudge:
 
     def _with_memory(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
         """Return a verdict on a death with what memory had done before, and whether there is anything."""
-        memory = self.memory.of(run)
+        memory = self.memory.get(run)
         if memory is None or verdict.label not in DEATHS:
             return verdict, False
         with_memory = with_causes(verdict, {"memory": memory})
@@ -353,7 +353,7 @@ class LiveJudge:
 
     def _severe(self, run: str, verdict: Verdict) -> Conclusion | None:
         """Return what was found of memory for sure, where that is more severe than the `verdict`."""
-        memory, events = self.memory.of(run), self._memory_events.get(run)
+        memory, events = self.memory.get(run), self._memory_events.get(run)
         if memory is None or events is None or not memory.findings:
             return None
         worst = events.lasting(memory).findings[:1]

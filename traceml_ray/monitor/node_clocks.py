@@ -39,11 +39,11 @@ class NodeClocks:
         self._estimates: dict[str, ClockEstimate] = {}
         self._stored: dict[str, _Stored] = {}
 
-    def take(self, batch: wire.RelayBatch, now_ns: int) -> None:
+    def measure(self, batch: wire.RelayBatch, now_ns: int) -> None:
         """Measure by a message that arrived at `now_ns`, and note what comes of it for its node."""
         node_id = batch.node.node_id
         estimate = self._estimates.setdefault(node_id, ClockEstimate())
-        estimate.take(now_ns, batch.sent_ns, batch.answer)
+        estimate.add(now_ns, batch.sent_ns, batch.answer)
         node, offset, bound = self._writer.nodes[node_id], estimate.offset_ns, estimate.bound_ns
         node.clock_offset_ns, node.clock_bound_ns = offset, bound
         if offset is not None and bound is not None and self._is_due(node_id, now_ns, offset, bound):

@@ -37,7 +37,7 @@ def finish_offline(
         try:
             take_over(file, LOCKED_S)
             with contextlib.closing(AggregatorCore(folder, settings, info or {})) as aggregation:
-                read = aggregation.take_spool(spool) if spool is not None else []
+                read = aggregation.ingest_spool(spool) if spool is not None else []
                 aggregation.finish(finish, f"finished without the aggregator: {why}" if why else "")
                 remove(read)
             return aside

@@ -102,7 +102,7 @@ class Outbox:
         """The number the next packet will get, from 1 without gaps."""
         return self._last_seq + 1
 
-    def take(self) -> list[bytes]:
+    def select(self) -> list[bytes]:
         """Return the waiting batches, oldest first, that go into one packet."""
         taken: list[bytes] = []
         size = 0
@@ -115,7 +115,7 @@ class Outbox:
             self._taken[held.process_id] = held.seq
         return taken
 
-    def take_dropped(self, most: int) -> dict[str, int]:
+    def pop_dropped(self, most: int) -> dict[str, int]:
         """Return the dropped rows of each rank process still to be reported, of `most` at most."""
         processes = [*self._to_report][:most]
         for process in processes:

@@ -74,7 +74,7 @@ class _Process:
 
 class OutputFiles:
     """
-    Of the ranks of one node. `turn` reads, in a thread of its own where `start` was called: a file system
+    Of the ranks of one node. `poll` reads, in a thread of its own where `start` was called: a file system
     that hangs holds up nothing. All else may be called by any thread.
 
     Args:
@@ -117,10 +117,10 @@ class OutputFiles:
         """Read soon, and not at the next look only; does not wait."""
         self._wake.set()
 
-    def settle(self, timeout_s: float) -> None:
+    def read_once_more(self, timeout_s: float) -> None:
         """Read once more now; what takes longer is not waited for."""
         if self._thread is None:
-            self.turn()
+            self.poll()
             return
         self._looked.clear()
         self.look()
@@ -140,7 +140,7 @@ class OutputFiles:
             files = [file for process in self._processes.values() for file in process.files.values()]
             return any(file.lines.waiting for file in files)
 
-    def take(self) -> dict[str, list[Output]]:
+    def drain(self) -> dict[str, list[Output]]:
         """Return what is new, by rank process; where that is much, the rest of it the next time."""
         new_output: dict[str, list[Output]] = {}
         size, t_ns = 0, self._wall()
@@ -149,13 +149,13 @@ class OutputFiles:
                 if size > _MOST_BYTES:
                     break
                 self._processes[name] = self._processes.pop(name)  # the next time it is the others' turn
-                outputs = [file.lines.take(t_ns) for file in process.files.values()]
+                outputs = [file.lines.drain(t_ns) for file in process.files.values()]
                 if new := [output for output in outputs if output is not None]:
                     new_output[name] = new
                     size += sum(len(line) for output in new for line in (*output.lines, output.unfinished))
         return new_output
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Read what is new in all files."""
         with self._lock:
             processes = [*self._processes.items()]
@@ -176,7 +176,7 @@ class OutputFiles:
     def _run(self) -> None:
         while not self._closed:
             try:
-                self.turn()
+                self.poll()
             except Exception as error:
                 self.errors[f"output: {type(error).__name__}"] += 1
             self._looked.set()

@@ -154,7 +154,7 @@ class ProfileFiles:
 
     # -- in the background ---------------------------------------------------------------------------
 
-    def settle(self, profile: Profile) -> None:
+    def note_lost_traces(self, profile: Profile) -> None:
         """Note of the ranks of a profile that is over which traces could not be written. A job calls it."""
         for rank in profile.captured:
             _, _, failure = self.there(profile.id, profile.number, str(rank.file))

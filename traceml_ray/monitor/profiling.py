@@ -160,12 +160,12 @@ class Profiling:
         """
         return self._captures.ask(Wanted(request, "it was requested.", (asked,)))
 
-    def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
+    def ingest(self, process: RankProcess, batch: wire.RankBatch) -> None:
         """Take what a rank says of its capture. An error is counted."""
         if batch.capture is None:
             return
         try:
-            self._captures.take(process.process_id, batch.capture)
+            self._captures.ingest(process.process_id, batch.capture)
         except Exception as error:
             self._errors.note("trace", error)
 
@@ -173,14 +173,14 @@ class Profiling:
         """Take a part of a trace; the reply says where its relay is to go on."""
         return self._captures.take_part(part)
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Go on with what is to be captured; once a second. An error is counted."""
         try:
             runs = self._runs() if self._auto.is_on or self._captures.busy else []
             aimed = [self._auto.check(run.run, run.verdict, partial(self._peer, run.run)) for run in runs]
             for wanted in filter(None, aimed):
                 self._captures.ask(wanted)
-            over = self._captures.turn(runs)
+            over = self._captures.tick(runs)
             self.commands = self._captures.commands()
             if over is not None:
                 self._files.do(partial(self._finish, over))
@@ -209,7 +209,7 @@ class Profiling:
         background.
         """
         there = False
-        self._files.settle(profile)
+        self._files.note_lost_traces(profile)
         try:
             if profile.captured:
                 self._add_rows(profile)

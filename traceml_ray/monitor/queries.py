@@ -151,7 +151,7 @@ class LiveAnswers(Answers):
         if read_on and self._over():  # nobody judges any more
             self._judge.feed()
         # Of a run that has ended, the last rows may not have been judged: the file has them all.
-        live = None if run is None or has_ended(self._writer.meta, run) else self._live.of(run)
+        live = None if run is None or has_ended(self._writer.meta, run) else self._live.get(run)
         if live is None:
             with super()._history(run, read_on) as stored:
                 yield stored

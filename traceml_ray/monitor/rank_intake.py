@@ -117,7 +117,7 @@ class RankIntake:
                 if not fresh and batch.process_id not in self._processes:
                     raise LookupError("this relay is another one than before")
                 pid = peer.pid if peer else batch.identity.pid if batch.identity else 0
-                reply = self.take(batch, wire.encode(batch) if v1.is_v1(data) else data, pid)
+                reply = self.accept(batch, wire.encode(batch) if v1.is_v1(data) else data, pid)
             except wire.WireError as error:
                 self.errors.note(place, error, who)
                 refused = error
@@ -129,7 +129,7 @@ class RankIntake:
             raise refused
         return reply
 
-    def take(self, batch: wire.RankBatch, data: bytes, pid: int = 0) -> bytes:
+    def accept(self, batch: wire.RankBatch, data: bytes, pid: int = 0) -> bytes:
         """
         Take a batch, encoded in `data`, of a process (0: not known); return RankReply bytes.
 
@@ -197,7 +197,7 @@ class RankIntake:
                 self.events.append(_process_ended(name, peer.pid, process))
             self._forget(name)
 
-    def obey(self, commands: list[wire.Command]) -> None:
+    def handle_commands(self, commands: list[wire.Command]) -> None:
         """Pass commands on to the ranks; inspect from outside those that have fallen silent."""
         self._commands = commands
         silent = self.clock() - self.silent_s

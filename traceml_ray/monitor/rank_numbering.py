@@ -122,7 +122,7 @@ class _Now:
     last_rows_ns: int
 
 
-class Restarts:
+class AttemptTracker:
     """`processes` are those known before, where the aggregator was restarted."""
 
     def __init__(self, processes: Iterable[RankProcess]) -> None:

@@ -2,7 +2,7 @@
 The relay of one node, free of Ray: takes the rank batches of its node (`rank_intake`) and forwards them to
 the aggregator (`aggregator_link`) until they are known to be stored.
 
-One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
+One thread calls `poll` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
 over the same socket that the ranks use; of a job of several nodes, each launcher does. The relay has stored
 what it holds, or leaves it in a file, and passes on what the aggregator, which owns the end, replies.
 """
@@ -128,14 +128,14 @@ class RelayCore:
         while not self.stopped:
             try:
                 now = self._clock()
-                self.turn(BUSY_S if self._ending else min(self._link.patience(now), self._next_tick - now))
+                self.poll(BUSY_S if self._ending else min(self._link.patience(now), self._next_tick - now))
             except Exception as error:
                 self._errors.note("turn", error)
                 time.sleep(BUSY_S)
         self.close()
         self._on_stop()
 
-    def turn(self, timeout: float = 0.0) -> None:
+    def poll(self, timeout: float = 0.0) -> None:
         """Read what is there, waiting at most `timeout` seconds for it, and do what is due."""
         ready = self._connections.select(max(0.0, timeout))
         with self._lock:
@@ -163,7 +163,7 @@ class RelayCore:
         """Whether a packet need not wait any longer, where packets wait for all ranks."""
         return self._link.tick_s > wire.TICK_S and self._intake.round_is_complete()
 
-    def take(self, data: bytes, fresh: bool = True) -> bytes:
+    def accept(self, data: bytes, fresh: bool = True) -> bytes:
         """
         Take one RankBatch, or a message of version 1, from a process of this node that calls and does not
         connect.
@@ -253,7 +253,7 @@ class RelayCore:
             self._errors.count("request: no room")
 
     def _replied(self, reply: wire.RelayReply) -> None:
-        self._intake.obey(reply.commands)
+        self._intake.handle_commands(reply.commands)
         self._intake.verdicts = reply.verdicts
 
     def _tick(self, now: float) -> bool:
@@ -299,7 +299,7 @@ class RelayCore:
 
     def _pack(self, sample: NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
-        printed = self._output.take()
+        printed = self._output.drain()
         intake.begin_round()
         self._reported = sum(errors.total() for errors in counted)
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
@@ -312,9 +312,9 @@ class RelayCore:
             incarnation=self.incarnation,
             seq=self._outbox.next_seq,
             sent_ns=self._wall(),
-            answer=self._link.take_answer(),
-            batches=self._outbox.take(),
-            dropped=self._outbox.take_dropped(_MOST),
+            answer=self._link.pop_answer(),
+            batches=self._outbox.select(),
+            dropped=self._outbox.pop_dropped(_MOST),
             records={} if sample is None else encoded([sample]),
             lost=lost,
             events=events + [cause for errors in self._noting() for cause in errors.causes()],
@@ -334,7 +334,7 @@ class RelayCore:
         """
         files = self._spool.read()
         if leaving:
-            self._output.settle(LAST_LOOK_S)
+            self._output.read_once_more(LAST_LOOK_S)
             try:
                 files += self._spool.salvage()
             except OSError as error:  # no room: it may be stored all the same

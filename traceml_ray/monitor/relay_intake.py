@@ -20,7 +20,7 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
 from traceml_ray.monitor.profiling import Profiling
-from traceml_ray.monitor.rank_numbering import Groups, Restarts
+from traceml_ray.monitor.rank_numbering import AttemptTracker, Groups
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
@@ -90,7 +90,7 @@ class RelayIntake:
 
     def __post_init__(self) -> None:
         processes = self.writer.processes.values()
-        self._groups, self._restarts = Groups(processes), Restarts(processes)
+        self._groups, self._restarts = Groups(processes), AttemptTracker(processes)
         self._clocks = NodeClocks(self.writer)
         self._uses: dict[str, Callable[[Any, Any], None]] = {
             MEMORY.name: self.memory.add,
@@ -132,16 +132,16 @@ class RelayIntake:
                     self.errors.note(kind.lost, error)
         return decoded
 
-    def take(self, received: Received, now: int) -> None:
+    def accept(self, received: Received, now: int) -> None:
         """Take a message with the batches in it, if it is the next of its relay."""
         batch = received.batch
         if not self._is_next(batch.incarnation, batch.seq):
             return
         writer, node_id = self.writer, batch.node.node_id
-        writer.take(batch, now)
-        self._clocks.take(batch, now)
+        writer.acknowledge(batch, now)
+        self._clocks.measure(batch, now)
         for part in received.ranks:
-            self.take_rank(part, node_id)
+            self.accept_rank(part, node_id)
         for name, rows in batch.dropped.items():
             if (process := self._process(name, now)) is None:
                 continue
@@ -153,17 +153,17 @@ class RelayIntake:
                 process.lost = not process.final
         for name, records in received.of_ranks.items():
             if (process := writer.processes.get(name)) is not None:
-                self._take_records(process.id, records, node_id)
+                self._store_records(process.id, records, node_id)
             else:
                 for kind, record in records:
                     self.errors.count(kind.lost, kind.amount(record))
         for event in batch.events:
             process = writer.processes.get(str(event.data.get("process_id")))
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        self._take_requests(batch.requests)
-        self._take_records(node_id, received.records, node_id)
+        self._begin_requests(batch.requests)
+        self._store_records(node_id, received.records, node_id)
 
-    def _take_records(self, owner: int | str, records: Records, node_id: str | None) -> None:
+    def _store_records(self, owner: int | str, records: Records, node_id: str | None) -> None:
         """Take the records of a rank process (by number), or a node (by id), in order."""
         for kind, record in records:
             record = self._clocks.record_on_ours(kind, record, node_id)
@@ -181,7 +181,7 @@ class RelayIntake:
             self._refused.pop(incarnation, None)
         return seq >= due
 
-    def take_rank(self, received: ReceivedOfRank, node_id: str | None) -> None:
+    def accept_rank(self, received: ReceivedOfRank, node_id: str | None) -> None:
         """Take a batch of a rank, once; None: its node is not known."""
         batch, now, writer = received.batch, self.clock(), self.writer
         process = writer.processes.get(batch.process_id) or self._process(batch.process_id, now)
@@ -190,7 +190,7 @@ class RelayIntake:
         before = process.identity
         if batch.identity is not None:
             self._identify(process, batch.identity, node_id)
-        self._take_rows(process, batch, now)
+        self._store_rows(process, batch, now)
         if process.absorb(batch, now) or process.identity is not before:
             writer.process(batch.process_id, now)
         else:
@@ -200,17 +200,17 @@ class RelayIntake:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
-        self._take_records(process.id, received.records, node_id)
+        self._store_records(process.id, received.records, node_id)
         for span in batch.spans:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)
             self.memory.add_span(process.id, span)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        self._take_requests(batch.requests)
-        self.profiling.take_batch(process, batch)
+        self._begin_requests(batch.requests)
+        self.profiling.ingest(process, batch)
 
-    def _take_requests(self, requests: list[wire.MeasureRequest]) -> None:
+    def _begin_requests(self, requests: list[wire.MeasureRequest]) -> None:
         """Take what persons ask for; what cannot be done is counted."""
         for asked in requests:
             if asked.profile is not None:
@@ -229,11 +229,11 @@ class RelayIntake:
         """Take an event of a rank process or node."""
         if event.kind != "standing":  # of use for the judge only
             self.writer.add_event(event, process, node_id)
-        self.bundling.take(event, process)
+        self.bundling.add_event(event, process)
         if process is not None:
             self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 
-    def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
+    def _store_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""
         n = len(batch.flags)
         skip = max(0, process.next_row - batch.first_row)

@@ -56,7 +56,7 @@ class RelaySpool:
         for path, batches in spooled(self.folder, self.errors, seen) if self.folder else ():
             for batch, frame in batches:
                 try:
-                    self.intake.take(batch, frame)
+                    self.intake.accept(batch, frame)
                 except wire.WireError as error:
                     self.errors.note("spool", error)
             read.append(path)

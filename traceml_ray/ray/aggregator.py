@@ -222,7 +222,7 @@ class Aggregator:
         try:
             if not self._core.endings.complete:
                 left = relay_folder(self._config.session, self._node_id)
-                read = self._core.take_spool(left) if is_private(left) else []  # the relay may hang
+                read = self._core.ingest_spool(left) if is_private(left) else []  # the relay may hang
                 self._core.finish(wire.Finish(wire.VERSION, 0))
                 remove(read)
         except Exception as error:

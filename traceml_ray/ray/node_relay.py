@@ -51,8 +51,8 @@ class NodeRelay:
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, fresh: bool = True) -> bytes:
-        """Take a RankBatch, return RankReply; see `RelayCore.take`."""
-        return self._relay.take(data, fresh)
+        """Take a RankBatch, return RankReply; see `RelayCore.accept`."""
+        return self._relay.accept(data, fresh)
 
     @ray.method(concurrency_group="query")
     def ready(self) -> str:

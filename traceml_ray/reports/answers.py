@@ -18,8 +18,8 @@ from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
+from traceml_ray.reports.stored_totals import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
-from traceml_ray.reports.whole import spans_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import OF_QUESTION, findings_of, questions_on_findings

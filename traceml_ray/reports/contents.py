@@ -22,6 +22,7 @@ from traceml_ray.document.model import (
     Facts,
     Table,
 )
+from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import (
     beside,
     brief,
@@ -34,7 +35,6 @@ from traceml_ray.reports.headlines import (
     restarted,
     wasted,
 )
-from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import SIGNS
 from traceml_ray.signals.finding import Finding
 
@@ -137,7 +137,7 @@ def evidence(findings: Sequence[Finding]) -> list[str]:
 
 def _of_a_part(summary: Mapping[str, Any]) -> str:
     """Return that medians of all steps hide what was named, where that was in a part of them only."""
-    episode = present({**summary["verdict"], "episodes": summary["episodes"]})
+    episode = current_episode({**summary["verdict"], "episodes": summary["episodes"]})
     steps = 0 if episode is None else episode["to_step"] - episode["from_step"] + 1
     if episode is None or steps > _MOST_OF * summary["steps"]["count"]:
         return ""

@@ -29,10 +29,10 @@ from traceml_ray.document.model import (
     Table,
 )
 from traceml_ray.reports import contents
+from traceml_ray.reports.current_episode import change, current_episode
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.heading import bundles_in
 from traceml_ray.reports.headlines import cost_of, findings_in
-from traceml_ray.reports.present import change, present
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
 from traceml_ray.reports.severity import SIGNS
@@ -46,7 +46,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.step_shapes import ChangedParts, DeathInfo, StepTimes
 
 
-class Charted(NamedTuple):
+class ChartData(NamedTuple):
     """All that a report is made of: a summary, and what of it is drawn; None: not known."""
 
     summary: dict[str, Any]
@@ -75,7 +75,7 @@ class _Steps:
     whole: bool = True
 
 
-def charted(report: Report) -> Charted:
+def read_chart_data(report: Report) -> ChartData:
     """Return all of a report. Raises `SessionFileError`."""
     summary, facts = report.summary, report.facts
     run = summary["run"]
@@ -89,7 +89,7 @@ def charted(report: Report) -> Charted:
         asked = change(run, {**summary["verdict"], "episodes": summary["episodes"]})
         changed = cast("ChangedParts", OF_STEPS[query.GetChange](steps, asked, True)) if asked else None
     silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
-    return Charted(
+    return ChartData(
         summary,
         report.signals,
         times,
@@ -101,9 +101,9 @@ def charted(report: Report) -> Charted:
     )
 
 
-def of_summary(summary: dict[str, Any]) -> Charted:
+def of_summary(summary: dict[str, Any]) -> ChartData:
     """Return what a summary says, without what is drawn."""
-    return Charted(summary, {name: view.of_block(summary.get(name)) for name, view in VIEWS.items()})
+    return ChartData(summary, {name: view.of_block(summary.get(name)) for name, view in VIEWS.items()})
 
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_STACK_LINES, _MAX_ALIKE, _MAX_SETTINGS = 8, 4, 100, 4, 60
@@ -111,16 +111,16 @@ _MAX_DEATHS, _MAX_STACKS, _MAX_STACK_LINES, _MAX_ALIKE, _MAX_SETTINGS = 8, 4, 10
 
 def episode_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the episode that the verdict is about; of a run that is over none goes on."""
-    episode = present({**summary["verdict"], "episodes": summary["episodes"]})
+    episode = current_episode({**summary["verdict"], "episodes": summary["episodes"]})
     running = summary["session"]["status"] == "running"
     return episode and {**episode, "goes_on": episode["goes_on"] and running}
 
 
-def _of_signals(place: str) -> Callable[[Charted], Iterator[Section]]:
+def _of_signals(place: str) -> Callable[[ChartData], Iterator[Section]]:
     """Return what signals show at a place of a report."""
 
-    def sections(charted: Charted) -> Iterator[Section]:
-        for section in sections_of(charted.signals):
+    def sections(chart_data: ChartData) -> Iterator[Section]:
+        for section in sections_of(chart_data.signals):
             if section.place == place:
                 yield Section(section.place, section.blocks, section.title)
 
@@ -129,18 +129,18 @@ def _of_signals(place: str) -> Callable[[Charted], Iterator[Section]]:
 
 def _blocks(
     *made: Callable[[dict[str, Any]], Block], title: str = "", half: bool = False
-) -> Callable[[Charted], Iterator[Section]]:
+) -> Callable[[ChartData], Iterator[Section]]:
     """Return a section with what some functions make of a summary."""
 
-    def sections(charted: Charted) -> Iterator[Section]:
-        yield Section(blocks=[block(charted.summary) for block in made], title=title, half=half)
+    def sections(chart_data: ChartData) -> Iterator[Section]:
+        yield Section(blocks=[block(chart_data.summary) for block in made], title=title, half=half)
 
     return sections
 
 
-def _findings(charted: Charted) -> Iterator[Section]:
+def _findings(chart_data: ChartData) -> Iterator[Section]:
     """Yield what was found beside the verdict, whatever it is about, and what is only information."""
-    listed = findings_in(charted.summary)
+    listed = findings_in(chart_data.summary)
     verdict_key = next((one.key for one in listed if one.signal == "steps"), None)
     columns = [
         Column("", lambda one: f"{SIGNS[one.severity]} {one.severity}"),
@@ -154,16 +154,16 @@ def _findings(charted: Charted) -> Iterator[Section]:
     yield Section(blocks=[Table("Findings beside the verdict", columns, shown)])
 
 
-def _numbers(charted: Charted) -> Iterator[Section]:
+def _numbers(chart_data: ChartData) -> Iterator[Section]:
     """Yield the numbers above all charts."""
-    if charted.times and charted.columns:
-        yield Section(numbers=tiles(charted.times, charted.columns, signal_numbers(charted.signals)))
+    if chart_data.times and chart_data.columns:
+        yield Section(numbers=tiles(chart_data.times, chart_data.columns, signal_numbers(chart_data.signals)))
 
 
-def _deaths(charted: Charted) -> Iterator[Section]:
+def _deaths(chart_data: ChartData) -> Iterator[Section]:
     """Yield how ranks died, the first cause first, and their last words."""
-    shown: list[Block] = [_death(death, charted.summary) for death in charted.deaths[:_MAX_DEATHS]]
-    left = len(charted.deaths) - len(shown)
+    shown: list[Block] = [_death(death, chart_data.summary) for death in chart_data.deaths[:_MAX_DEATHS]]
+    left = len(chart_data.deaths) - len(shown)
     if left:
         shown.append(Facts(("", f"and {text.count(left, 'more rank')} that died after them")))
     yield Section(blocks=shown, title="Ranks that died, the first cause first")
@@ -179,9 +179,9 @@ def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Lines:
     return Lines(title, [("", line) for line in words.splitlines()])
 
 
-def _stacks(charted: Charted) -> Iterator[Section]:
+def _stacks(chart_data: ChartData) -> Iterator[Section]:
     """Yield where the ranks were in the last hang."""
-    last = contents.last_stacks(charted.summary["verdicts"])[:_MAX_STACKS]
+    last = contents.last_stacks(chart_data.summary["verdicts"])[:_MAX_STACKS]
     stacks = [
         Lines(text.ranks(stack["ranks"]), [("", line) for line in lines[:_MAX_STACK_LINES]])
         for stack in last
@@ -190,20 +190,20 @@ def _stacks(charted: Charted) -> Iterator[Section]:
     yield Section(blocks=stacks, title="Where the ranks were")
 
 
-def _by_rank(charted: Charted) -> Iterator[Section]:
+def _by_rank(chart_data: ChartData) -> Iterator[Section]:
     """Yield the heatmap of ranks by step."""
-    if (columns := charted.columns) is not None:
-        rows = drawing.by_node(columns, drawing.suspects(columns, charted.summary["verdict"]))
+    if (columns := chart_data.columns) is not None:
+        rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary["verdict"]))
         label = "Busy time of each rank by step, over the median of the step"
         heat = Heat(label, columns["first"], columns["last"], rows, drawing.worst(columns, rows))
         yield Section(blocks=[heat], title="Busy time by rank, against the median of the step")
 
 
-def _by_step(charted: Charted) -> Iterator[Section]:
+def _by_step(chart_data: ChartData) -> Iterator[Section]:
     """Yield the charts over the steps."""
-    if (columns := charted.columns) is None:
+    if (columns := chart_data.columns) is None:
         return
-    episode = episode_of(charted.summary)
+    episode = episode_of(chart_data.summary)
     first, last, onset = columns["first"], columns["last"], episode["from_step"] if episode else None
     stages = [
         Line(name, columns["exposed"][:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
@@ -223,15 +223,15 @@ def _by_step(charted: Charted) -> Iterator[Section]:
     yield Section(blocks=[timeline], title="Step timeline (busy: without waiting)", half=True)
 
 
-def _steps(charted: Charted) -> Iterator[Section]:
+def _steps(chart_data: ChartData) -> Iterator[Section]:
     """Yield the time of a step, and what signals say beside it."""
-    beside = [block for section in _of_signals("steps")(charted) for block in section.blocks]
-    yield Section(blocks=[contents.steps_facts(charted.summary), *beside], title="Steps")
+    beside = [block for section in _of_signals("steps")(chart_data) for block in section.blocks]
+    yield Section(blocks=[contents.steps_facts(chart_data.summary), *beside], title="Steps")
 
 
-def _change(charted: Charted) -> Iterator[Section]:
+def _change(chart_data: ChartData) -> Iterator[Section]:
     """Yield what each stage has added to a step since the onset; nothing where one of both is not known."""
-    change = charted.change
+    change = chart_data.change
     if change is None or (before := change["before"]["stages"]) is None:
         return
     if (since := change["since"]["stages"]) is None:
@@ -247,9 +247,9 @@ def _change(charted: Charted) -> Iterator[Section]:
     yield Section(blocks=[bars], title="A step before the onset, and since", half=True)
 
 
-def _environment(charted: Charted) -> Iterator[Section]:
+def _environment(chart_data: ChartData) -> Iterator[Section]:
     """Yield how it was run, and with what."""
-    session = charted.summary["session"]
+    session = chart_data.summary["session"]
     run = Facts(
         ("Command", session["command"] or ""),
         ("Launcher", session["launcher"] or ""),
@@ -258,12 +258,12 @@ def _environment(charted: Charted) -> Iterator[Section]:
     )
     yield Section(blocks=[run], title="How it was run", half=True)
     names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]
-    settings = [*charted.settings.items()][:_MAX_SETTINGS]
+    settings = [*chart_data.settings.items()][:_MAX_SETTINGS]
     yield Section(blocks=[Table("Settings that are not as by default", names, settings)], half=True)
     columns = [*names, Column("ranks", lambda item: text.ranks(item[2]))]
     rows = [
         (name, value, same["ranks"])
-        for same in charted.environment[:_MAX_ALIKE]
+        for same in chart_data.environment[:_MAX_ALIKE]
         for name, value in same["values"].items()
     ]
     yield Section(blocks=[Table("Environment", columns, rows)], half=True)
@@ -287,7 +287,7 @@ def more(folder: Path) -> Section:
     return Section(blocks=blocks, title="To see more")
 
 
-SECTIONS: Mapping[str, Callable[[Charted], Iterator[Section]]] = {
+SECTIONS: Mapping[str, Callable[[ChartData], Iterator[Section]]] = {
     "verdict": _blocks(contents.verdict_facts),
     "operation": _blocks(profile_facts),
     "also": _blocks(contents.findings_facts),

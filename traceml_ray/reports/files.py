@@ -11,7 +11,7 @@ from traceml_ray.document.json import as_json
 from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
 from traceml_ray.reports import page
-from traceml_ray.reports.document import charted
+from traceml_ray.reports.document import read_chart_data
 from traceml_ray.reports.summary import Report, reports
 from traceml_ray.reports.text import render
 from traceml_ray.store.session import SessionFolder
@@ -56,4 +56,4 @@ def write_reports(
 
 def page_of(report: Report, folder: Path) -> bytes:
     """Return `report.html` of the session in `folder`."""
-    return page.render(charted(report), folder)
+    return page.render(read_chart_data(report), folder)

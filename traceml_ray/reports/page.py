@@ -15,7 +15,7 @@ from traceml_ray import document as renderers
 from traceml_ray.document.elements import Markup, join, sentence, tag
 from traceml_ray.document.html import section
 from traceml_ray.reports import contents
-from traceml_ray.reports.document import SECTIONS, Charted, episode_of, more
+from traceml_ray.reports.document import SECTIONS, ChartData, episode_of, more
 from traceml_ray.reports.heading import about_session, run_of
 from traceml_ray.reports.headlines import cost, findings_in, line_of, named, part_of, since
 from traceml_ray.reports.headlines import coverage as covered
@@ -54,35 +54,35 @@ _TONES = {
 }  # fmt: skip
 
 
-def render(charted: Charted, folder: Path) -> bytes:
+def render(chart_data: ChartData, folder: Path) -> bytes:
     """
     Return the page of the session in `folder`. A part that would make it larger than `MAX_BYTES` is left out,
     which it says; the first ones are what people read first.
     """
-    head = _head(charted)
+    head = _head(chart_data)
     room, parts = MAX_BYTES - _SPARE - len(head.encode()), []
-    for name, part in _parts(charted, folder):
+    for name, part in _parts(chart_data, folder):
         size = len(part.encode())
         if size > room:
             left = f"{name} would take {text.size(size)}, for which there is no room here: see summary.json."
             part, size = tag("p", left, cls="panel wide"), 0
         parts.append(part)
         room -= size
-    body = tag("body", _heading(charted.summary), tag("main", parts), _foot())
+    body = tag("body", _heading(chart_data.summary), tag("main", parts), _foot())
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n".encode()
 
 
-def _parts(charted: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
-    yield "The verdict", _verdict(charted)
+def _parts(chart_data: ChartData, folder: Path) -> Iterator[tuple[str, Markup]]:
+    yield "The verdict", _verdict(chart_data)
     for name, names in _PARTS.items():
-        sections = (made for part in names for made in SECTIONS[part](charted))
+        sections = (made for part in names for made in SECTIONS[part](chart_data))
         yield name, join(section(made, _MAX_FINDINGS if "findings" in names else None) for made in sections)
     yield "To see more", section(more(folder))
 
 
-def _head(charted: Charted) -> Markup:
-    first = charted.summary["conclusion"]
-    title = f"{sign_of(first['tone'])} {first['headline']} · {charted.summary['session']['id']}"
+def _head(chart_data: ChartData) -> Markup:
+    first = chart_data.summary["conclusion"]
+    title = f"{sign_of(first['tone'])} {first['headline']} · {chart_data.summary['session']['id']}"
     style = _style()
     digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; form-action 'none'"
@@ -115,9 +115,9 @@ def _heading(summary: Mapping[str, Any]) -> Markup:
     return tag("header", name, (tag("p", line) for line in lines))
 
 
-def _verdict(charted: Charted) -> Markup:
+def _verdict(chart_data: ChartData) -> Markup:
     """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
-    summary = charted.summary
+    summary = chart_data.summary
     one, first = summary["verdict"], summary["conclusion"]
     is_first = first["subject"] == "steps"
     tone, sign, headline = first["tone"], sign_of(first["tone"]), first["headline"]
@@ -140,7 +140,7 @@ def _verdict(charted: Charted) -> Markup:
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
     icon = tag("svg", path, viewBox="0 0 16 16", width=28, height=28, role="img", aria_label=f"{sign} {tone}")
-    beside = tag("div", _cost(summary, episode), tag("p", _coverage(charted), cls="hint"), cls="cost")
+    beside = tag("div", _cost(summary, episode), tag("p", _coverage(chart_data), cls="hint"), cls="cost")
     inside = icon, tag("div", sentences, cls="sentences"), beside
     return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
 
@@ -158,12 +158,12 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
     return [*shown, *(tag("p", line) for line in rest)]
 
 
-def _coverage(charted: Charted) -> str:
+def _coverage(chart_data: ChartData) -> str:
     """Return of how many ranks this is, and of when."""
-    summary = charted.summary
+    summary = chart_data.summary
     world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
     newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
     when = summary["session"]["ended_at"] or newest
     known = world - len(silent) if world else 0
-    reported = covered(known, world, len(charted.deaths)) if known else "no rank has reported"
+    reported = covered(known, world, len(chart_data.deaths)) if known else "no rank has reported"
     return reported + (f", as of {text.date(when)} UTC" if when else "")

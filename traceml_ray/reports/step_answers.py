@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.analysis import step_numbers
-from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_sample import sampled
+from traceml_ray.analysis.step_store import ALL, Between
 from traceml_ray.store import query
 from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.query import Request

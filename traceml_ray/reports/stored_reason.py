@@ -9,14 +9,14 @@ from traceml_ray.analysis.step_sizes import amounts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.reports.run_facts import RunFacts
-from traceml_ray.reports.whole import Whole
+from traceml_ray.reports.stored_totals import StoredTotals
 from traceml_ray.signals.experts.view import experts_of
 from traceml_ray.store.schema import legible
 
 
-def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -> Verdict:
+def with_stored_reason(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None) -> Verdict:
     """Return `verdict` with its reason, where it has one. Raises `SessionFileError`."""
-    if whole is None or not has_reason(verdict):
+    if totals is None or not has_reason(verdict):
         return verdict
 
     def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
@@ -26,4 +26,4 @@ def with_stored_reason(verdict: Verdict, facts: RunFacts, whole: Whole | None) -
             return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
 
     uneven = experts_of(facts.session, facts.ranks.values())
-    return with_reason(verdict, whole.sampled(verdict), sizes, uneven)
+    return with_reason(verdict, totals.sampled(verdict), sizes, uneven)

@@ -29,7 +29,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports import whole as reports_whole
+from traceml_ray.reports import stored_totals
 from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
@@ -44,7 +44,7 @@ from traceml_ray.reports.run_facts import (
     session_block,
 )
 from traceml_ray.reports.stored_reason import with_stored_reason
-from traceml_ray.reports.whole import StoredSpans, Whole, first_steps_of, reduce
+from traceml_ray.reports.stored_totals import StoredSpans, StoredTotals, first_steps_of, reduce
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS, findings_of, with_causes
 from traceml_ray.stages import STAGES
@@ -85,7 +85,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
 def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Report:
     """Return the same with what else a report with charts is made of."""
     with session.at_one_moment():
-        facts = RunFacts(session if run is None else session.of(run), thresholds)
+        facts = RunFacts(session if run is None else session.for_run(run), thresholds)
         return _report(facts, _Answers())
 
 
@@ -102,16 +102,16 @@ def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
         answers = _Answers()
-        if facts.stored > reports_whole.MAX_ROWS:
+        if facts.stored > stored_totals.MAX_ROWS:
             yield _report(facts, answers, newest=True)
         yield _report(facts, answers)
 
 
 def _report(facts: RunFacts, answers: _Answers, newest: bool = False) -> Report:
     session = facts.session
-    whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
-    history = whole.history if whole else None
-    summary, signals = _summary(facts, answers, whole)
+    totals = reduce(session, facts.thresholds, session.baseline(), newest=newest)
+    history = totals.history if totals else None
+    summary, signals = _summary(facts, answers, totals)
     return Report(summary, facts, history, signals)
 
 
@@ -148,23 +148,25 @@ def _failed(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> d
     return facts.processes_of(named[:_MAX_FAILED], all_deaths)
 
 
-def _summary(facts: RunFacts, known: _Answers, whole: Whole | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _summary(
+    facts: RunFacts, known: _Answers, totals: StoredTotals | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary, and the answers of signals that are in it."""
-    judged, lines = (whole.judged, whole.lines) if whole else (None, {})
+    judged, lines = (totals.judged, totals.lines) if totals else (None, {})
     spans = StoredSpans(facts.session, facts.ranks)
-    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
-    verdicts = _changes(facts, whole, spans)
+    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, totals, spans)
+    verdicts = _changes(facts, totals, spans)
     deaths = facts.deaths()
     stood = hangs(facts.session.verdicts()[0])
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
     dead = None if (stands := still_open(stood, facts.fact("status"))) else _headline(facts, deaths)
     failed = _failed(facts, verdict := stands or dead or performance, deaths)
-    signals = _signals(facts, known, whole.history if whole else None, failed)
+    signals = _signals(facts, known, totals.history if totals else None, failed)
     if dead is not None:
         verdict = with_causes(dead, signals)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
-    verdict = _with_first_steps(verdict, first := first_steps_of(facts, whole))
+    verdict = _with_first_steps(verdict, first := first_steps_of(facts, totals))
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
@@ -174,10 +176,10 @@ def _summary(facts: RunFacts, known: _Answers, whole: Whole | None) -> tuple[dic
         "session": session_block(facts),
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
-        **_step_blocks(facts, whole),
+        **_step_blocks(facts, totals),
         "throughput": None,  # of signals: their places in the file; those without one come last
         "first_steps": msgspec.to_builtins(first),
-        "spans": _spans(spans, whole),
+        "spans": _spans(spans, totals),
         "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), findings)),
         "verdict": _verdict(verdict),
         "findings": msgspec.to_builtins(findings),
@@ -216,8 +218,8 @@ def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None
     kept = session.baseline()
     if kept is not None and not kept.source:
         return kept
-    whole = reduce(session, thresholds)
-    return whole.judged.baseline if whole else None
+    totals = reduce(session, thresholds)
+    return totals.judged.baseline if totals else None
 
 
 def runs_of(session: SessionFile) -> list[dict[str, Any]]:
@@ -256,24 +258,24 @@ def _headline(facts: RunFacts, all_deaths: Sequence[Death]) -> Verdict | None:
     return headline(all_deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 
 
-def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:
+def _with_span(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -> Verdict:
     """Return `verdict` with the span that explains it, if one does, and with its reason, if it has one."""
-    if whole is None:
+    if totals is None:
         return verdict
-    also = tuple(_with_span(one, facts, whole, spans) for one in verdict.also)
+    also = tuple(_with_span(one, facts, totals, spans) for one in verdict.also)
     if verdict.rank is not None:
-        verdict = with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
-    return msgspec.structs.replace(with_stored_reason(verdict, facts, whole), also=also)
+        verdict = with_span(verdict, totals.window(verdict), spans.find, facts.thresholds)
+    return msgspec.structs.replace(with_stored_reason(verdict, facts, totals), also=also)
 
 
-def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:
+def _changes(facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -> list[Verdict]:
     """Return the changes of verdict; of the newest, those that name a rank or an imbalance say why."""
-    changes = list(whole.judged.periods) if whole else []
+    changes = list(totals.judged.periods) if totals else []
     named = [
         index for index, verdict in enumerate(changes) if verdict.rank is not None or is_imbalance(verdict)
     ]
     for index in named[-_MAX_EXPLAINED:]:
-        changes[index] = _with_span(changes[index], facts, whole, spans)
+        changes[index] = _with_span(changes[index], facts, totals, spans)
     return changes
 
 
@@ -303,10 +305,10 @@ def _of_the_run(episode: Episode, judged: RunJudge) -> dict[str, Any]:
     return {**msgspec.to_builtins(episode), "cost_pct": min(100.0, cost_pct), "cost_range_pct": None}
 
 
-def _spans(spans: StoredSpans, whole: Whole | None) -> list[dict[str, Any]]:
-    if whole is None or whole.stats is None:
+def _spans(spans: StoredSpans, totals: StoredTotals | None) -> list[dict[str, Any]]:
+    if totals is None or totals.stats is None:
         return []
-    return spans.block(whole.stage_ns(), *whole.stats.between)
+    return spans.block(totals.stage_ns(), *totals.stats.between)
 
 
 def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
@@ -336,38 +338,38 @@ def _no_step(facts: RunFacts) -> Verdict:
     return Verdict(label="telemetry_limited", why=why, next=_NO_STEP_NEXT)
 
 
-def _step_blocks(facts: RunFacts, whole: Whole | None) -> dict[str, Any]:
+def _step_blocks(facts: RunFacts, totals: StoredTotals | None) -> dict[str, Any]:
     """Return `steps` and `stages`."""
     block: dict[str, Any] = dict.fromkeys(StepSummary.__struct_fields__)
-    if whole is not None and whole.stats is not None:
-        history, missing = whole.history, missing_of(facts.world_size, whole.history.ranks)
-        block_of_steps = step_summary(whole.stats, history.ranks, history.nodes, missing)
+    if totals is not None and totals.stats is not None:
+        history, missing = totals.history, missing_of(facts.world_size, totals.history.ranks)
+        block_of_steps = step_summary(totals.stats, history.ranks, history.nodes, missing)
         block.update(msgspec.to_builtins(block_of_steps, str_keys=True))
     stages = block.pop("stages") or []
     block["judged"] = block["count"] or 0
-    block["count"] = min(whole.counts.values()) if whole else 0
-    block["mean_ms"] = whole.mean_ns() / 1e6 if whole else None
-    block["covers"] = _covers(facts, whole)
+    block["count"] = min(totals.counts.values()) if totals else 0
+    block["mean_ms"] = totals.mean_ns() / 1e6 if totals else None
+    block["covers"] = _covers(facts, totals)
     for name in ("per_rank_median_ms", "per_node_median_ms", "per_rank_gpu_idle_pct"):
         block[name] = block[name] or {}
     return {"steps": block, "stages": stages}
 
 
-def _covers(facts: RunFacts, whole: Whole | None) -> dict[str, Any] | None:
+def _covers(facts: RunFacts, totals: StoredTotals | None) -> dict[str, Any] | None:
     """
     Return the steps and rows that statistics and verdict over the run are of, and of how many the number of
     steps and their mean is; None when there are none.
     """
-    if whole is None:
+    if totals is None:
         return None
     return {
-        "from_step": whole.first_step,
-        "to_step": whole.last_step,
-        "rows": whole.read,
-        "rows_pct": 100 * whole.read / max(whole.read, facts.stored),
-        "error_pct": whole.stats.error_pct if whole.stats else 0.0,
-        "counted_pct": 100 * whole.counted / max(whole.counted, facts.stored),
-        "timed_pct": 100 * whole.timed,
+        "from_step": totals.first_step,
+        "to_step": totals.last_step,
+        "rows": totals.read,
+        "rows_pct": 100 * totals.read / max(totals.read, facts.stored),
+        "error_pct": totals.stats.error_pct if totals.stats else 0.0,
+        "counted_pct": 100 * totals.counted / max(totals.counted, facts.stored),
+        "timed_pct": 100 * totals.timed,
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from traceml_ray import printing
 from traceml_ray.analysis.reduction import Reduction
-from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.row_table import RankMeta
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
@@ -105,9 +105,9 @@ class HistoryReader:
         if self._reporting or self.ranks.keys() <= self.history.who.keys():
             return
         labels = process_labels(self.session.cluster(), self.session.processes())
-        self.history.know(
+        self.history.register_ranks(
             {
-                rank: Who(labels[process.id], process.group, process.strategy, process.role)
+                rank: RankMeta(labels[process.id], process.group, process.strategy, process.role)
                 for rank, process in self.ranks.items()
                 if rank not in self.history.who
             }

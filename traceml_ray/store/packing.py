@@ -19,9 +19,9 @@ from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.reduction import Reduction, processes_of
-from traceml_ray.analysis.row_table import RowTable, Who
-from traceml_ray.analysis.step_history import Mark, StepHistory
-from traceml_ray.analysis.step_stats import Histograms, Tally
+from traceml_ray.analysis.row_table import RankMeta, RowTable
+from traceml_ray.analysis.step_history import ResumePoint, StepHistory
+from traceml_ray.analysis.step_stats import Histograms, SummedSteps
 from traceml_ray.analysis.step_sums import Bins, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
@@ -132,8 +132,11 @@ def _to_array(room: list[int], dtype: str, shape: list[int], values: bytes) -> n
     return np.frombuffer(values, dtype).reshape(shape).copy()
 
 
-FORM = 10
-"""Of what is in the file; to be raised when one of the classes below means something else by it."""
+FORM = 11
+"""
+Version of the packed form. It is raised when a class below, or an attribute of one, gets another name or
+meaning (`tests/unit/test_packing.py`).
+"""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
 MAX_BYTES = MAX_RANKS << 19
@@ -165,7 +168,7 @@ def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Reduction | None:
 _PACKER = Packer(
     FORM,
     MAX_BYTES,
-    *(Reduction, StepHistory, RowTable, Who, Mark, StepSums, Bins, Tally, Histograms),
+    *(Reduction, StepHistory, RowTable, RankMeta, ResumePoint, StepSums, Bins, SummedSteps, Histograms),
     *(
         Replay,
         RunJudge,

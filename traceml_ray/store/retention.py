@@ -194,7 +194,7 @@ class Retention:
         """Return what is kept of `run`; it begins anew when its processes are others, or none can be read."""
         state = self._runs.get(run)
         if state is None or state.processes != processes:
-            session = self._session.of(run)
+            session = self._session.for_run(run)
             newest, _ = session.rows(last=1)
             kept, refused = None, False
             try:

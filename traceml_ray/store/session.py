@@ -204,7 +204,7 @@ def prepare(out: str | Path, name: str | None = None, *, again: bool = False) ->
     path = Path(out).absolute() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _take(path, again)
+        return _lock_path(path, again)
     except OSError as error:
         raise SessionError(
             f"cannot write sessions into {path.parent}: {error.strerror or error}; "
@@ -394,7 +394,7 @@ def no_sessions(out: Path) -> NoSessionError:
     return NoSessionError(f"no session under {where}; say where sessions are with --sessions or TRACEML_OUT")
 
 
-def _take(path: Path, again: bool) -> SessionFolder:
+def _lock_path(path: Path, again: bool) -> SessionFolder:
     """
     Lock `path`, moving a finished session of that name aside, unless it is to go on; loops while
     another launch races.

@@ -216,7 +216,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         labels = {run: json.loads(body)["label"] for run, body in last}
         return list_runs(self.processes(), self.meta(), labels)
 
-    def of(self, run: str | None) -> SessionFile:
+    def for_run(self, run: str | None) -> SessionFile:
         """Return a reader of that run that shares this one's connection."""
         return SessionFile(self.path, self._connection, run=run)
 

@@ -183,7 +183,7 @@ class SessionWriter:
                 self._pending.meta.add(key)
                 self.epoch += key == "runs"
 
-    def take(self, batch: wire.RelayBatch, now: int) -> None:
+    def acknowledge(self, batch: wire.RelayBatch, now: int) -> None:
         """Note the message as taken, and the state of its node."""
         node = batch.node
         self.taken[batch.incarnation] = batch.seq
@@ -350,7 +350,7 @@ class SessionWriter:
         with self.lock:
             self.at_rest = False
 
-    def settle(self) -> None:
+    def checkpoint(self) -> None:
         """Bring the file to rest: one plain file, beside an empty `-wal` while a view has it open."""
         with self._database:
             with self.lock:
@@ -366,7 +366,7 @@ class SessionWriter:
     def close(self) -> None:
         """Settle and close the file."""
         if not self.fenced:
-            self.settle()
+            self.checkpoint()
         with self._database:
             self._connection.close()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.reports.conclusion import Conclusion
+from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import cost, lost, named, wasted
-from traceml_ray.reports.present import present
 from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
@@ -164,7 +164,7 @@ def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
     Return the steps the numbers cover: of a run that has ended, those of the named episode, because over all
     steps it would hardly be visible; None: all.
     """
-    episode = present(run.verdict) if state in RUN_OVER else None
+    episode = current_episode(run.verdict) if state in RUN_OVER else None
     return None if episode is None else (episode["from_step"], episode["to_step"])
 
 

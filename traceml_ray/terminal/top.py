@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 
 from rich.text import Text
 
-from traceml_ray.printing import leave, leave_in_time, say, show
+from traceml_ray.printing import exit_now, exit_soon, say, show
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, await_session
 from traceml_ray.terminal.screen import TerminalWindow, is_window
@@ -169,8 +169,8 @@ def run(arguments: Namespace) -> int:
         feed.end()
         source.close()
         if "ray" in sys.modules:
-            leave_in_time(code)
-    return leave(code)
+            exit_soon(code)
+    return exit_now(code)
 
 
 def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:

@@ -130,7 +130,7 @@ def read_trace(path: Path, window: tuple[int, int] | None = None) -> Trace:
     stream, reader = ChromeTrace(path, window), _Reader()
     try:
         for event in stream:
-            reader.take(event)
+            reader.add(event)
         return reader.trace(path, read_header(stream.header))
     except _UnusableError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -199,7 +199,7 @@ class _Reader:
         self._open: dict[int, list[dict[str, Any]]] = {}
         """Operations begun by a `B` event and not yet ended, per thread."""
 
-    def take(self, event: dict[str, Any]) -> None:
+    def add(self, event: dict[str, Any]) -> None:
         """Add an event; kinds that are not operations are ignored."""
         kind = event.get("ph")
         if kind == "X":

@@ -10,9 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.headlines import named
-from traceml_ray.reports.present import present
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.reports.severity import severity
 from traceml_ray.stages import STAGES
@@ -101,7 +101,7 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
     Return the episode that the verdict is about, with what else happened when it began. In a run that has
     ended no episode goes on.
     """
-    episode = present(verdict)
+    episode = current_episode(verdict)
     if episode is None:
         return None
     began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()

@@ -40,7 +40,7 @@ def _hang(name, cls, method):
 def _relay():
     from traceml_ray.monitor.rank_intake import RankIntake
 
-    _hang("relay", RankIntake, "take")
+    _hang("relay", RankIntake, "accept")
 
 
 def _aggregator():

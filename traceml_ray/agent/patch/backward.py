@@ -12,7 +12,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from traceml_ray.agent.mark_log import SETTLE_AT
+from traceml_ray.agent.mark_log import REPLAY_AT
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BACKWARD_END, GRADIENTS_DONE, SYNCED_BACKWARD_END
 from traceml_ray.agent.patch.patcher import Failed, Patcher, expect
 from traceml_ray.agent.recorder import Recorder
@@ -109,7 +109,7 @@ def _backward(original: Any, recorder: Recorder, gradients: _Gradients) -> Any:
         hooks: Any = ()
         try:
             me = get_ident()
-            if written := me == recorder.ready and len(log) < SETTLE_AT:
+            if written := me == recorder.ready and len(log) < REPLAY_AT:
                 append(BACKWARD_BEGIN)
                 append(clock())
                 recorder.ready = 0

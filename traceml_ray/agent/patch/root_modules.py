@@ -107,7 +107,7 @@ class RootModules:
 
         self._mark_class(OptimizedModule, lambda module: id(module._orig_mod))
 
-    def learn(self, optimizer: Any) -> None:
+    def choose(self, optimizer: Any) -> None:
         """Unless a root is known, make one of the smallest module that owns most of its parameters."""
         self.learning = False
         if self._ids:

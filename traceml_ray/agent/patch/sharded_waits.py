@@ -134,7 +134,7 @@ class ShardedWaits:
 
     # -- the agent's thread ------------------------------------------------------------------------
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Choose which steps are marked, by what it costs; compare with the numbers of rows."""
         device = self._device
         if self._marked < _ALL_UNTIL or not device.median_ns:

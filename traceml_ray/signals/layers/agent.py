@@ -92,7 +92,7 @@ class LayerSampler(Collector):
         self._began_ns = 0
         self._left = 0
         """Samples that may still begin: set by the agent's thread, counted down by the one that trains."""
-        self._paused = self._dear = False
+        self._paused = self._over_budget = False
         """Nothing is measured: the layers change; it has cost too much."""
         self._gradients_due = True
         self._idle_ns = 0
@@ -141,7 +141,7 @@ class LayerSampler(Collector):
             return
         every = self.every
         self._skip = every - step % every
-        waits = self._paused or self._dear or len(self._done) >= _MAX_WAITING
+        waits = self._paused or self._over_budget or len(self._done) >= _MAX_WAITING
         waits = waits or step in self._recorder.steps.rows.slowed  # no step like others
         if step % every == 0 and self._left > 0 and not waits:
             self._left -= 1
@@ -172,15 +172,15 @@ class LayerSampler(Collector):
         if not (self._always or self._wanted is not None):
             if self._installed:
                 self._remove()
-            return self._fold(final) if self._window is not None else []
+            return self._add_up(final) if self._window is not None else []
         if not self._installed and not self._install():
             return []
         began = time.thread_time_ns()
-        over = self._fold(final)
+        over = self._add_up(final)
         if (window := self._window) is not None:
             window.cost_ns += time.thread_time_ns() - began
             spent = self._clock() - window.began_ns
-            self._dear = window.steps > 1 and window.cost_ns + self._idle_ns > _MOST_SHARE * spent
+            self._over_budget = window.steps > 1 and window.cost_ns + self._idle_ns > _MOST_SHARE * spent
         self._left = self._lacking()
         return over
 
@@ -271,7 +271,7 @@ class LayerSampler(Collector):
             if held:
                 self._lock.release()
 
-    def _fold(self, final: bool) -> list[LayerWindow]:
+    def _add_up(self, final: bool) -> list[LayerWindow]:
         """Add up what was measured; return the window that is over."""
         if self._window is None and not self._open():
             return []

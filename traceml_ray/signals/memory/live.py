@@ -37,7 +37,7 @@ _PEAK = "peak_bytes"
 """The most since the sample before: of those that go, the highest stays with the one before them."""
 
 
-class KeptSamples:
+class SampleBuffer:
     """
     Samples of one rank process on one device, in order of time.
 
@@ -58,7 +58,9 @@ class KeptSamples:
         self._columns: dict[str, Float] = {}
 
     @classmethod
-    def of(cls, t_ns: Int64, step: Int64, columns: Mapping[str, Float], size: int = SIZE) -> KeptSamples:
+    def from_arrays(
+        cls, t_ns: Int64, step: Int64, columns: Mapping[str, Float], size: int = SIZE
+    ) -> SampleBuffer:
         """Return what would be kept of samples that have come, but for the peaks of those that are not."""
         kept, n = cls(size), len(t_ns)
         if not n:
@@ -223,7 +225,7 @@ class LiveMemory:
     ) -> None:
         self._writers, self._clock, self._busy = lock, clock, busy
         self._lock = threading.RLock()
-        self._kept: dict[Place, KeptSamples] = {}
+        self._kept: dict[Place, SampleBuffer] = {}
         self._of_process: dict[int, list[Place]] = {}
         self._spans: dict[int, dict[tuple[str, str | None], _Use]] = {}
         self._runs: dict[str, _Run] = {}
@@ -236,7 +238,7 @@ class LiveMemory:
         if kept is None:
             while len(self._kept) >= MAX_PLACES:
                 self._forget(next(iter(self._kept))[0])
-            kept = self._kept[place] = KeptSamples()
+            kept = self._kept[place] = SampleBuffer()
             self._of_process.setdefault(process, []).append(place)
         kept.add(sample)
 
@@ -245,7 +247,7 @@ class LiveMemory:
         for columns in samples:
             if len(self._kept) < MAX_PLACES:
                 place = columns.process, columns.device
-                self._kept[place] = KeptSamples.of(columns.t_ns, columns.step, columns.columns)
+                self._kept[place] = SampleBuffer.from_arrays(columns.t_ns, columns.step, columns.columns)
                 self._of_process.setdefault(columns.process, []).append(place)
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
@@ -293,13 +295,13 @@ class LiveMemory:
             self._due = self._clock() + (self._busy() - began) / SHARE
             return finished
 
-    def of(self, run: str) -> Memory | None:
+    def get(self, run: str) -> Memory | None:
         """Return what was found last; None before the first time."""
         state = self._runs.get(run)
         return state.memory if state is not None else None
 
     def fresh(self, run: str, ranks: Ranks) -> Memory | None:
-        """Return what is found now, where few ranks have new samples; else as `of`."""
+        """Return what is found now, where few ranks have new samples; else as `get`."""
         with self._lock:
             state = self._runs.setdefault(run, _Run())
             changed = self._changed(state, ranks)

@@ -118,7 +118,7 @@ def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None
         if recording.step is not None and (recording.step >= 0).any()
     }
     for run in {recording.run for recording in timed.values()}:
-        for span in file.of(run).groups():
+        for span in file.for_run(run).groups():
             recording_of_span = timed.get(processes[span["process"]])
             if (
                 recording_of_span is not None

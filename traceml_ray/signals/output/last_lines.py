@@ -63,7 +63,7 @@ class LastLines:
     def _unfinished(self) -> str:
         return _shown(self._masker.unfinished(self._open))
 
-    def take(self, t_ns: int) -> Output | None:
+    def drain(self, t_ns: int) -> Output | None:
         """Return what is new, read at `t_ns`; None where nothing is."""
         lines, size = list[str](), 0
         for index, line in enumerate(reversed(self._ended)):

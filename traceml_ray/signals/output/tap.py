@@ -53,7 +53,7 @@ class OutputTap(Collector):
 
     def collect(self, final: bool) -> list[Output]:
         """Return what is new."""
-        return self.take(time.time_ns())
+        return self.drain(time.time_ns())
 
     def install(self) -> None:
         """See what is written from now on."""
@@ -67,9 +67,9 @@ class OutputTap(Collector):
                 self._errors.note("output", error, name)
                 self._missing[f"last lines of {name}"] = error_text(error)[:200]
 
-    def take(self, t_ns: int) -> list[Output]:
+    def drain(self, t_ns: int) -> list[Output]:
         """Return what is new, read at `t_ns`; one thread may ask."""
-        outputs = [tapped.take(t_ns) for tapped in self._tapped]
+        outputs = [tapped.drain(t_ns) for tapped in self._tapped]
         return [output for output in outputs if output is not None]
 
     def remove(self) -> None:
@@ -91,7 +91,7 @@ class _Tapped:
         self._write = _seen(stream.write, self._pieces, errors)
         stream.write = self._write
 
-    def take(self, t_ns: int) -> Output | None:
+    def drain(self, t_ns: int) -> Output | None:
         """Return what is new."""
         pieces, gaps, left_out = [], self._pieces.gaps, self._pieces.left_out
         self._lines.skip(left_out - self._left_out)
@@ -104,7 +104,7 @@ class _Tapped:
             except IndexError:
                 break
         self._lines.feed("".join(pieces))
-        return self._lines.take(t_ns)
+        return self._lines.drain(t_ns)
 
     def remove(self) -> None:
         """Put `write` back, unless somebody has put their own around it since."""

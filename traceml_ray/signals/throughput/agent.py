@@ -25,7 +25,7 @@ SIZES_STEPS = 128
 
 class WorkReport(Collector):
     """
-    Of one process. `tell` may be called by any thread, all else is the agent's.
+    Of one process. `declare` may be called by any thread; everything else is called by the agent's.
 
     Args:
         recorder: of the training thread's marks.
@@ -48,7 +48,7 @@ class WorkReport(Collector):
         self.flops = FlopCount(recorder, errors)
         self._recorder, self._roots, self._clock, self._missing = recorder, roots, clock, missing
         self._wanted = settings.flops and settings.model_flops is None
-        self._told: dict[str, Any] = {
+        self._declared: dict[str, Any] = {
             "job_flops": settings.model_flops,
             "total_steps": settings.total_steps,
             "peak_tflops": settings.peak_tflops,
@@ -69,9 +69,9 @@ class WorkReport(Collector):
         """Stop counting FLOPs."""
         self.flops.abandon()
 
-    def tell(self, **known: float | None) -> None:
+    def declare(self, **known: float | None) -> None:
         """Note what the script says: `job_flops`, `total_steps`."""
-        self._told.update({name: value for name, value in known.items() if value is not None})
+        self._declared.update({name: value for name, value in known.items() if value is not None})
 
     def collect(self, final: bool) -> list[StepWork | StepSizes]:
         """Return what is due."""
@@ -83,7 +83,7 @@ class WorkReport(Collector):
         new = facts != self._sent
         if not (new or final or now >= self._due):
             return []
-        counted = self._recorder.take_work()
+        counted = self._recorder.drain_work()
         if counted is None and not (new and any(facts.values())):
             return []
         self._explain(counted)
@@ -100,7 +100,7 @@ class WorkReport(Collector):
             return []
         began = now if self._began is None else self._began
         self._sizes_due = now + max(_FIRST_S, min(_SOON_S, _SOON * (now - began)))
-        return packed(self._recorder.take_sizes())
+        return packed(self._recorder.drain_sizes())
 
     def _facts(self) -> dict[str, Any]:
         """Return what is known besides."""
@@ -111,7 +111,7 @@ class WorkReport(Collector):
             "flops": counted.flops, "flops_step": counted.step, "dtype": counted.dtype
         }  # fmt: skip
         self._device = self._device or _device_of(self._roots)
-        return {**self._told, **counted_facts, **self._device}
+        return {**self._declared, **counted_facts, **self._device}
 
     def _explain(self, counted: Counted | None) -> None:
         self._missing.pop("samples", None)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.kept_steps import ALL
 from traceml_ray.analysis.roles import mixed
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_store import ALL
 from traceml_ray.analysis.window import Bool, Float, missing_of
 from traceml_ray.signals.throughput.history import AMOUNTS, WorkHistory
 from traceml_ray.signals.throughput.peaks import peak_tflops

@@ -9,7 +9,7 @@ from typing import Any
 from traceml_ray.store import query
 
 
-def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def current_episode(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the episode that a verdict (with its `episodes`) is about, None without any."""
     if verdict is None:
         return None
@@ -20,7 +20,7 @@ def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.GetChange | None:
     """Return the question what a step took before the verdict's onset and since; None without any."""
-    episode = present(verdict)
+    episode = current_episode(verdict)
     if verdict is None or episode is None:
         return None
     first = episode["from_step"]

@@ -37,7 +37,7 @@ PIECE_ROWS = 500_000
 """Rows that are read at a time."""
 
 
-class Whole:
+class StoredTotals:
     """
     A run of the processes `ranks`, reduced. Of the rows `folded`, by rank, there are only sums: `history`
     knows nothing of them.
@@ -83,7 +83,7 @@ class Whole:
         first, last = verdict.from_step or 0, 1 << 62 if verdict.to_step is None else verdict.to_step
         if self._sample is not None:
             steps = self._sample.keys >> SEGMENT_BITS
-            part = self._sample.take((steps >= first) & (steps <= last))
+            part = self._sample.select((steps >= first) & (steps <= last))
             if len(part.starts) >= MIN_STEPS:
                 return part
         return self.window(verdict)
@@ -115,7 +115,7 @@ def reduce(
     baseline: Baseline | None = None,
     *,
     newest: bool = False,
-) -> Whole | None:
+) -> StoredTotals | None:
     """
     Reduce the run that `session` reads, or about `MAX_ROWS` of its `newest` rows; None when it has none.
     Raises `SessionFileError`.
@@ -136,7 +136,7 @@ def reduce(
     run.last_step = reduction.last_common_step(ranks)
     since = -session.newest_chunks(MAX_ROWS) if newest else 0
     HistoryReader(session, thresholds, since, run).read_all(PIECE_ROWS)
-    return Whole(run, ranks, folded)
+    return StoredTotals(run, ranks, folded)
 
 
 def _outside(folded: Mapping[int, Folded], run: Reduction) -> dict[int, Folded]:
@@ -164,27 +164,27 @@ _MAX_RANKS = 1024
 """Of larger jobs the first steps are not read."""
 
 
-def first_steps_of(facts: RunFacts, whole: Whole | None) -> FirstSteps | None:
+def first_steps_of(facts: RunFacts, totals: StoredTotals | None) -> FirstSteps | None:
     """
     Return what the first steps of a run that is over cost; None where that is little, or they are not there
     any more. Raises `SessionFileError`.
     """
     if (
         facts.fact("status") in ("running", None)
-        or whole is None
-        or whole.stats is None
+        or totals is None
+        or totals.stats is None
         or not 0 < len(facts.ranks) <= _MAX_RANKS
     ):
         return None
-    lines = [line for line in whole.lines.values() if len(line.first)]
+    lines = [line for line in totals.lines.values() if len(line.first)]
     run_ns = float(np.mean([line.took.sum() for line in lines])) if lines else 0.0
-    usual_ns, warmup = 1e6 * float(whole.stats.exposed.sum()), facts.thresholds.warmup_steps
-    before = [line.took[line.first < whole.first_step + warmup].sum() for line in lines]
+    usual_ns, warmup = 1e6 * float(totals.stats.exposed.sum()), facts.thresholds.warmup_steps
+    before = [line.took[line.first < totals.first_step + warmup].sum() for line in lines]
     if not usual_ns or max(before, default=0) < LEAST_SHARE * run_ns:
         return None
     processes = {process.id: rank for rank, process in sorted(facts.ranks.items()) if process.stored}
     d, flags = [], []
-    for step in range(whole.first_step, whole.first_step + warmup):
+    for step in range(totals.first_step, totals.first_step + warmup):
         step_rows = _step(facts, processes, step)
         if step_rows is None:
             break

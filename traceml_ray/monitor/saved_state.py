@@ -30,8 +30,8 @@ KEY = "judging"
 EVERY_NS = 10_000_000_000
 """How often open episodes are written; one that begins or ends is written at once."""
 MAX_HISTORIES = 16
-FORM = 4
-"""To be raised when one of the classes below changes."""
+FORM = 5
+"""Version of the packed form. It is raised when one of the classes below changes, as in `store/packing`."""
 PACKER = Packer(
     FORM,
     16 << 20,
@@ -49,7 +49,7 @@ PACKER = Packer(
 
 
 @dataclass(eq=False)
-class KeptJudging:
+class SavedState:
     """
     Of the newest runs: the baseline, the episodes so far, their cost, and how long the run has been judged.
 

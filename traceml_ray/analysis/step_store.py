@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from traceml_ray.analysis.row_table import Who
-from traceml_ray.analysis.step_stats import StepStats, Tally
+from traceml_ray.analysis.row_table import RankMeta
+from traceml_ray.analysis.step_stats import StepStats, SummedSteps
 from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped, stages_in
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Int64, Window
@@ -31,7 +31,7 @@ class Between(NamedTuple):
 ALL = Between()
 
 
-class KeptSteps:
+class StepStore:
     """
     Reduced steps: the newest one by one, older ones in sums. With `deep`, medians of each stage are kept as
     well.
@@ -40,14 +40,14 @@ class KeptSteps:
     def __init__(self, limits: Thresholds, *, deep: bool) -> None:
         self.limits = limits
         self.deep = deep
-        self.who: dict[int, Who] = {}
+        self.who: dict[int, RankMeta] = {}
         """Node, group, strategy and role of each rank."""
         self.generation = 0
         """Increases when steps that were already reduced change."""
         self._axis: Int64 = np.empty(0, np.int64)
         self._newest = StepSums(0)
         self._bins: Bins | None = None
-        self._older: Tally | None = None
+        self._older: SummedSteps | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -61,7 +61,7 @@ class KeptSteps:
         return [self.who[rank].node for rank in self.ranks]
 
     @property
-    def kept(self) -> int:
+    def single_steps(self) -> int:
         """Number of steps that are kept one by one."""
         return max(_LEAST, min(_STEPS, _STEPS * _FULL_RANKS // max(1, len(self._axis))))
 
@@ -134,7 +134,7 @@ class KeptSteps:
         first, last, d = (np.concatenate(part, axis) for part, axis in both)
         return first, last, d
 
-    def settled(self, most: int) -> Bool:
+    def complete_columns(self, most: int) -> Bool:
         """Return which columns of the whole run (C,), see `columns`, are full and beyond the warm-up."""
         full_columns = []
         for store, part, per in self._chosen(ALL, most):
@@ -278,7 +278,7 @@ class KeptSteps:
         for store in self.stores():
             store.resize(len(self._axis), store.end)
 
-    def widen(self, ranks: Int64) -> None:
+    def set_ranks(self, ranks: Int64) -> None:
         """Set the ranks to `ranks` (R,), ascending. Existing ranks keep their steps."""
         if np.array_equal(ranks, self._axis):
             return
@@ -287,10 +287,10 @@ class KeptSteps:
         for store in self.stores():
             store.resize(len(ranks), len(store.steps), places)
         if self._bins and self._older:
-            self._bins.narrower(self.kept)
+            self._bins.narrower(self.single_steps)
             self._older.wider(places, len(ranks))
         self.generation += 1
-        most = self.kept + self.kept // 4
+        most = self.single_steps + self.single_steps // 4
         if self._newest.most != most:
             before, self._newest = self._newest, StepSums(len(ranks), most=most)
             self.append(before, before.end)
@@ -310,9 +310,9 @@ class KeptSteps:
             store.extend(block, slice(done, done + take))
             done += take
             if store.end >= store.most:
-                old = store.end - self.kept
-                self._bins = self._bins or Bins(len(self._axis), self.kept)
-                self._older = self._older or Tally(len(self._axis), self.limits, stages=self.deep)
+                old = store.end - self.single_steps
+                self._bins = self._bins or Bins(len(self._axis), self.single_steps)
+                self._older = self._older or SummedSteps(len(self._axis), self.limits, stages=self.deep)
                 self._older.add(store, slice(0, old))
-                self._bins.fold(store, old)
+                self._bins.downsample(store, old)
                 store.drop(old)
