@@ -43,6 +43,17 @@ def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert fetched == set(), "a page fetches files from elsewhere"
 
 
+@pytest.mark.parametrize("page", ["README.md", "launchers/recipes/README.md", "tests/README.md"])
+def test_links_of_a_page_outside_of_the_site_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]+)#?([^)\s]*)\)", path.read_text()):
+        target = path.parent / link
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, f"{link}#{anchor}"
+
+
 def test_reference_pages_are_up_to_date() -> None:
     pages, folder = load("reference_pages"), DOCS / "reference"
     formats = (folder / "formats.md").read_text()
