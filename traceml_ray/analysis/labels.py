@@ -53,51 +53,52 @@ _SEVERITY: dict[Kind, Severity] = {"failure": "critical", "finding": "warning", 
 # fmt: off
 LABELS: dict[Label, Meaning] = {
     "straggler": Meaning("finding", "ranks",
-        "one rank (or one set of ranks) is late in one stage, and fixing it makes the step shorter by the "
-        "cost given; with it come the anomalies of its node at that time, as evidence",
+        "One rank (or one set of ranks) is late in one stage. Fixing it makes the step shorter by the given "
+        "cost. Anomalies of its node at that time stand beside it as evidence.",
         "Look at what the rank does in that stage."),
     "co_critical": Meaning("finding", "ranks",
-        "two ranks are late in turn; fixing one alone saves little",
+        "Two ranks are late in turn. Fixing one alone saves little.",
         "Fix them together."),
     "ambiguous": Meaning("finding", "ranks",
-        "a rank is late in two stages at once",
+        "One rank is late in two stages at once.",
         "Look for one cause of both."),
     "imbalance": Meaning("finding", "none",
-        "no rank is late more often than the others: ranks have unequal work, and all wait for whichever has "
-        "most to do in a step",
+        "No rank is late more often than the others. Ranks have unequal work, and in each step all wait "
+        "for the one that has most.",
         "Even out the work of the ranks in each step."),
     "group_wide": Meaning("finding", "all",
-        "no rank is late, but a stage (or, without one, the whole step) has become slower for most ranks "
-        "than this run's own healthy windows were, or than a session you know to be good "
-        "(`TRACEML_BASELINE=name`)",
+        "No rank is late, but a stage, or the whole step, has become slower for most ranks, compared "
+        "with the run's own healthy steps or with a session you know to be good (`TRACEML_BASELINE=name`).",
         "Look at what all ranks share: storage, network, the machines."),
     "accounting_only": Meaning("abstention", "none",
-        "exposed time is reported, no rank is named: these ranks do not wait for each other, do different "
-        "work (pipeline without replicas), or their waiting cannot be separated from work (on a device "
-        "without its clock)",
+        "Exposed time is reported, and no rank is named: these ranks do not wait for each other, do "
+        "different work (a pipeline without replicas), or their waiting cannot be separated from work "
+        "(on a device without its clock).",
         "Read the exposed time per stage; it names no rank."),
     "telemetry_limited": Meaning("abstention", "none",
-        "too little data for a verdict; the reason is given",
+        "There is too little data for a verdict; the reason is given.",
         "Look at which ranks report and what was dropped: Health in the web app and in `top`, the ledger of "
         "a report.", at_once=True),
     "hang": Meaning("failure", "ranks",
-        "no rank has closed a step for 20 s: which rank is least far or does not answer, and where it is "
-        "(its stack, and what the others wait in)",
+        "No rank has closed a step for 20 s. The rank that is least far, or does not answer, is named, "
+        "with its stack and what the others wait in.",
         "Look at the rank that is named; without one, at the network.", at_once=True),
     "stalled": Meaning("failure", "ranks",
-        "as `hang`, but the rank is busy in a known span between two steps: which span",
+        "As `hang`, but the rank is busy in a known span between two steps, which is named.",
         "Look at what the span waits for.", at_once=True),
     "rank_lost": Meaning("failure", "ranks",
-        "a rank died: which, at which step, in which stage, and how",
+        "A rank died: which one, at which step, in which stage, and how.",
         "Read the rank's own output.", at_once=True),
     "oom": Meaning("failure", "ranks",
-        "a rank died because memory ran out",
+        "A rank died because memory ran out.",
         "Use a smaller batch or activation checkpointing.", at_once=True),
     "watching": Meaning("watching", "ranks",
-        "something is late or slower, but it is not named yet: who, since when, what it has cost so far, and "
-        "which condition for a name is still lacking, in numbers",
+        "Something is late or slower, but is not named yet: who, since when, what it has cost so far, and "
+        "which condition is not met yet, in numbers.",
         "Wait: it is named once it has lasted and cost enough, or it passes."),
-    "healthy": Meaning("healthy", "none", "no rank delays the others", "Nothing to do."),
+    "healthy": Meaning("healthy", "none",
+        "No rank delays the others.",
+        "Nothing to do."),
 }
 # fmt: on
 DEATHS: frozenset[Label] = frozenset({"rank_lost", "oom"})
