@@ -53,7 +53,7 @@ class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sender of TraceML's own format.
     """
     name: str = ""
-    """Of the Ray actor, where it has one."""
+    """Name of the Ray actor, if it has one."""
 
 
 _FIELDS = ("global_rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes")

@@ -43,7 +43,7 @@ _ACCOUNTS = _of("db database smtp mysql pg postgres redis user ftp ssh root admi
 _FLAGS = _of("use no with without skip disable enable require has is ask show")
 """First words of an option that takes no secret: `--use-auth-token`."""
 _HINT = re.compile("key|token|secret|pass|pwd|auth|cookie|credential|jwt", re.IGNORECASE)
-"""In every name of a secret: most lines have none, and are not looked at any closer."""
+"""Pattern that every name of a secret contains. Most lines do not match, and are not examined further."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _LAST = "key|token|secrets?|pass(?:word|wd|phrase|code)?|pwd|credentials?|auth|jwt"
 _IDENTIFIER = re.compile(r"(?:\b(?:api|access|secret|private|license|account) )?[\w.-]*\Z", re.IGNORECASE)
@@ -55,7 +55,7 @@ _SEVERAL = r"\[[^\]]*\]?|\{[^}]*\}?"
 _WORD = r"(?:[^\s,;&)}\]]|[,;&)}\]](?=\w)(?![\w.-]{1,64}\s?[=:]))+"
 """Without a comma or bracket behind which other text begins."""
 _REST = r"""[^\r\n"']+"""
-"""Of the line: what a header has may be several words."""
+"""Pattern of the rest of a line: the value of a header may be several words."""
 _ASSIGNED = re.compile(
     rf"""(?:(?P<cookie>cookie)|(?P<login>authorization)|(?:{_LAST}))(?P<sign>\\*["']?\s{{0,3}}[=:]\s{{0,3}})"""
     r"""(?P<value>(?P<escaped>\\+["']).*?(?P=escaped)"""
@@ -120,7 +120,7 @@ _KEY_LINE = re.compile(
 _LONE = re.compile(r"\s*[A-Za-z0-9+/]{64,76}={0,2}\s*")
 """A line of one whose first line is not known, if it is"""
 _MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*\d")
-"""of small letters, capitals and digits: a digest has no capitals."""
+"""Pattern of a word with small letters, capitals and digits. A digest has no capitals."""
 
 
 class Masker:

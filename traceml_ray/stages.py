@@ -8,10 +8,12 @@ POST_SYNC, DATA, PREPARE, FORWARD, BACKWARD, SYNC_WAIT = range(N_STAGES)
 ROW_BYTES = 8 * N_STAGES
 LEAD_BYTES = 3
 """
-Of a row on a device's clock: masks with a bit a stage, which say how far its host was ahead. `late`: the
-device had caught up with the host at both ends of the stage; `full`: the launch queue was full, so the host's
-time says nothing; `sure`: the host had left the stage before the device began it. LEAD_UNKNOWN in all three
-where the lead is not known.
+Number of bytes of a row's lead, on a device's clock: masks with one bit per stage that say how far its host
+was ahead.
+
+`late`: the device had caught up with the host at both ends of the stage. `full`: the launch queue was full,
+so the host's time says nothing. `sure`: the host had left the stage before the device began it. All three are
+LEAD_UNKNOWN if the lead is not known.
 """
 LEAD_UNKNOWN = 255
 

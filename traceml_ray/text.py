@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 NA = "n/a"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
-"""In a sentence."""
+"""Pattern of a moment (ISO 8601) in a sentence."""
 _LISTED = 8
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲△◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^?!o*o#%+=&^v ")

@@ -96,7 +96,7 @@ class Session:
 
     def turn(self, turns: int = 1000, until: Callable[[], object] = lambda: False) -> None:
         for _ in range(turns):
-            wait_s = self.sender.turn()
+            wait_s = self.sender.tick()
             assert self.aggregator._profiling._files.wait(60.0)
             if wait_s is None or until():
                 return
@@ -276,7 +276,7 @@ def test_disk_that_is_full_ends_it_with_the_reason(session: Session, monkeypatch
     session.offer()
     session.turn()
     assert session.failed() == "its trace could not be kept: No space left on device"
-    assert session.sender.turn() is None
+    assert session.sender.tick() is None
     assert not list((session.folder / profiles.FOLDER).glob("*/rank-*"))
 
 
@@ -286,7 +286,7 @@ def test_disk_that_hangs_takes_one_part_and_delays_no_row(session: Session) -> N
     files.do(hangs.wait)
     try:
         for _ in range(200):
-            session.clock.tick(session.sender.turn() or 0.0)
+            session.clock.tick(session.sender.tick() or 0.0)
         assert session.way.sent[:2] == [0, PART_BYTES] and set(session.way.sent[1:]) == {PART_BYTES}
         before = session.rank.produced
         session.say()
@@ -363,8 +363,8 @@ class Asked(Straight):
 def test_aggregator_that_is_not_there_is_asked_again(session: Session) -> None:
     session.offer()
     session.way.up = False
-    assert session.sender.turn() == 0.0 and session.sender.turn() == 0.0
-    assert session.sender.turn() == pytest.approx(RETRY_S)
+    assert session.sender.tick() == 0.0 and session.sender.tick() == 0.0
+    assert session.sender.tick() == pytest.approx(RETRY_S)
     assert session.sender.errors["bulk call: ConnectionError"] == 1
     session.clock.tick(RETRY_S)
     session.way.up = True

@@ -124,7 +124,7 @@ _TOKENS = "input_ids"
 _DEPTH, _MOST = 3, 64
 """How deep inside a batch tensors are looked for, and how many of them."""
 _BITS = 32
-"""Of the number of samples; that of tokens stands above."""
+"""Number of bits for the number of samples. The number of tokens is above them."""
 _HALF = (1 << _BITS) - 1
 _TWO = BATCHES - 1 - (1 << _BITS)
 """What no sample and no token are written as: that is more than that both are not known."""

@@ -58,7 +58,7 @@ ChannelTo = Callable[[Settings], Channel | None]
 
 _agent: RankAgent | None = None
 _asleep: RankAgent | None = None
-"""In place, but not yet known to be a rank's."""
+"""Instrumentation that is in place, although the process is not known to be a rank yet."""
 _lock = threading.Lock()
 
 

@@ -41,13 +41,13 @@ from traceml_ray.wire.codec import ready
 from traceml_ray.wire.commands import LATE, CaptureState
 
 MAX_TRACE_BYTES = 1 << 29
-"""As torch writes it; a step of a large model has some tens of MB."""
+"""Largest size of a trace as torch writes it, in bytes. A step of a large model has tens of MB."""
 _CHUNK = 1 << 20
 _LEVEL = 5
 
 
 class TraceTooLargeError(ValueError):
-    """A trace that is not kept."""
+    """The trace is too large to be kept."""
 
 
 class TraceFile:
@@ -90,7 +90,7 @@ class TraceFile:
             )
 
     def pack(self) -> None:
-        """Compress it, which takes long and lets other threads run. Raises OSError."""
+        """Compress the trace. It takes long and releases the GIL. Raises OSError."""
         packed = self.folder / TRACE_NAME
         file = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with (
@@ -106,7 +106,7 @@ class TraceFile:
         self.size = packed.stat().st_size
 
     def remove(self) -> None:
-        """Remove it with its folder; a relay that has it open reads on."""
+        """Remove the trace with its folder. A relay that has the file open can still read it."""
         self._removed = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -126,7 +126,10 @@ _NICE = 10
 """Lower priority of the thread that compresses a trace."""
 
 State = CaptureState | Literal["recorded", "packing"]
-"""recorded: the trace is yet to be written, packing: compressed; both show as recording."""
+"""
+recorded: the trace must still be written. packing: it is being compressed. Both are reported as
+recording.
+"""
 
 
 class StepCapture:
@@ -150,27 +153,27 @@ class StepCapture:
         self._phase: State = "armed"
         """How far it is; changed by the thread that records, and after that by the agent's."""
         self._ended: tuple[Literal["refused", "failed"], str] | None = None
-        """It has come to nothing, and why: any thread may say so, the first reason counts."""
+        """Why the capture failed. Any thread may set it; the first reason counts."""
         self._recorder, self._spans, self._errors = recorder, spans, errors
         self._profiler = profiler(self._give_way)
         self._slowed = recorder.steps.rows.slowed
         self._wall_ns = time.time_ns() - recorder.clock()
-        """From the clock of marks to that of the wall."""
+        """Difference between the wall clock and the clock of marks, in ns."""
         self._steps: list[tuple[int, int, int, int | None]] = []
         self._edge: tuple[int, int] = (0, 0)
-        """The step that is being recorded, and when it began."""
+        """The step being recorded, and the time at which it began."""
         self._cost: dict[str, int] = {}
         self._file: TraceFile | None = None
         self._packing: threading.Thread | None = None
         """Compresses the trace."""
         self._thread = 0
-        """The one that has turned the profiler on, or is about to."""
+        """Id of the thread that has turned the profiler on, or is about to."""
         self._given_up = False
-        """It is to be turned off, whoever has turned it on."""
+        """Whether the profiler is to be turned off, whichever thread has turned it on."""
         self._on_since = 0.0
-        """When the agent's thread first saw that it is on."""
+        """Time at which the agent's thread first saw the profiler on."""
         self.serves = not recorder.steps.rows.step and isinstance(self._profiler, AllThreadsProfiler)
-        """It has done no step: others have it work, over torch.distributed.rpc."""
+        """Whether the process does no steps of its own: others have it work, over torch.distributed.rpc."""
         self.others_are_done = False
 
     def arm(self) -> None:
@@ -185,7 +188,10 @@ class StepCapture:
         return self._phase if self._ended is None else self._ended[0]
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
-        """End it with nothing; any thread may. The profiler is turned off at the next step, if it is on."""
+        """
+        End the capture without a result. Any thread may call it. If the profiler is on, it is turned off at
+        the next step.
+        """
         self._ended = self._ended or (state, reason[:_REASON_CHARS])
         self._given_up = True
         if not self._thread:
@@ -193,7 +199,7 @@ class StepCapture:
 
     @property
     def is_on(self) -> bool:
-        """Whether a thread has the profiler on, or is just turning it on or off."""
+        """Whether a thread has the profiler on, or is turning it on or off."""
         return bool(self._thread)
 
     def watch(self, now: float) -> None:
@@ -213,7 +219,7 @@ class StepCapture:
     # -- the training thread -------------------------------------------------------------------------
 
     def on_step(self) -> None:
-        """Turn the profiler on where its steps begin, and off where they are over; raises nothing."""
+        """Turn the profiler on where the requested steps begin, and off where they end. Raises nothing."""
         if self._thread not in (0, get_ident()):
             return
         try:
@@ -303,7 +309,7 @@ class StepCapture:
             self._slowed.end(_PROFILE, position[0])
 
     def _fail(self, error: Exception) -> None:
-        """End it because of an error, on the thread that records."""
+        """End the capture because of an error, on the recording thread."""
         if isinstance(error, ProfilerBusyError):
             self.end("refused", f"{error}: the script's own")
         elif isinstance(error, CannotRecordError):
@@ -336,7 +342,7 @@ class StepCapture:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what was recorded may be written."""
+        """Whether the recording is complete and may be written."""
         return self._profiler.is_complete()
 
     def export(self, place: str | None, process_id: str) -> None:
@@ -383,7 +389,7 @@ class StepCapture:
         return self._recorder.steps.rows.step
 
     def status(self) -> wire.Capture:
-        """Return what each batch has about it."""
+        """Return the state that each batch reports."""
         total, state = None if self._file is None else self._file.size, self.state
         return wire.Capture(
             self.wanted.id,
@@ -420,13 +426,13 @@ class StepCapture:
             self._file = None
 
     def forked(self) -> None:
-        """In a child of this process: stop to record in it, and let go of all."""
+        """In a child of this process: stop recording, and release everything."""
         self._given_up, self._thread = True, 0
         self._profiler.forked()
 
 
 KEPT_S = 30.0
-"""A trace that nobody asks for any more is let go after so long."""
+"""Time after which a trace that is no longer asked for is removed, in s."""
 
 
 class CaptureAgent:
@@ -461,7 +467,7 @@ class CaptureAgent:
     # -- the agent's thread --------------------------------------------------------------------------
 
     def handle_command(self, command: wire.Command) -> None:
-        """Do what a command asks for that is meant for this rank; it is repeated."""
+        """Handle a command that is meant for this rank. Commands are repeated."""
         wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
         self._heard = self._clock()
         now = self._now
@@ -484,7 +490,7 @@ class CaptureAgent:
         return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 
     def tick(self) -> None:
-        """Write the trace that is there; give up what takes too long; let go of what is over."""
+        """Write a finished trace, give up what takes too long, and release what is over."""
         now = self._now
         if now is None:
             return
@@ -504,11 +510,11 @@ class CaptureAgent:
 
     @property
     def status(self) -> wire.Capture | None:
-        """How far it is; None while there is none."""
+        """State of the present capture. None if there is none."""
         return None if self._now is None else self._now.status()
 
     def abandon(self) -> None:
-        """End it: this process is no longer watched. Any thread may, once."""
+        """End the capture because this process is no longer watched. Any thread may call it, once."""
         now, self._now = self._now, None
         if now is not None:
             now.let_go()

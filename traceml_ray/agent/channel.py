@@ -34,10 +34,10 @@ class Channel(Protocol):
         """Hand `data` over without waiting; False when it cannot be taken now."""
 
     def replies(self) -> list[bytes]:
-        """Whatever the relay has answered since the last call."""
+        """Return the replies of the relay since the last call."""
 
     def close(self) -> None:
-        """Let go of the relay; safe to call twice."""
+        """Close the connection. It is safe to call twice."""
 
     def forked(self) -> None:
         """In a child made by `os.fork`: let go of the parent's, touching nothing that may be locked."""

@@ -1,4 +1,4 @@
-"""The open row on a device's clock: which events bound its stages. It follows what `Partition` does."""
+"""The open row on a device's clock: the events that bound its stages. It mirrors `Partition`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
 NO_EVENT = -1
 FOREIGN = N_STAGES
-"""A stage for now: a wait for data that may turn out to be an evaluation's."""
+"""Provisional stage: a data wait that may turn out to belong to an evaluation."""
 SAMPLED = N_STAGES + 1
-"""No stage: in this row every wait inside forward and backward has events of its own."""
+"""Not a stage: marks a row in which every wait inside forward and backward has its own events."""
 
 
 class Cut(NamedTuple):
@@ -45,17 +45,17 @@ class Cuts:
             self._sampled = True
 
     def pop(self) -> list[Cut]:
-        """Return what there is of the row that ends, and begin another one."""
+        """Return the cuts of the row that ends, and begin a new one."""
         taken, self.list, self._sampled = _relabelled(self.list, FOREIGN, DATA), [], False
         return taken
 
     def foreign(self) -> None:
-        """The wait that has just ended was for a loader that does not feed training."""
+        """The data wait that just ended was for a loader that does not feed training."""
         if self.list and self.list[-1].stage == DATA:
             self.list[-1] = self.list[-1]._replace(stage=FOREIGN)
 
     def commit(self) -> None:
-        """All waits of this row were for what feeds training."""
+        """All data waits of this row were for loaders that feed training."""
         self.list = _relabelled(self.list, FOREIGN, DATA)
 
     def reclassify(self) -> None:
@@ -70,7 +70,7 @@ def without_forward(cuts: list[Cut]) -> list[Cut]:
 
 
 def first_event(cuts: list[Cut]) -> int:
-    """Return the oldest event of `cuts`, NO_EVENT where there is none."""
+    """Return the oldest event of `cuts`; NO_EVENT if there is none."""
     return next((event for cut in cuts for event in cut[1:] if event != NO_EVENT), NO_EVENT)
 
 

@@ -265,30 +265,30 @@ class DeviceClock:
         self, api: DeviceApi, ring: StepRing, clock: Callable[[], int], streamed: Callable[[], bool]
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Rows and marks without an event, by what was the matter."""
+        """Number of rows and marks without an event, by reason."""
         self.stopped = ""
-        """Why nothing is recorded or read any more."""
+        """Why the device clock has stopped. Empty while it runs."""
         self.sharded = False
-        """Rows count only where they are SAMPLED: FSDP waits inside forward and backward."""
+        """Whether rows count only if they are SAMPLED, because FSDP waits inside forward and backward."""
         self.next = 0
-        """The number of the next event; written by who records."""
+        """Number of the next event. Written by the thread that records."""
         self.last_sampled = 0, NO_EVENT
         """Step and first event of the newest row that was SAMPLED."""
         self.record_ns = 0
-        """Time that recording has taken on the training thread."""
+        """Time that recording has taken on the training thread, in ns."""
         self.waited = [0, 0]
-        """Of rows of FSDP, what they waited: in brackets in which parameters are gathered, and in others;"""
+        """Time that rows of FSDP waited, in ns: in brackets that gather parameters, and in others."""
         self.waited_steps = 0
-        """in so many steps."""
+        """Number of steps that `waited` was measured in."""
         self.medians: deque[int] = deque(maxlen=64)
-        """Totals of the newest rows."""
+        """Total times of the newest rows."""
         self._api = api
         self._ring = ring
         self._clock = clock
         self._streamed = streamed
         self._room = self._made = 0
         self._over = False
-        """Nothing is recorded any more."""
+        """Whether nothing is recorded any more."""
         self._hosts = array("q", bytes(8 * EVENT_SLOTS))
         self._full = bytearray(EVENT_SLOTS)
         self._gathers = bytearray(EVENT_SLOTS)
@@ -298,12 +298,12 @@ class DeviceClock:
         """The first row, which began before there were events, is over."""
         self._offset = ClockOffset()
         self._beat_ns: int | None = None
-        """When the beat that is under way was recorded."""
+        """Time at which the present beat was recorded."""
         self._next_beat, self._last_beat = _BEATS
         self._device_ns: int | None = None
         """The device's time at the last beat that is done, since the first; None: none is."""
         self._front = NO_EVENT, 0
-        """The oldest event that is not done, and since when it is that."""
+        """The oldest event that is not done, and the time since which it has been."""
 
     # -- the training thread ---------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class DeviceUse:
         self._make_another: Callable[[], DeviceApi] | None = None
 
     def tick(self) -> None:
-        """Read what the device is done with, after the log was replayed."""
+        """Read what the device has finished, after the log was replayed."""
         if self.clock is None and not self._decided:
             self._consider()
         if self.clock is not None:
@@ -58,7 +58,10 @@ class DeviceUse:
             self._after()
 
     def finish(self) -> None:
-        """Read what is left, for a short while; what the device is not done with goes out without it."""
+        """
+        Read what is left, for a short while. Rows that the device has not finished are handed
+        out without it.
+        """
         end = time.monotonic() + CLOSE_WAIT_S
         while self.clock is not None:
             self.tick()

@@ -1,8 +1,8 @@
 """
-What a rank has reported before its relay is there, in a file.
+A file with what a rank has reported before its relay is there.
 
-Ray takes long to start where ranks take every core. A rank that is killed until then, or ended by a launcher
-whose other rank has failed, leaves nothing else.
+Ray takes long to start if ranks use every core. Without the file, a rank that is killed before that, or ended
+by a launcher because another rank failed, would leave nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class EarlyCopy:
     def __init__(self, spool: str | None, most: int) -> None:
         self._spool, self._most = spool, most
         self._path: Path | None = None
-        """Of the file, where there is one."""
+        """Path of the file, once there is one."""
         self._last = self._bytes = 0
-        """Number of the newest batch in it, and its bytes."""
+        """Number of the newest batch in the file; `_bytes` is the size of all of them."""
 
     def tick(self, process_id: str, outbox: RankOutbox) -> None:
-        """Copy what is new; remove the file once there is a relay and all of it is stored. Raises OSError."""
+        """
+        Copy new batches. Remove the file once there is a relay and everything is stored. Raises
+        OSError.
+        """
         if outbox.connected:
             if self._path is not None and not outbox.holds(self._last):
                 self.remove()

@@ -18,19 +18,22 @@ class GradientExchange:
 
     def __init__(self) -> None:
         self.peers: Callable[[], bool] | None = None
-        """Does the backward that ends now exchange gradients? None: there are no peers."""
+        """Whether the backward that ends now exchanges gradients. None: there are no peers."""
         self.reasons: set[str] = set()
-        """Why waits for peers cannot be told apart inside forward and backward."""
+        """Why waits for peers inside forward and backward cannot be told apart."""
         self.inseparable = False
-        """There is such a reason; the device's clock is none any longer for STREAMED."""
+        """Whether waits inside forward and backward cannot be told apart from work."""
         self.several = False
-        """Some step has had several backwards that exchanged gradients, or might have."""
+        """Whether some step has had several backwards that exchanged gradients, or may have."""
         self.inferred = False
-        """Rows are cut where a reduction ended, because nothing else says where gradients are exchanged."""
+        """
+        Whether rows are cut where a reduction ended, because nothing else shows where gradients are
+        exchanged.
+        """
         self.on_device = False
-        """Such a reduction ran on a device: its waits are not on the clock of the rows."""
+        """Whether such a reduction ran on a device: then its waits are not on the clock of the rows."""
         self.bracketed = 0
-        """In so many functions that wait, whose waits on a device have marks, or are not to be read."""
+        """Number of functions whose waits on a device have marks."""
         self.roles = False
         """
         Ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks), and their rows

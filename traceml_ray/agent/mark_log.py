@@ -1,11 +1,12 @@
 """
-Where marks are written down, and how they are understood later.
+Where marks are written down, and how they are applied later.
 
-Marks are made on the training thread, between two kernels, with cold caches: there a line of Python
-costs five times what a hot loop shows. So the marks of the usual step are only written down there
-(which one and when, in `log`), and understood later, a hundred at a time, by the agent's thread
-(`replay`). Others are made at once (`immediate_mark`); each settles what was written down before it, and
-is itself written down, with its arguments, while another thread is reading the log: no mark waits.
+Marks are made on the training thread, between two kernels, with cold caches; there a line of Python costs
+five times what a hot loop shows. So the marks of the usual step are only written to a log (which mark, and
+when), and applied later, a hundred at a time, by the agent's thread (`replay`).
+
+Other marks are immediate (`immediate_mark`): they replay the log first. While another thread is reading the
+log, they are appended to it with their arguments instead, so that no mark waits.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from traceml_ray.agent.marks import BATCHES, COST, END, EVENTS, OPTIMIZERS
 from traceml_ray.agent.steps import Steps
 
 LOG_SIZE = 1 << 17
-"""What is written beyond this pushes out the oldest."""
+"""Largest number of items in the log. Beyond it, the oldest are lost."""
 REPLAY_AT = LOG_SIZE // 2
-"""With so much written, a backward settles by itself: the agent's thread does not come round."""
+"""Number of items from which on a backward replays the log itself: the agent's thread does not get to it."""
 LOCK_S = 0.2
 """Longest wait of the agent's thread for the lock, which a mark holds for a millisecond at most."""
 
@@ -32,7 +33,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Deferred(NamedTuple):
-    """A mark in the log with all that it needs."""
+    """A mark in the log with everything that is needed to apply it later."""
 
     method: Callable[..., Any]
     time: int
@@ -43,10 +44,10 @@ class Deferred(NamedTuple):
 
 def immediate_mark(method: Method) -> Method:
     """
-    Make `method` a mark that is made now, by this thread, after all that were written down.
+    Decorator: run the mark now, after replaying the log.
 
-    Where another thread has the lock it is written down; then it returns True, and the mark that ends what
-    this one begins is to be made, which does nothing if this one turns out not to count.
+    If another thread holds the lock, append the mark to the log instead, and return True. The matching end
+    mark must still be made; it is ignored if this mark is rejected later.
     """
 
     @functools.wraps(method)
@@ -72,7 +73,7 @@ def immediate_mark(method: Method) -> Method:
 
 
 class MarkLog:
-    """The log, the lock of whoever reads it, and who may write; `steps` takes what was written."""
+    """The log of marks, its lock, and who may write to it. `steps` applies what was written."""
 
     __slots__ = (
         *("_cost_ns", "_event", "_followers", "_lock", "_losing", "_mark", "_weighed", "_written"),
@@ -83,11 +84,14 @@ class MarkLog:
     def __init__(self, clock: Callable[[], int], steps: Steps) -> None:
         self.clock = clock
         self.stamp = clock
-        """The clock of marks that bound a stage: on a device it records an event, too, and writes it down."""
+        """
+        Clock for marks that bound a stage. On a device it also records an event, and writes its number to the
+        log.
+        """
         self._followers: list[Callable[[Callable[[], int]], None]] = []
         self.device: DeviceClock | None = None
         self.newest = NO_EVENT
-        """The newest event that is understood."""
+        """Number of the newest event that has been applied."""
         self.steps = steps
         self.log: deque[int | Deferred] = deque(maxlen=LOG_SIZE)
         """
@@ -98,25 +102,28 @@ class MarkLog:
         """
         self.ready = 0
         """
-        The thread that may write marks down: the one that trains, outside of a backward. 0 after one that
-        had to be deferred, until one has been made at once again.
+        Id of the thread that may write to the log: the training thread, outside of a backward. 0 after a mark
+        had to be deferred, until the next immediate mark.
         """
         self.lost_marks = self.lost_rows = 0
-        """What the log had no room for, and how many rows that would have been."""
+        """
+        Number of marks that the log had no room for; `lost_rows` is the number of rows they
+        would have made.
+        """
         self.weigh = True
-        """The next optimizer mark is to be followed by COST."""
+        """Whether the next optimizer mark is followed by COST."""
         self.now = clock()
-        """The time of the mark that is being understood, and its thread."""
+        """Time of the mark that is being applied; `thread` is its thread."""
         self.thread = 0
         self.owner: int | None = None
-        """The thread that trains; None until one has."""
+        """Id of the thread that trains. None until one has."""
         self._mark, self._event = 0, NO_EVENT
         self._cost_ns = self._written = self._written_ns = self._weighed = 0
         self._lock = RLock()
         self._losing = False
 
     def write(self, mark: int) -> bool:
-        """Write `mark` down, if this thread may; False: its method has to be called instead."""
+        """Write `mark` to the log, if this thread may. False: call the method of the mark instead."""
         if get_ident() != self.ready:
             return False
         log = self.log
@@ -125,11 +132,11 @@ class MarkLog:
         return True
 
     def mine(self) -> bool:
-        """Return whether this thread is the one that trains (or none has yet)."""
+        """Return whether this thread is the one that trains, or none has yet."""
         return self.owner is None or get_ident() == self.owner
 
     def replay(self, wait_s: float = 0.0) -> bool:
-        """Understand what was written down until now; False: another thread was at it for `wait_s`."""
+        """Apply all marks in the log. False: another thread has held the lock for `wait_s`."""
         if not self._lock.acquire(timeout=wait_s):
             return False
         try:
@@ -174,7 +181,7 @@ class MarkLog:
         self._recover()
 
     def _recover(self) -> None:
-        """After marks were lost, go on in a first row, so many steps later as backwards were lost."""
+        """After marks were lost, continue with a first row, as many steps later as backwards were lost."""
         if self._losing:
             lost, self.lost_rows = self.lost_rows, 0
             self.steps.rows.skip(lost)
@@ -182,7 +189,7 @@ class MarkLog:
             self._losing = False
 
     def _defer(self, method: Callable[..., Any], called: int, args: tuple[Any, ...]) -> bool:
-        """Write a mark down in full, wherever it is made; where there is no room, count it."""
+        """Append a mark with its arguments to the log, from any thread. If there is no room, count it."""
         thread = get_ident()
         if thread == self.owner:
             self.ready = 0
@@ -198,12 +205,15 @@ class MarkLog:
     # -- on a device's clock -------------------------------------------------------------------------
 
     def follow(self, use: Callable[[Callable[[], int]], None]) -> None:
-        """Have `use` called with `stamp`, and each new one: hooks of the usual step have it in a variable."""
+        """
+        Call `use` with `stamp` now and whenever it changes: hooks of the usual step keep it in
+        a variable.
+        """
         self._followers.append(use)
         use(self.stamp)
 
     def stamp_with(self, stamp: Callable[[], int]) -> None:
-        """Take the times of marks that bound a stage from `stamp`."""
+        """Set `stamp`, the clock of marks that bound a stage."""
         self.stamp = stamp
         for use in self._followers:
             use(stamp)
@@ -218,9 +228,10 @@ class MarkLog:
 
     def stop_device_clock(self) -> bool:
         """
-        Read the CPU's clock alone again; rows that wait for the device go out without it.
+        Go back to the CPU's clock alone; rows that wait for the device are handed out without its times.
 
-        False: not yet, since a mark holds the lock: recording its event may block as long as the device does.
+        False: not yet, because a mark holds the lock. Recording its event may block as long as the device
+        does.
         """
         self.stamp_with(self.clock)
         if not self._lock.acquire(timeout=LOCK_S):
@@ -236,13 +247,13 @@ class MarkLog:
         return True
 
     def _event_now(self) -> int:
-        """Record an event for a mark that is made at once, or deferred; only the thread that trains does."""
+        """Record an event for a mark that is immediate or deferred. Only the training thread does."""
         if self.device is None or get_ident() != self.owner:
             return NO_EVENT
         return self.device.record()
 
     def first_event(self) -> int:
-        """Return the oldest event that is still needed for a row which is not over; 0: not known now."""
+        """Return the oldest event still needed for an open row. 0: not known now."""
         if not self._lock.acquire(timeout=LOCK_S):
             return 0
         try:
@@ -252,7 +263,7 @@ class MarkLog:
             self._lock.release()
 
     def _room(self) -> bool:
-        """Return whether the log has room for a mark that may be left out; else it is counted."""
+        """Return whether the log has room for a mark that may be left out. If not, count the mark."""
         if not self._losing and (len(self.log) < REPLAY_AT or self.replay()):
             return True
         self.lost_marks += 1
@@ -260,5 +271,8 @@ class MarkLog:
 
     @property
     def marks_ns(self) -> int:
-        """Time that the marks have taken on the training thread; of those written down, a few are weighed."""
+        """
+        Time that marks have taken on the training thread, in ns. Of the marks in the log, a few
+        are measured.
+        """
         return self._cost_ns + self._written_ns * self._written // max(1, self._weighed)

@@ -25,10 +25,10 @@ class Batch(msgspec.Struct, gc=False):
     requests: int
     data: bytes
     records: dict[str, int] = {}
-    """How much of each kind of record is in it."""
+    """Amount of records in the batch, by kind."""
     offered: bool = False
     handed: bool = False
-    """A relay has been given it, though maybe not the one that is there now."""
+    """Whether the batch was handed to a relay, though maybe not to the present one."""
 
 
 class RankOutbox:
@@ -41,26 +41,26 @@ class RankOutbox:
 
     def __init__(self, max_bytes: int) -> None:
         self.sent_bytes = 0
-        """Handed over in all, repeats included."""
+        """Total number of bytes handed over, including repeats."""
         self.connected = False
-        """There is a relay, or was one."""
+        """Whether there is, or was, a relay."""
         self._max_bytes = max_bytes
         self._batches: deque[Batch] = deque()
         self._bytes = 0
         self._generation = 0
         self._acked = -1
-        """The newest batch that the relay of this connection has taken over."""
+        """Number of the newest batch that the relay of this connection has taken over."""
 
     def put(self, batch: Batch) -> None:
-        """Keep one more batch."""
+        """Add a batch."""
         self._batches.append(batch)
         self._bytes += len(batch.data)
 
     def make_room(self) -> list[Batch]:
         """
-        Drop the oldest batches beyond the bound; return those that no relay has been given.
+        Drop the oldest batches beyond the bound. Return those that no relay has been given.
 
-        The others are the relay's to account for.
+        The relay accounts for the others.
         """
         dropped = []
         while self._bytes > self._max_bytes:
@@ -71,7 +71,7 @@ class RankOutbox:
         return dropped
 
     def offer(self, channel: Channel) -> None:
-        """Hand over what `channel` takes now."""
+        """Hand over as many batches as `channel` takes now."""
         for batch in self._batches:
             if batch.offered:
                 continue
@@ -82,7 +82,7 @@ class RankOutbox:
             self.sent_bytes += len(batch.data)
 
     def follow(self, channel: Channel) -> None:
-        """Begin anew where `channel` has lost or made a connection; what the one before acked is void."""
+        """Start over if `channel` has lost or made a connection: earlier acknowledgements are void."""
         if self._generation != channel.generation:
             self._generation, self._acked = channel.generation, -1
             self.connected = bool(self._generation)
@@ -90,13 +90,13 @@ class RankOutbox:
                 batch.offered = False
 
     def confirm(self, acked: int, stored: int) -> None:
-        """Note up to which batch the relay has taken them over, and up to which they are stored."""
+        """Record up to which batch the relay has taken over, and up to which batches are stored."""
         self._acked = max(self._acked, acked)
         while self._batches and self._batches[0].seq <= stored:
             self._bytes -= len(self._batches.popleft().data)
 
     def refused(self, reasons: Mapping[int, str]) -> list[tuple[Batch, str]]:
-        """Remove the batches that the relay refuses, by number; return them with the reason."""
+        """Remove the batches that the relay refuses, by number. Return them with the reason."""
         if not reasons:
             return []
         removed = [(batch, reasons[batch.seq]) for batch in self._batches if batch.seq in reasons]
@@ -106,15 +106,15 @@ class RankOutbox:
         return removed
 
     def unacked(self) -> bool:
-        """Return whether there is a batch that no relay is known to have."""
+        """Return whether there is a batch that no relay has taken over."""
         return bool(self._batches) and self._batches[-1].seq > self._acked
 
     def after(self, seq: int) -> list[Batch]:
-        """Return the batches that are kept and are newer than number `seq`."""
+        """Return the batches newer than number `seq`."""
         return [batch for batch in self._batches if batch.seq > seq]
 
     def holds(self, seq: int) -> bool:
-        """Return whether batch `seq`, or one before it, is still kept."""
+        """Return whether batch `seq`, or an earlier one, is still here."""
         return bool(self._batches) and self._batches[0].seq <= seq
 
     def frames(self) -> list[bytes]:

@@ -29,7 +29,7 @@ class Span:
         self.size = self.foreign_ns = 0
         self.times = [0] * N_STAGES
         self.paused = False
-        """What happens now is not part of it."""
+        """Whether time is not counted for the span at present."""
 
     def reclassify(self) -> None:
         """See `Partition.reclassify`."""
@@ -54,7 +54,7 @@ class OpenSpans:
         self.open: list[Span] = []
         self.over: list[Span] = []
         self.lost = 0
-        """Those that were open when too many others began."""
+        """Number of spans that were open when too many others began."""
         self._since = 0
 
     def forget(self) -> None:
@@ -67,13 +67,13 @@ class OpenSpans:
             span.reclassify()
 
     def spread(self, stage: int, now: int) -> None:
-        """Count the time since the mark before, which was in `stage`, in every span that is open."""
+        """Add the time since the last mark, which was in `stage`, to every open span."""
         for span in self.running():
             span.times[stage] += now - self._since
         self._since = now
 
     def running(self) -> list[Span]:
-        """Return those that time goes to, the innermost last."""
+        """Return the spans that time is added to, the innermost last."""
         return [span for span in self.open if not span.paused]
 
     def begin(self, number: int, stage: int, now: int) -> Span:
@@ -87,7 +87,7 @@ class OpenSpans:
         return span
 
     def end(self, span: Span, stage: int, now: int) -> bool:
-        """End `span`. True when so many are over that they have to be handed out."""
+        """End `span`. Return True if so many are over that they must be handed out."""
         self.spread(stage, now)
         if span in self.open:
             self.open.remove(span)
@@ -101,12 +101,15 @@ class OpenSpans:
             self.open.remove(span)
 
     def innermost_ns(self, now: int) -> int | None:
-        """Return how long the innermost one has been open in this row, None where there is none."""
+        """Return how long the innermost span has been open in this row, in ns. None if there is none."""
         running = self.running()
         return sum(running[-1].times) + max(0, now - self._since) if running else None
 
     def cut(self, step: int, apart: bool) -> None:
-        """Count what open spans took of a row that ends; of those of one name the outermost."""
+        """
+        Count the time of open spans in a row that ends. Of spans with the same name, the
+        outermost counts.
+        """
         seen = set()
         for span in self.open:
             if span.number not in seen and any(span.times):
@@ -123,7 +126,7 @@ class OpenSpans:
         self.hand_out(step, apart)
 
     def hand_out(self, step: int, apart: bool) -> None:
-        """Add those that are over to `sums`, as of `step`; `apart`: each by itself."""
+        """Add the spans that are over to `sums`, for `step`. With `apart`, each one separately."""
         for span in self.over:
             self._hand_out(span, step, apart)
         self.over = []
@@ -152,21 +155,21 @@ class Partition:
         self.spans = spans
         self.cuts: Cuts | None = None
         self.event = NO_EVENT
-        """The number of the event that was recorded at the mark that is being understood."""
+        """Number of the event that was recorded at the mark being applied."""
         self.forget(now)
 
     def forget(self, now: int) -> None:
-        """Begin a row now, with nothing in it."""
+        """Begin an empty row now."""
         self.times = [0] * N_STAGES
         self.foreign_ns = 0
-        """Of the time in `data`, what was waited for loaders that do not feed training."""
+        """Part of the time in `data` that was spent waiting for loaders that do not feed training, in ns."""
         self.stage, self.last = POST_SYNC, now
         self.spans.forget()
         if self.cuts is not None:
             self.cuts = Cuts()
 
     def to(self, stage: int, now: int) -> None:
-        """Be in `stage` from `now` on."""
+        """Enter `stage` at `now`."""
         if self.spans.open:
             self.spans.spread(self.stage, now)
         self.times[self.stage] += now - self.last
@@ -176,17 +179,17 @@ class Partition:
         self.stage = stage
 
     def reassign(self, stage: int, now: int) -> None:
-        """Count the time since the last mark in `stage`, and stay in it."""
+        """Count the time since the last mark as `stage`, and stay in it."""
         self.stage = stage
         self.to(stage, now)
 
     def pop(self) -> tuple[list[int], list[Cut]]:
-        """Return times and cuts of the row that ends with the last mark, and begin another one."""
+        """Return times and cuts of the row that ends with the last mark, and begin a new one."""
         times, self.times, self.foreign_ns = self.times, [0] * N_STAGES, 0
         return times, self.cuts.pop() if self.cuts is not None else []
 
     def foreign(self, since: int, now: int) -> None:
-        """The wait for data that has just ended was for a loader that does not feed training."""
+        """The data wait that just ended was for a loader that does not feed training."""
         self.foreign_ns += now - since
         for span in self.spans.running():
             span.foreign_ns += now - max(since, span.began)
@@ -194,15 +197,15 @@ class Partition:
             self.cuts.foreign()
 
     def commit(self) -> None:
-        """All waits of this row were for what feeds training."""
+        """All data waits of this row were for loaders that feed training."""
         self.foreign_ns = 0
         if self.cuts is not None:
             self.cuts.commit()
 
     def reclassify(self, now: int) -> int:
         """
-        Count what ran since sync exit, with the foreign waits for data, as `post_sync`: it was not for this
-        step, but for something else (an evaluation). Return how long that took.
+        Count the time since sync exit, including data waits for foreign loaders, as `post_sync`: it was for
+        something else (an evaluation), not for this step. Return that time, in ns.
         """
         self.to(POST_SYNC, now)
         self.spans.reclassify()
@@ -226,26 +229,26 @@ class DataWaits:
 
     def __init__(self) -> None:
         self.named = (0, 0)
-        """(loader, its workers) of the next wait, where that is not the loader of the wait before."""
+        """The next wait's (loader, its workers), if it is not the loader of the last wait."""
         self.training: set[int] = set()
-        """The loaders (by id) that feed training."""
+        """Ids of the loaders that feed training."""
         self.waited: set[int] = set()
-        """Those waited for since the last backward."""
+        """Loaders waited for since the last backward."""
         self.forget()
 
     def forget(self) -> None:
         """Forget the open row."""
         self.depth = 0
-        """Loaders inside each other that are waited for."""
+        """Number of nested loaders that are being waited for."""
         self.loader = self.workers = 0
         """The loader waited for last."""
         self.collated = 0
-        """When the samples of the batch were there, where that is known."""
+        """Time at which the samples of the batch were ready, if known."""
         self.before = self.resume = POST_SYNC
-        """The stage that the wait has interrupted, and the one that follows it."""
+        """The stage that the wait interrupted, and the one that follows it."""
         self.waited.clear()
         self.exhausted = False
-        """A loader that feeds training had no more, since the last backward."""
+        """Whether a loader that feeds training was exhausted since the last backward."""
 
     def begin(self) -> bool:
         """Begin a wait; False for a loader inside a loader."""
@@ -272,7 +275,7 @@ class DataWaits:
         return self.loader in self.training
 
     def commit(self) -> None:
-        """Take it that the loaders waited for on the way to this backward are those that feed training."""
+        """Mark the loaders waited for before this backward as those that feed training."""
         if self.waited != self.training:
             self.training = set(self.waited)
         self.waited.clear()

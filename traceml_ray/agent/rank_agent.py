@@ -44,7 +44,7 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.wire import messages as wire
 
 MANY_RANKS = 256
-"""In a larger job an agent reports half as often: the aggregator has as much to take."""
+"""Number of ranks from which on an agent reports half as often: the aggregator has as much to receive."""
 SAMPLE_S = 0.9
 """Between two samples of the process, which cost more than a batch."""
 CLOSE_WAIT_S = 0.3

@@ -166,9 +166,9 @@ class RowBuilder:
     def forget(self) -> None:
         """Forget the open row; the next one is a first row again."""
         self.pending: list[int] | None = None
-        """Time (ns) per stage up to the end of the last backward,"""
+        """Time in each stage up to the end of the last backward, in ns. None if no row is pending."""
         self.cuts: list[Cut] = []
-        """and the same by events."""
+        """The pending row as cuts between events."""
         self.flags = 0
         self.synced = False
         """That backward has exchanged gradients."""

@@ -31,7 +31,7 @@ class SpanSums:
         }
         self.names = list(_KNOWN)
         self.groups: list[str | None] = [None] * len(_KNOWN)
-        """By number: the process group, of a collective."""
+        """Process group of a collective, by number of its name."""
         self.refused = 0
         """Spans whose name was one too many."""
 

@@ -116,10 +116,11 @@ class AggregatorCore:
 
     def ingest(self, data: bytes) -> bytes:
         """
-        Take an encoded `RelayBatch`; return an encoded `RelayReply` saying what is on disk.
+        Accept an encoded `RelayBatch`. Return an encoded `RelayReply` that says what is on disk.
 
-        A message already taken is only answered. One that skips a number is not taken: an earlier
-        one was lost on the way and comes again. A bad message is dropped and counted.
+        A message that was accepted before is only answered. One that skips a number is not accepted: an
+        earlier message was lost on the way and will be sent again. A malformed message is dropped and
+        counted.
         """
         incarnation, now = "", self._clock()
         try:
@@ -146,8 +147,9 @@ class AggregatorCore:
 
     def bulk(self, data: bytes) -> bytes:
         """
-        Take an encoded `TracePart`; return an encoded `TraceReply`. May run beside all else, in a thread of
-        its own: it takes no lock of rows and waits for no disk.
+        Accept an encoded `TracePart`. Return an encoded `TraceReply`.
+
+        May run in a thread of its own: it takes no lock of rows and waits for no disk.
         """
         try:
             return wire.encode(self._profiling.take_part(wire.decode(data, TracePart)))
@@ -159,8 +161,9 @@ class AggregatorCore:
 
     def commit(self) -> bool:
         """
-        Write what is pending; False (and counted) when the disk refuses, then it stays pending. After the end
-        of the session nothing is written, see `SessionWriter`.
+        Write what is pending. Return False, and count it, if the disk refuses: then it stays pending.
+
+        After the end of the session nothing is written, see `SessionWriter`.
         """
         try:
             with self._writer.lock:
@@ -193,7 +196,10 @@ class AggregatorCore:
         self._layers.tick()
 
     def end(self, data: bytes) -> bytes:
-        """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
+        """
+        Accept an encoded `Finish` of a node, or of a `Run`. Return an encoded `Finished`. May be called
+        again.
+        """
         try:
             kind: type[wire.Finish | wire.RunEnd] = wire.RunEnd if wire.tag_of(data) == "run" else wire.Finish
             message = wire.decode(data, kind)
@@ -210,7 +216,7 @@ class AggregatorCore:
 
     @property
     def over(self) -> bool:
-        """Whether the session has ended, and no node is waited for."""
+        """Whether the session has ended and no node is waited for."""
         return self.endings.over(self.idle_s())
 
     @property
@@ -249,8 +255,9 @@ class AggregatorCore:
 
     def ingest_spool(self, folder: Path) -> list[Path]:
         """
-        Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted.
-        Returns the files that can go once it is stored.
+        Ingest what agents could not deliver from the `.spool` files of `folder`. A malformed file is counted.
+
+        Returns the files that can be removed once it is stored.
         """
         read = []
         for path, batches in spooled(folder, self.errors, set()):
@@ -266,7 +273,7 @@ class AggregatorCore:
         return self._answers.reply(request)
 
     def idle_s(self) -> float:
-        """Seconds since the last message of a rank, or about a run, or a question of more than a page."""
+        """Seconds since the last message of a rank, message about a run, or question of more than a page."""
         return (self._ticks() - self._busy_ns) / 1e9
 
     def _count_lost(self) -> None:

@@ -1,4 +1,7 @@
-"""A relay's way to the aggregator: packets go out in order, and again until they are known to be stored."""
+"""
+The connection of a relay to the aggregator: packets are sent in order, and sent again until
+they are stored.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.wire import messages as wire
 
 RESEND_S = 3.0
-"""Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
+"""Time without a confirmation after which unconfirmed packets are sent again, in s. Commits are 1 s apart."""
 WAITING = wire.Finished(wire.VERSION, "waiting")
 LISTEN_S = 0.05
-"""For this long after a packet, in s, replies are looked for without waiting."""
+"""Time after a packet in which replies are polled frequently, in s."""
 LOOK_S = 0.001
-"""as often as this,"""
+"""Interval of these frequent polls, in s."""
 LISTEN_EVERY_S = 10.0
-"""after one packet in so long."""
+"""Interval of packets whose replies are polled frequently, in s."""
 
 
 class Transport(BulkTransport, Protocol):
@@ -59,14 +62,14 @@ class AggregatorLink:
     wall: Callable[[], int] = time.time_ns
     """The node's clock, ns since the epoch."""
     alive_at: float | None = None
-    """When the aggregator last stored something, first replied, or replied about the end."""
+    """Time at which the aggregator last stored something, first replied, or replied about the end."""
     failures: int = 0
     end_state: wire.Finished = WAITING
     """The aggregator's last reply about the end."""
     tick_s: float = wire.TICK_S
-    """How long to collect before the next packet."""
+    """Time to collect before the next packet, in s."""
     hurry: bool = False
-    """Have the last packet stored at once."""
+    """Whether the last packet is to be stored at once."""
     _answer: tuple[int, int] | None = None
     _listens_until: float = -1.0
     _next_listen: float = -1.0
@@ -75,19 +78,19 @@ class AggregatorLink:
         self._progress = self.heard
 
     def pop_answer(self) -> tuple[int, int] | None:
-        """Return what the replies since the last call tell of the node's clock, see `RelayBatch.answer`."""
+        """Return what the replies since the last call say about the node's clock, see `RelayBatch.answer`."""
         answer, self._answer = self._answer, None
         return answer
 
     def patience(self, now: float) -> float:
         """
-        Return how soon to look for replies, in seconds: one that is seen as it comes tells how far off the
-        clock is.
+        Return the time until replies should be polled again, in s. A reply that is read as it arrives shows
+        how far off the clock is.
         """
         return LOOK_S if now < self._listens_until else wire.TICK_S
 
     def poll(self, now: float) -> None:
-        """Take the replies that have come."""
+        """Process the replies that have arrived."""
         for reply in self.transport.poll():
             try:
                 if isinstance(reply, Exception):
@@ -99,7 +102,7 @@ class AggregatorLink:
                 self.outbox.rewind()
 
     def resend(self, now: float) -> None:
-        """Have packets sent again that were not confirmed for long."""
+        """Send packets again that have not been confirmed for long."""
         if not self.outbox.unconfirmed:
             self._progress = now
         elif now - self._progress > max(RESEND_S, 4 * self.tick_s):

@@ -23,9 +23,9 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.bulk import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
 
 RETRY_S = 0.5
-"""How long to wait after a call that failed, or could not be made, in seconds."""
+"""Time to wait after a call that failed, or could not be made, in s."""
 WAIT_S = 0.25
-"""How long to wait for a reply before looking whether the relay has ended, in seconds."""
+"""Time to wait for a reply before checking whether the relay has ended, in s."""
 
 
 class BulkTransport(Protocol):
@@ -39,7 +39,7 @@ class BulkTransport(Protocol):
 
 
 class TraceUnreadableError(OSError):
-    """A file of a rank that is not what the rank has said."""
+    """The file of a rank is not what the rank has announced."""
 
 
 def open_trace(folder: str, total_bytes: int) -> int:
@@ -70,7 +70,7 @@ def open_trace(folder: str, total_bytes: int) -> int:
 
 @dataclass(eq=False)
 class _Trace:
-    """The trace of one rank process, as far as it has been sent."""
+    """The trace of one rank process, and how much of it has been sent."""
 
     process_id: str
     profile: str
@@ -78,13 +78,13 @@ class _Trace:
     folder: str
     total_bytes: int
     offset: int | None = None
-    """How much the aggregator has; None: it has not been asked yet."""
+    """Number of bytes that the aggregator has. None: it has not been asked yet."""
     file: int | None = None
     failure: str = ""
     due: float = 0.0
-    """When the next call may be made, in monotonic seconds."""
+    """Time at which the next call may be made, in monotonic seconds."""
     over: bool = False
-    """No more is wanted."""
+    """Whether no more of the trace is wanted."""
 
     def is_of(self, capture: wire.Capture) -> bool:
         return (self.profile, self.number) == (capture.id, capture.number)
@@ -139,15 +139,15 @@ class TraceSender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.errors = Errors()
-        """Calls that failed."""
+        """Number of calls that failed, by kind."""
         self._transport, self._spool, self._clock = transport, spool, clock
         self._changed = threading.Condition()  # held for moments only, never while a file or a call waits
         self._traces: dict[str, _Trace] = {}
-        """By rank process, in the order of their next turns."""
+        """Traces by rank process, in the order in which they are sent next."""
         self._calling: _Trace | None = None
-        """The trace whose part is on its way."""
+        """The trace whose part is being sent."""
         self._ended: set[str] = set()
-        """Rank processes that have ended, and may have left something."""
+        """Rank processes that have ended and may have left a trace."""
         self._running = self._closed = False
 
     def offer(self, process_id: str, capture: wire.Capture) -> None:
@@ -167,7 +167,7 @@ class TraceSender:
             self._wake()
 
     def process_ended(self, process_id: str) -> None:
-        """Note that a rank process has ended: what it has left is removed once it is sent."""
+        """Note that a rank process has ended: its trace is removed once it is sent."""
         with self._changed:
             if process_id in self._traces or self._spool is not None:
                 self._ended.add(process_id)
@@ -190,7 +190,7 @@ class TraceSender:
     def _run(self) -> None:
         while True:
             try:
-                wait_s = self.turn()
+                wait_s = self.tick()
             except Exception as error:
                 self.errors.note("bulk", error)
                 wait_s = RETRY_S
@@ -203,10 +203,11 @@ class TraceSender:
                 if wait_s:
                     self._changed.wait(wait_s)
 
-    def turn(self) -> float | None:
+    def tick(self) -> float | None:
         """
-        Take the reply that has come, or make the next call. Return how many seconds to wait before the next
-        turn; None: there is nothing to send.
+        Process the reply that has arrived, or make the next call.
+
+        Returns the time to wait before the next tick, in s. None: there is nothing to send.
         """
         if self._calling is not None:
             for reply in self._transport.part_replies(WAIT_S):

@@ -40,24 +40,24 @@ from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
 
 SETTLE_S = 2.0
-"""After a cause, for what the other ranks still send, and for their stacks."""
+"""Time after a cause in which other ranks may still send, and their stacks arrive, in s."""
 SAME_S = 60.0
-"""How long after its first cause what happens belongs to an incident."""
+"""Time after the first cause of an incident in which further causes belong to it, in s."""
 REQUEST_S = 5.0
-"""Least time between two bundles that were requested: a request that comes earlier waits for it."""
+"""Least time between two bundles on request, in s. An earlier request waits for it."""
 MAX_PAUSE_S = 3600.0
 """
-Errors that a script catches may come in every step: the first makes a bundle, the next may after a minute,
-and each time after twice as long, at most this.
+Longest pause between bundles for errors that a script catches, in s. Such errors may come in every step: the
+first makes a bundle, the next one may after a minute, then after twice as long each time.
 """
 MAX_CAUSES = 64
-"""Of one incident, that are kept; and as many requests."""
+"""Largest number of causes, and of requests, that are kept per incident."""
 MAX_FAILED = 64
-"""Requests of which the failure is kept."""
+"""Largest number of requests whose failure is remembered."""
 ASK_S = 10.0
-"""How long ranks are asked for their stacks."""
+"""Time for which ranks are asked for their stacks, in s."""
 ASKED = "bundle-"
-"""How ids of commands begin that ask for stacks for a bundle."""
+"""Prefix of the ids of commands that ask for stacks for a bundle."""
 
 
 def asked_for_bundle(event: Mapping[str, Any]) -> bool:
@@ -73,19 +73,19 @@ class OpenIncident:
     due: float
     causes: list[BundleCause] = field(default_factory=list)
     name: str | None = None
-    """Of its bundle, once that is written."""
+    """Name of its bundle, once it is written."""
     changed: bool = True
-    """Something has happened since it was written, or it is not."""
+    """Whether something has happened since the bundle was written, or it is not written yet."""
     stacks_for: BundleCause | None = None
-    """The cause for which ranks are asked for their stacks,"""
+    """The cause for which ranks are asked for their stacks."""
     stacks_until: float = 0.0
-    """and until when they are."""
+    """Time until which ranks are asked for their stacks, in s."""
     written: int = 0
-    """How many of its causes are in the bundle."""
+    """Number of its causes that are in the bundle."""
 
     @property
     def until(self) -> float:
-        """Until when what happens belongs to it."""
+        """Time until which further causes belong to the incident."""
         return self.began + SAME_S
 
     @property
@@ -112,18 +112,18 @@ class Incidents:
         self._known: set[object] = set()
         self._pause_s = SAME_S
         self._caught_from = -MAX_PAUSE_S
-        """From when on what is caught makes a new bundle,"""
+        """Time from which a caught error makes a new bundle, in monotonic seconds."""
         self._request_from = -MAX_PAUSE_S
-        """and from when on what is requested has one written."""
+        """Time from which a request makes a new bundle, in monotonic seconds."""
         self._failed: dict[str, str] = {}
-        """By request: why its bundle could not be made."""
+        """Why the bundle of a request could not be made, by request."""
 
     def restore(self, causes: Iterable[BundleCause]) -> None:
-        """Take what is in bundles already, as after a restart."""
+        """Restore the causes that are in bundles already, after a restart."""
         self._known.update(cause.key for cause in causes)
 
     def note(self, cause: BundleCause) -> None:
-        """Take what has happened, once."""
+        """Add a cause, once."""
         if cause.key in self._known:
             return
         now, incident = self.clock(), self.open
@@ -171,17 +171,17 @@ class Incidents:
         return True
 
     def fail(self, request: str, why: str) -> None:
-        """Note why a request gets no bundle."""
+        """Record why a request gets no bundle."""
         self._failed[request] = why
         while len(self._failed) > MAX_FAILED:
             del self._failed[next(iter(self._failed))]
 
     def failure(self, request: str) -> str | None:
-        """Return why a request gets no bundle; None while that is not so."""
+        """Return why a request gets no bundle. None if it has not failed."""
         return self._failed.get(request)
 
     def is_due(self) -> bool:
-        """Whether the bundle of the open incident is to be written now. Closes one that is over."""
+        """Whether the bundle of the open incident must be written now. Closes an incident that is over."""
         incident, now = self.open, self.clock()
         if incident is not None and not incident.changed and now >= incident.until:
             self.open = None
@@ -261,7 +261,7 @@ class Bundling:
             self.incidents.restore(bundle.manifest.causes)
 
     def died(self, run: str | None, all_deaths: Sequence[Death]) -> None:
-        """Take the deaths that are known of a run so far."""
+        """Add the deaths that are known of a run so far."""
         for death in all_deaths:
             if death.message.startswith("KeyboardInterrupt"):  # a person has ended the run
                 continue
@@ -281,7 +281,7 @@ class Bundling:
             self.incidents.note(cause)
 
     def hung(self, run: str, verdict: Verdict) -> None:
-        """Take the verdict on a hang, each time that it is given."""
+        """Add the verdict on a hang, each time it is given."""
         began_ns, named = verdict.began_ns or self.clock(), [*verdict.ranks, None]
         cause = BundleCause(
             *("hang", began_ns, verdict.why, run),
@@ -290,14 +290,14 @@ class Bundling:
         self.incidents.note(cause)
 
     def add_event(self, event: wire.Event, process: RankProcess | None) -> None:
-        """Take any event of a rank process, or of a node, if it is about a bundle."""
+        """Add an event of a rank process, or of a node, if it is about a bundle."""
         if event.kind == "oom":
             self._caught(event, process)
         elif event.kind == "bundle_request":
             self.requested(str(event.data.get("request")))
 
     def _caught(self, event: wire.Event, process: RankProcess | None) -> None:
-        """Take that memory ran out inside `capture_oom`."""
+        """Note that memory ran out inside `capture_oom`."""
         data, rank = event.data, process.rank if process else None
         where, traceback = data.get("where"), data.get("traceback")
         who = "a process of unknown rank" if rank is None else f"rank {rank}"
@@ -330,7 +330,7 @@ class Bundling:
         return incidents.failure(request)
 
     def stopped(self, exit_code: int) -> None:
-        """Take that the job ended with the launcher's exit code: a signal from outside is an incident."""
+        """Note that the job ended with the launcher's exit code: a signal from outside is an incident."""
         number = _FROM_OUTSIDE.get(exit_code)
         if number is not None and self.writer.processes:
             self.incidents.note(

@@ -37,12 +37,12 @@ from traceml_ray.wire.bulk import TracePart, TraceReply
 from traceml_ray.wire.commands import LATE, OPTIONS
 
 STEP_S = 1.0
-"""How long is recorded in place of a step where no rank has any."""
+"""Time that is recorded in place of each step if no rank has steps, in s."""
 HEAR_S = 10.0
-"""So long it may take until a rank hears that the others are done."""
+"""Longest time until a rank hears that the others are done, in s."""
 
 Edges = dict[int, tuple[int, int]]
-"""Begin and end of steps by their numbers, ns on the aggregator's clock."""
+"""Begin and end of steps by step number, in ns on the aggregator's clock."""
 
 
 def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
@@ -120,12 +120,12 @@ class AskedRank:
     about: RankProfile
     process_id: str = ""
     heard: bool = False
-    """It has answered the command of this number."""
+    """Whether it has answered the command of this number."""
     moved_s: float = 0.0
-    """When it went on last."""
+    """Time of its last progress, in monotonic seconds."""
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
-        """Expect no trace of it any more."""
+        """Stop expecting a trace of it."""
         self.about.state, self.about.reason = state, reason
 
 
@@ -179,29 +179,29 @@ def _rank(rank: int, run: RunNow) -> AskedRank:
 
 
 AHEAD_S = 3.0
-"""So long before its first step a command is sent: ranks hear of it within about 2 s."""
+"""Time before its first step at which a command is sent, in s: ranks hear of it within about 2 s."""
 AHEAD_STEPS = 2
-"""And at least so many steps."""
+"""Least number of steps between a command and its first step."""
 MAX_NUMBER = 3
-"""How often one is begun, each time four times as far ahead: how long a step takes may not be known."""
+"""Largest number of attempts, each four times as far ahead: the length of a step may be unknown."""
 ANSWER_S = 15.0
-"""A rank that has not answered within that time is not waited for."""
+"""Time after which a rank that has not answered is not waited for, in s."""
 STEPS_S = 120.0
-"""How long a rank waits for its steps, beside the time that they take;"""
+"""Time for which a rank waits for its steps, beside the time they take, in s."""
 RECORD_S = 5.0
-"""how much longer they may take than four times what they usually do;"""
+"""Time by which the steps may exceed four times their usual time, in s."""
 SEND_S = 120.0
-"""how long nothing of a trace may come,"""
+"""Longest time without progress of a trace, in s."""
 ENDED_S = 15.0
-"""and that of a rank, or run, that has ended: its relay may have the file still."""
+"""The same for a rank, or run, that has ended, in s: its relay may still have the file."""
 SLOW_S = 0.5
-"""After so long a relay asks again, where what it has sent waits for the disk."""
+"""Time after which a relay asks again if its last part waits for the disk, in s."""
 BYTES_PER_S = 32 << 20
-"""How fast traces may come, all together: what takes and writes them runs beside what takes rows."""
+"""Largest rate of all traces together, in bytes per second: they are received and written beside the rows."""
 KNOWN_S = 15.0
-"""How long ranks of a run are waited for that have not reported yet, before it is begun without them."""
+"""Time for which ranks of a run that have not reported yet are waited for, in s."""
 MAX_WAITING = 8
-"""Captures that wait for the one before."""
+"""Largest number of captures that wait for the present one."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Wanted:
     request: wire.ProfileRequest
     why: str
     requests: tuple[str, ...] = ()
-    """Ids of those who have asked."""
+    """Ids of the requests."""
     by_itself: bool = False
     suspect: int | None = None
     stage: str | None = None
@@ -220,7 +220,7 @@ class Wanted:
 
 @dataclass(eq=False)
 class _Capture:
-    """The capture that is under way."""
+    """The present capture."""
 
     wanted: Wanted
     profile: Profile
@@ -230,9 +230,9 @@ class _Capture:
     step_s: float
     number: int = 1
     newest: int = 0
-    """The step that was under way when the command was made."""
+    """Step that was under way when the command was made."""
     over: bool = False
-    """All have recorded their steps: ranks without steps end."""
+    """Whether all ranks have recorded their steps. Ranks without steps then end."""
     commands: list[wire.Command] = field(default_factory=list)
 
     @property
@@ -290,13 +290,13 @@ class CaptureCoordinator:
 
     @property
     def busy(self) -> bool:
-        """Whether one is under way or waits."""
+        """Whether a capture is under way or waits."""
         return self._now is not None or bool(self._waiting)
 
     def ask(self, wanted: Wanted) -> str | None:
         """
-        Have steps profiled, when those before are done. Return why that will not be, None while it is not so;
-        what is too much is counted.
+        Request a profile of steps, after the present ones. Return why it will not be made; None otherwise.
+        Requests beyond the limit are counted.
         """
         with self._lock:
             return self._ask(wanted)
@@ -317,12 +317,12 @@ class CaptureCoordinator:
         return None
 
     def commands(self) -> list[wire.Command]:
-        """Return what to tell the ranks."""
+        """Return the commands for the ranks."""
         now = self._now
         return [] if now is None else now.commands
 
     def ingest(self, process_id: str, status: wire.Capture) -> None:
-        """Take what a rank process says of its capture."""
+        """Update the capture from what a rank process reports."""
         with self._lock:
             now, rank = self._asked(process_id, status.id, status.number)
             if now is not None and rank is not None:
@@ -375,7 +375,7 @@ class CaptureCoordinator:
     def _check_trace(self, now: _Capture, rank: AskedRank, waiting_counts: bool = False) -> None:
         """
         See how much of a trace is written by now, and whether that is all of it; with what waits for the disk
-        where that counts (`ProfileFiles.settle` says whether it came to be written).
+        where that counts (`ProfileFiles.note_lost_traces` says whether it came to be written).
         """
         about = rank.about
         if about.file is None or about.state in OVER:
@@ -393,7 +393,10 @@ class CaptureCoordinator:
     # -- once a second ---------------------------------------------------------------------------------
 
     def tick(self, runs: Sequence[RunNow]) -> Profile | None:
-        """Go on: begin what waits, give up what does not come. Return the profile that is over."""
+        """
+        Begin waiting captures, and give up what does not arrive. Return the profile that is
+        over, if any.
+        """
         with self._lock:
             return self._turn(runs)
 
@@ -429,7 +432,7 @@ class CaptureCoordinator:
         return self._ticks() - self._waits_s >= limit_s
 
     def stop(self, why: str) -> Profile | None:
-        """End all: the session is over. Return the profile that was under way, as far as it is."""
+        """End all captures, because the session is over. Return the present profile as far as it is."""
         with self._lock:
             self._waiting.clear()
             now, self._now = self._now, None

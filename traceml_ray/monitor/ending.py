@@ -101,7 +101,10 @@ class Endings:
             return self._session.written is not None and whole
 
     def answer(self, message: wire.Finish | wire.RunEnd) -> wire.Finished:
-        """Note that a node has left, or what a run reports; return how far the end is. May be repeated."""
+        """
+        Note that a node has left, or what a run reports. Return the progress of the end. May be
+        repeated.
+        """
         return self._run(message) if isinstance(message, wire.RunEnd) else self._leave(message)
 
     def _leave(self, message: wire.Finish) -> wire.Finished:
@@ -132,7 +135,10 @@ class Endings:
             return end.answer(self._missing_ranks(job))
 
     def write_due(self) -> None:
-        """Write the files of what has ended and has not been written; a failure is in the next answer."""
+        """
+        Write the files of everything that has ended and is not written. A failure is part of
+        the next answer.
+        """
         with self.writer.lock:
             runs = [run for run, (end, _) in self._runs.items() if end.written is None and self._is_due(run)]
             due = self._session.open and self._session.due(self._missing_nodes()[0])
@@ -265,7 +271,7 @@ class Endings:
             end.reporting = False
 
     def _close_account(self, processes: list[RankProcess]) -> None:
-        """Count rows in flight as dropped; those that still come are stored, and counted so."""
+        """Count rows in flight as dropped. Rows that still arrive are stored, and counted as stored."""
         self.prepare()
         for process in processes:
             if process.in_flight > 0:
@@ -306,7 +312,7 @@ class Endings:
         return missing, ", ".join(names[: _MAX_NAMES + 1])
 
     def _fail(self, failure: wire.RankFailure) -> None:
-        """Note how a rank's process ended, on its rank process where it has reported."""
+        """Record how the process of a rank ended, if the rank has reported."""
         known = self.writer.meta.get("failures", [])
         fields = msgspec.structs.asdict(failure)
         if fields in known:

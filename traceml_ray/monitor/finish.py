@@ -52,7 +52,7 @@ nothing for a second when the end came: then it hangs.
 ANSWER_S = 1.0
 """An aggregator that lives answers within that time, however large the job."""
 STARTING_S = 2.5
-"""The same for one that a run has had made and that has not answered yet: a process has to start."""
+"""The same for an aggregator that was just started and has not answered yet: a process has to start."""
 LEAVE_S = 0.5
 """How long relays of an aggregator that hangs may take to leave what they hold in files."""
 EXIT_S = 2.7

@@ -19,11 +19,11 @@ from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
 
 MAX_ANSWERS = 10_000
-"""Answers kept; beyond, the oldest go."""
+"""Largest number of answers kept. Beyond it, the oldest are dropped."""
 ASK_S = 15.0
-"""How long the ranks are asked for their stacks."""
+"""Time for which the ranks are asked for their stacks, in s."""
 STACKS_S = 6.0
-"""After so long the verdict goes by the stacks received so far."""
+"""Time after which the verdict uses the stacks received so far, in s."""
 _MEDIAN_OF = 50
 
 
@@ -47,13 +47,13 @@ class HangWatch:
     def __post_init__(self) -> None:
         self._limits = self.settings.thresholds
         self._doubt_s = max(3.0, 2 * self.settings.interval + 1)
-        """A rank that has been silent for so long may be stopped: its last report may hold no more."""
+        """Time after which a silent rank may be stopped, in s: its last report may no longer be true."""
         self._hangs: dict[str, _Hang] = {}
         self._answers: dict[tuple[str, int], dict[str, Any]] = {}
-        """Events with which ranks answered commands, by (id of the command, rank process)."""
+        """Events with which ranks answered commands, by (command id, rank process)."""
 
     def note(self, event: dict[str, Any]) -> None:
-        """Take the answer of a rank process; one that py-spy made does not replace the rank's own."""
+        """Add the answer of a rank process. An answer from py-spy does not replace the rank's own."""
         self._answers.setdefault((str(event["data"].get("dump")), event["process"]), event)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
@@ -184,12 +184,12 @@ class _Hang:
 
     began_ns: int
     found_ns: int
-    """When the ranks were asked."""
+    """Time at which the ranks were asked, in ns."""
     ended: set[int]
     """Ranks that had ended when it was found."""
     verdict: Verdict | None = None
     rounds: int = 0
-    """How often the ranks were asked again where they are."""
+    """Number of times that the ranks were asked again."""
 
     @property
     def name(self) -> str:

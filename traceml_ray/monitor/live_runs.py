@@ -37,7 +37,7 @@ class LiveRanks:
     which: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Key of the generation that `ranks` are from, see `rank_processes.Generation`."""
     labels: dict[int, str] = field(default_factory=dict)
-    """Of the rank processes' nodes."""
+    """Display names of the rank processes' nodes."""
     unknown: list[int] = field(default_factory=list)
     """Rank processes of unknown rank, the newest."""
 
@@ -50,7 +50,7 @@ class RunNow:
     name: str
     ranks: Mapping[int, RankProcess]
     labels: Mapping[int, str]
-    """Of the rank processes' nodes."""
+    """Display names of the rank processes' nodes."""
     clocks: Mapping[str, tuple[int, int]]
     """Offset and bound of each node's clock, ns, by its id."""
     verdict: Verdict | None = None

@@ -38,7 +38,7 @@ class StepsLock:
         """Lock held by the one reader that waits for `lock` or has it."""
         self._state = threading.Condition()
         self._feeders = 0
-        """That wait for the lock, or have it."""
+        """Number of feeders that wait for the lock or have it."""
 
     @contextmanager
     def feeding(self) -> Iterator[None]:
@@ -64,7 +64,10 @@ class StepsLock:
 
 
 MAX_ARRIVED = 1 << 21
-"""Rows that wait for `feed` (120 MB; of devices 230 MB): more come only while its thread is held up."""
+"""
+Largest number of rows that wait for `feed` (120 MB; with device clocks 230 MB). More come only while its
+thread is held up.
+"""
 MAX_UNKNOWN_ROWS = 4096
 """Newest rows kept of a process of unknown rank."""
 _NEWEST, _SOME = 32, 64
@@ -91,7 +94,7 @@ class LiveSteps:
 
     def __post_init__(self) -> None:
         self.lock = StepsLock()
-        """Held while a history is changed, or read by another thread."""
+        """Lock held while a history is changed, or read by another thread."""
         self._arrived: list[tuple[int, Rows]] = []
         self._rows = 0
         self._runs: dict[str, LiveRun] = {}
@@ -189,7 +192,7 @@ class LiveSteps:
                 live_run.close()
 
     def _look_back(self, run: str) -> None:
-        """Have all stored rows of a run read, a slice at a time."""
+        """Start reading all stored rows of a run, one slice at a time."""
         live_run = self._runs[run]
         live_run.older, live_run.whole = HistoryReader(self.open_file(run), self.limits), False
 
@@ -206,7 +209,10 @@ class LiveSteps:
             self.errors.note("older steps", error)
 
     def _follow(self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
-        """Note which processes the ranks of a run are; begin anew where a rank is another one than before."""
+        """
+        Update which processes are the ranks of a run. If a rank has another process than
+        before, begin anew.
+        """
         before = self._runs.get(run)
         if before is not None and before.ranks is ranks:
             return
@@ -243,7 +249,7 @@ class LiveRun:
     def __init__(self, limits: Thresholds) -> None:
         self.history = StepHistory(limits)
         self.whole = True
-        """All stored rows have been read."""
+        """Whether all stored rows have been read."""
         self.older: HistoryReader | None = None
         """Reads the rows that were stored before this history began."""
         self.ranks: dict[int, RankProcess] = {}
@@ -277,7 +283,7 @@ class LiveRun:
         ]
 
     def put(self, ranks_rows: list[tuple[int, Rows]]) -> None:
-        """Put rows of ranks that have the same keys."""
+        """Add rows of ranks that have the same keys."""
         ranks_rows.sort(key=lambda rank_row: rank_row[0])
         keys = np.frombuffer(ranks_rows[0][1][0], "<i8")
         flags = np.frombuffer(b"".join(rows[1] for _, rows in ranks_rows), np.uint8).reshape(
@@ -311,7 +317,7 @@ class LiveRun:
             older.session.close()
 
     def advance(self) -> None:
-        """Reduce the steps that are whole."""
+        """Reduce the steps that are complete."""
         pending = pending_ranks(self.ranks, self.training, self._patience_ns, self.history.reported())
         self.history.advance(pending.reporting, pending.missing_count, self.training)
 

@@ -48,15 +48,15 @@ from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
 
 MAX_WINDOWS = 32
-"""Windows judged at a time: all new ones, where steps are short; fewer where there are many ranks."""
+"""Largest number of windows judged at a time: all new ones if steps are short, fewer with many ranks."""
 MAX_ROWS = 100_000
 """Rows in the windows before the newest."""
 MAX_EPISODES = 50
-"""Episodes of a run in an answer."""
+"""Largest number of episodes of a run in an answer."""
 MAX_RESUMED = 200_000
-"""Samples of memory that are read of a run after a restart."""
+"""Largest number of memory samples of a run that are read after a restart."""
 MAX_FATAL = 4
-"""Events of a kind on the death of one process: it dies once."""
+"""Largest number of events of a kind on the death of one process. It dies once."""
 
 
 @dataclass(eq=False)
@@ -88,10 +88,10 @@ class LiveJudge:
         self.commands: list[wire.Command] = []
         """Commands for the ranks, sent with every reply to a relay."""
         self.brief: dict[str, dict[str, wire.Value]] = {}
-        """The verdict of each live run for the log of its rank 0, sent likewise."""
+        """Verdict of each live run for the log of its rank 0, sent with every reply to a relay."""
         self._limits = self.settings.thresholds
         self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
-        """Steps of each rank that are judged at a time, where there are few ranks."""
+        """Number of steps of each rank that are judged at a time, with few ranks."""
         self.live_runs = LiveRuns(self.writer, self.recent)
         self._runs: dict[str, _LiveRun] = {}
         self._saved = SavedState(self.writer, self.settings, self.clock, self.errors)
@@ -158,7 +158,7 @@ class LiveJudge:
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
     def feed(self) -> LiveRanks:
-        """Put the rows that have arrived into the histories of the live runs. An error is counted."""
+        """Add the rows that have arrived to the histories of the live runs. An error is counted."""
         with self.writer.lock:
             known = self.live_runs.refresh()
             self._forget_deaths(known)

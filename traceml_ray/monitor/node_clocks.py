@@ -1,4 +1,4 @@
-"""What the messages of relays tell of the clocks of their nodes, and where it is stored."""
+"""Measures the clocks of nodes from the messages of relays, and stores the measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Part
 
 STORE_S = 60.0
-"""Between two measurements that are stored of a node, where nothing has changed."""
+"""Time between two stored measurements of a node if nothing has changed, in s."""
 _FINE_NS = 1_000_000
 """A bound that is smaller need not be improved in the file before that."""
 _ON_ITS_OWN_CLOCK = "xid"
@@ -40,7 +40,10 @@ class NodeClocks:
         self._stored: dict[str, _Stored] = {}
 
     def measure(self, batch: wire.RelayBatch, now_ns: int) -> None:
-        """Measure by a message that arrived at `now_ns`, and note what comes of it for its node."""
+        """
+        Measure a node's clock by a message that arrived at `now_ns`, and record the result for
+        the node.
+        """
         node_id = batch.node.node_id
         estimate = self._estimates.setdefault(node_id, ClockEstimate())
         estimate.add(now_ns, batch.sent_ns, batch.answer)
@@ -66,7 +69,10 @@ class NodeClocks:
         return msgspec.structs.replace(sent, **{name: min(max(t_ns, -(1 << 63)), (1 << 63) - 1)})
 
     def _is_due(self, node_id: str, now_ns: int, offset_ns: int, bound_ns: int) -> bool:
-        """Whether what is known now is to be stored: it is better, or else, or a while has passed."""
+        """
+        Whether the present measurement must be stored: it is better, it has changed, or some
+        time has passed.
+        """
         known = self._stored.get(node_id)
         if known is None or abs(now_ns - known.at_ns) >= STORE_S * 1e9:
             return True

@@ -1,9 +1,9 @@
 """
-What a relay holds until the aggregator confirms that it is on disk.
+Batches that a relay holds until the aggregator confirms that they are on disk.
 
-Rank batches wait here unnumbered; only when they are packed into a message do they get a sequence
-number, and from then on they are never dropped. So an overflow, which drops the oldest of what
-waits, makes no gap in the numbers and counts each lost row exactly once.
+Rank batches wait here without numbers. They get a sequence number when they are packed into a message, and
+are never dropped after that. So an overflow, which drops the oldest waiting batches, makes no gap in the
+numbers and counts each lost row exactly once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.wire.messages import MAX_ITEMS, RankBatch, WireError, decode
 
 PACK_BYTES = 60 * 1024
-"""Rank batches packed into one message, so that the whole of it stays below 64 KiB where it can."""
+"""
+Size of the rank batches in one message, in bytes, chosen so that a message stays below 64 KiB
+if it can.
+"""
 
 
 @dataclass(slots=True)
 class _Held:
-    """One rank batch as it came."""
+    """A rank batch as it arrived."""
 
     process_id: str
     seq: int
@@ -32,7 +35,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Packet:
-    """One message for the aggregator, and the newest batch of each rank process that is in it."""
+    """A message for the aggregator, and the newest batch of each rank process in it."""
 
     seq: int
     data: bytes
@@ -54,20 +57,20 @@ class Outbox:
         self._packed: deque[_Packet] = deque()
         self._packed_bytes = 0
         self._unsent = 0
-        """Packets at the end of `_packed` that are still to be sent (again)."""
+        """Number of packets at the end of `_packed` that must be sent (again)."""
         self._last_seq = 0
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
-        """Rows dropped for want of room, by rank process."""
+        """Number of rows dropped for lack of memory, by rank process."""
         self.lost: Counter[str] = Counter()
-        """Records dropped with the rows, by kind."""
+        """Number of records dropped with the rows, by kind."""
         self._to_report: dict[str, None] = {}
         """Rank processes whose dropped rows no packet counts yet."""
         self.stored: dict[str, int] = {}
         """The newest stored batch of each rank process, from -1 on; removed by who forgets the process."""
 
     def add(self, process_id: str, seq: int, rows: int, data: bytes) -> None:
-        """Take a rank batch of so many rows; drops the oldest waiting ones if that is too much."""
+        """Add a rank batch with its number of rows. Drops the oldest waiting batches if there is no room."""
         self.stored.setdefault(process_id, -1)
         self._waiting.append(_Held(process_id, seq, rows, data))
         self._waiting_bytes += len(data)
@@ -94,7 +97,7 @@ class Outbox:
 
     @property
     def may_pack(self) -> bool:
-        """Whether a packet may be made: all made before are sent, and not too many are unconfirmed."""
+        """Whether a packet may be made: all earlier ones are sent, and not too many are unconfirmed."""
         return not self._unsent and self._packed_bytes <= self._limit // 2
 
     @property
@@ -103,7 +106,7 @@ class Outbox:
         return self._last_seq + 1
 
     def select(self) -> list[bytes]:
-        """Return the waiting batches, oldest first, that go into one packet."""
+        """Return the oldest waiting batches, as many as fit in one packet."""
         taken: list[bytes] = []
         size = 0
         while self._waiting and len(taken) < MAX_ITEMS:
@@ -116,14 +119,14 @@ class Outbox:
         return taken
 
     def pop_dropped(self, most: int) -> dict[str, int]:
-        """Return the dropped rows of each rank process still to be reported, of `most` at most."""
+        """Return, for at most `most` rank processes, the dropped rows that were not reported yet."""
         processes = [*self._to_report][:most]
         for process in processes:
             del self._to_report[process]
         return {process: self.dropped[process] for process in processes}
 
     def pack(self, data: bytes) -> None:
-        """Keep the message made under `next_seq`, of what was taken, until it is confirmed."""
+        """Keep the message made under `next_seq` from the selected batches until it is confirmed."""
         self._last_seq += 1
         self._packed.append(_Packet(self._last_seq, data, self._taken))
         self._taken = {}
@@ -139,11 +142,11 @@ class Outbox:
         return packet.seq == self._last_seq and not self._waiting
 
     def sent(self) -> None:
-        """The packet of `to_send` is on its way."""
+        """The packet returned by `to_send` is on its way."""
         self._unsent -= 1
 
     def rewind(self) -> None:
-        """Whatever is unconfirmed may be lost: send it again, in order."""
+        """Send all unconfirmed packets again, in order: they may be lost."""
         self._unsent = len(self._packed)
 
     def confirm(self, stored_seq: int) -> bool:
@@ -157,7 +160,7 @@ class Outbox:
         return len(self._packed) < before
 
     def salvage(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (unconfirmed messages, waiting rank batches), to be kept elsewhere."""
+        """Return (unconfirmed messages, waiting rank batches), to be kept in another place."""
         return [packet.data for packet in self._packed], [held.data for held in self._waiting]
 
     def _pop(self) -> _Held:
@@ -167,7 +170,10 @@ class Outbox:
 
 
 def _besides_rows(data: bytes) -> Counter[str]:
-    """Return how much a rank batch holds that is not rows, by what it is called when it is dropped."""
+    """
+    Return the amount of everything but rows in a rank batch, by the name under which it is counted when
+    dropped.
+    """
     try:
         batch = decode(data, RankBatch)
     except WireError:

@@ -28,9 +28,9 @@ from traceml_ray.signals.output.last_lines import LastLines
 from traceml_ray.signals.output.records import Output
 
 _READ_BYTES = 1 << 16
-"""Largest number of bytes read from a file at a time, from its end."""
+"""Largest number of bytes read from the end of a file at a time."""
 _MOST_BYTES = 1 << 14
-"""About so much is handed over at a time."""
+"""Approximate number of bytes handed over at a time."""
 _STREAMS = 1, 2
 _OF_RAY = re.compile(r"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
 """Line by which Ray marks in a worker's log what the worker works for."""
@@ -88,7 +88,7 @@ class OutputFiles:
         self._most, self._wall, self._interval = most, wall, interval
         self._processes: dict[str, _Process] = {}
         self._lock = threading.Lock()
-        """Held while lines are changed, and never while a file is read."""
+        """Lock held while lines are changed, but never while a file is read."""
         self._wake, self._looked = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -114,11 +114,11 @@ class OutputFiles:
         self.look()
 
     def look(self) -> None:
-        """Read soon, and not at the next look only; does not wait."""
+        """Read soon, before the next regular poll. Does not wait."""
         self._wake.set()
 
     def read_once_more(self, timeout_s: float) -> None:
-        """Read once more now; what takes longer is not waited for."""
+        """Read all files once more now. A read that takes longer is not waited for."""
         if self._thread is None:
             self.poll()
             return
@@ -135,13 +135,13 @@ class OutputFiles:
 
     @property
     def waiting(self) -> bool:
-        """Whether something has not been taken yet."""
+        """Whether there is output that was not drained yet."""
         with self._lock:
             files = [file for process in self._processes.values() for file in process.files.values()]
             return any(file.lines.waiting for file in files)
 
     def drain(self) -> dict[str, list[Output]]:
-        """Return what is new, by rank process; where that is much, the rest of it the next time."""
+        """Return new output by rank process. If there is much, the rest is returned next time."""
         new_output: dict[str, list[Output]] = {}
         size, t_ns = 0, self._wall()
         with self._lock:
@@ -156,7 +156,7 @@ class OutputFiles:
         return new_output
 
     def poll(self) -> None:
-        """Read what is new in all files."""
+        """Read new output from all files."""
         with self._lock:
             processes = [*self._processes.items()]
         self._open(processes)

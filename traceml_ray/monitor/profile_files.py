@@ -94,7 +94,7 @@ class ProfileFiles:
         self._manifest: tuple[str, bytes] | None = None
         """The newest that is to be written, with the id of its profile."""
         self._traces: dict[tuple[str, int, str], _TraceFile] = {}
-        """By id of the profile, number of its command, and name of the file."""
+        """Trace files by (id of the profile, number of its command, name of the file)."""
         self.left = profiles.under_way(folder)
         """The profile that an aggregator before this one, which was killed, has left; None: none."""
         profiles.clear_unfinished(folder, None if self.left is None else self.left.id)

@@ -34,9 +34,12 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.bulk import TracePart, TraceReply
 
 STEPS = 3
-"""Of each such profile,"""
+"""Number of steps of each such profile."""
 MOST_S = 10.0
-"""fewer where they take longer than that: what is recorded takes memory. None of steps that are longer."""
+"""
+Longest time that may be recorded, in s: what is recorded takes memory. If the steps take longer, fewer are
+recorded; none if one step is longer.
+"""
 
 Peer = Callable[[Verdict], int | None]
 """Returns the rank that those of a verdict are compared with."""

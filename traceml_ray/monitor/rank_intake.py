@@ -50,7 +50,7 @@ class _RankProcess:
     """A batch came since `begin_round`."""
     memory_events: Path | None = None
     oom_kills: int | None = None
-    """In the process's cgroup, when its first batch came."""
+    """Number of out-of-memory kills in the process's cgroup when its first batch arrived."""
 
 
 @dataclass(eq=False)

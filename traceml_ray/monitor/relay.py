@@ -47,7 +47,7 @@ SPOOL_S = 1.0
 _MOST = wire.MAX_ITEMS // 2
 """Events, lost rank processes or counts of dropped rows in one packet."""
 _EVENT_BYTES = 256 * 1024
-"""Of events in one packet: stacks of many processes are longer than a packet may be."""
+"""Largest size of the events in one packet, in bytes: stacks of many processes may exceed a packet."""
 
 
 class RelayCore:

@@ -63,7 +63,7 @@ class SavedState:
 
     def __post_init__(self) -> None:
         self._kept: dict[str, tuple[object, int]] = {}
-        """By run: the episodes that were kept last, and when."""
+        """The episodes saved last, and the time, by run."""
 
     def baseline(self, run: str) -> Baseline | None:
         """Return the one kept for `run`, else the one given. Reads a file the first time."""

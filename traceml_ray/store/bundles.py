@@ -30,11 +30,11 @@ from traceml_ray.store.schema import connect, transaction
 from traceml_ray.store.session import read_json
 
 MAX_ROWS = 500_000
-"""Rows of steps, of all ranks together;"""
+"""Largest number of rows of steps in a bundle, of all ranks together."""
 MAX_SAMPLES = 300_000
-"""entries of each table of samples, and spans;"""
+"""Largest number of entries of each table of samples, and of spans."""
 MAX_EVENTS = 5_000
-"""events, and verdicts."""
+"""Largest number of events, and of verdicts."""
 _WHOLE = ("meta", "node", "rank_process", *(kind.table for kind in KINDS.values() if kind.bundle == "all"))
 _SAMPLES = {
     "process_sample": "process",
@@ -143,9 +143,9 @@ class BundleCause(msgspec.Struct, frozen=True):
     where: str | None = None
     """The name that `capture_oom` was given."""
     error: str | None = None
-    """Its exception, as `Type: text`,"""
+    """Exception of the rank, as `Type: text`."""
     traceback: str | None = None
-    """and the last calls of it."""
+    """Last calls of the exception's traceback."""
     fatal: bool = False
     """A rank died of it."""
     process: int | None = None
@@ -171,7 +171,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     run: str | None
     reason: Reason
     time: str
-    """Of the first cause, ISO 8601 in UTC."""
+    """Time of the first cause, ISO 8601 in UTC."""
     t_ns: int
     why: str
     """A sentence: who, and why."""
@@ -181,15 +181,15 @@ class Manifest(msgspec.Struct, kw_only=True):
     step: int | None
     stage: str | None
     exception: str | None
-    """Of that rank, as `Type: text`,"""
+    """Exception of that rank, as `Type: text`."""
     traceback: str | None
-    """and the last calls of it."""
+    """Last calls of the exception's traceback."""
     output: list[LastOutput] = []
     """What the ranks that are named printed last: `rank`, and `lines` as of `Session.output`."""
     causes: list[BundleCause]
     """All that happened, in order of arrival."""
     deaths: list[dict[str, Any]]
-    """As of `Session.deaths`: the ranks of the run that died, the first cause first."""
+    """Ranks of the run that died, the first cause first, as in `Session.deaths`."""
     ranks: dict[str, Any]
     """Each rank of the run, as in `ranks` of the summary."""
     silent_ranks: list[int]
@@ -199,7 +199,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     memory_from: list[dict[str, Any]]
     """Where samples of memory come from: `ranks` with the same, and `values` by field."""
     settings: dict[str, str]
-    """Of the session, that are not as by default."""
+    """Settings of the session that differ from the defaults."""
     traceml_ray: str
     """The version that wrote this."""
     files: dict[str, int]

@@ -138,10 +138,13 @@ Version of the packed form. It is raised when a class below, or an attribute of 
 meaning (`tests/unit/test_packing.py`).
 """
 MAX_RANKS = 1024
-"""Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
+"""Number of ranks beyond which only the sums of a run are kept: the rest would take too much memory."""
 MAX_BYTES = MAX_RANKS << 19
-"""Of one run: of a rank 62 kB of histograms, 40 kB of steps and bins, up to 49 kB of sample per row of a step
-and 52 kB that wait for another rank; twice as much of these two where ranks have a device clock."""
+"""
+Largest size of one run, in bytes. A rank has 62 kB of histograms, 40 kB of steps and bins, up to 49 kB of
+samples per row of a step, and 52 kB that wait for another rank; twice as much of the last two with a device
+clock.
+"""
 
 
 def pack(run: Reduction) -> bytes:

@@ -28,8 +28,8 @@ _UNFINISHED = ".unfinished-"
 
 State = Literal["asked", "armed", "recording", "sending", "captured", "refused", "failed"]
 """
-Of one rank. asked: the command is on its way; armed: it waits for the first step; refused: it cannot, and
-nothing was recorded; failed: it was recorded and is lost.
+State of one rank. asked: the command is on its way. armed: it waits for the first step. refused: it cannot
+record, and nothing was recorded. failed: it was recorded and is lost.
 """
 STATES: tuple[State, ...] = get_args(State)
 OVER: tuple[State, ...] = ("captured", "refused", "failed")

@@ -39,7 +39,7 @@ class RankProcess:
     dropped_by_agent: int = 0
     dropped_aggregator: int = 0
     lost_rows: int = 0
-    """In flight when the session ended; counted as dropped by the relay."""
+    """Number of rows in flight when the session ended; the relay counted them as dropped."""
     dropped_by_relay: dict[str, int] = field(default_factory=dict)
     """Rows dropped by each relay incarnation: incarnation id → count."""
     next_row: int = 0

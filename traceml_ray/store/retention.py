@@ -81,9 +81,9 @@ class Retention:
         self._to = 0
         """The last chunk that was absorbed."""
         self._left: dict[int, int] = {}
-        """The last chunk of each rank process before that,"""
+        """Newest chunk read of each rank process. It is absorbed only once a newer one has been read."""
         self._newest: dict[int, int] = {}
-        """and of all that was written."""
+        """Newest chunk of each rank process in the file."""
         self._ids: list[tuple[int]] = []
         self._sums: list[tuple[Any, ...]] = []
         self._rows = self._bytes = 0

@@ -45,7 +45,7 @@ def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
 
 
 SCHEMA = 2
-"""Of the tables below. Once a release has written it, a change of any table needs a new one."""
+"""Version of the tables below. Once a release has written it, a change of any table needs a new one."""
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {

@@ -59,7 +59,7 @@ class Pending:
     )
     """Records of which only some are kept, by table, and by their place there."""
     row_bytes: int = 0
-    """Of the rows in `inserts`."""
+    """Size of the rows in `inserts`, in bytes."""
 
     @property
     def is_of_ranks(self) -> bool:

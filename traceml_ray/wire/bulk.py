@@ -31,7 +31,7 @@ class TracePart(Message, tag="trace", frozen=True):
     profile: Name
     """Id of the profile."""
     number: Count
-    """Of the command, as in `Capture`."""
+    """Number of the command, as in `Capture`."""
     total_bytes: Count
     offset: Count
     data: bytes = b""

@@ -47,10 +47,10 @@ MAX_PROFILE_STEPS = 50
 OPTIONS = ("memory", "stacks", "shapes")
 """What may be recorded besides, see `ProfileRequest`."""
 LATE = "was over when the request came"
-"""In the reason of a rank that was past the first step: a profile is begun anew where one says so."""
+"""Phrase in the reason of a rank that was past the first step. The profile is then begun again."""
 
 CaptureState = Literal["armed", "recording", "sending", "refused", "failed"]
-"""Of one rank, as it knows it; see `store.profiles.State`."""
+"""State of one rank as the rank knows it; see `store.profiles.State`."""
 
 
 class ProfileRequest(Part, frozen=True):
@@ -60,11 +60,11 @@ class ProfileRequest(Part, frozen=True):
     """A rank filter: `all`, or `0,4-7`."""
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 3
     memory: bool = False
-    """With the allocations of each operation,"""
+    """Whether the allocations of each operation are recorded."""
     stacks: bool = False
-    """where in the code it was called,"""
+    """Whether the place in the code that called each operation is recorded."""
     shapes: bool = False
-    """and the shapes of its inputs."""
+    """Whether the shapes of the inputs of each operation are recorded."""
     run: str | None = None
     """Id or name; None: the newest."""
 
@@ -99,7 +99,7 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of the command `profile`, see `wire.Command`."""
 
     id: Name
-    """Of the profile."""
+    """Id of the profile."""
     number: Count
     """Grows where it is begun anew, since a rank was past its first step already."""
     run: str | None = None
@@ -108,17 +108,20 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     first_step: Count
     steps: Count
     limit_s: float
-    """How long to wait for these,"""
+    """Time to wait for the steps, in s."""
     record_s: float = 60.0
-    """and how long they may take: what is recorded takes memory, an evaluation among them gigabytes."""
+    """
+    Longest time that the steps may take, in s. What is recorded takes memory: an evaluation among them would
+    take gigabytes.
+    """
     memory: int = 0
     stacks: int = 0
     shapes: int = 0
     """0 or 1, as torch has them."""
     serve_s: float = 60.0
-    """A rank without steps, to which others give work, records at once, for so long at most,"""
+    """Longest time that a rank without steps, to which others give work, records, in s. It begins at once."""
     over: int = 0
-    """or until this is 1: the others have recorded their steps."""
+    """1 when the others have recorded their steps; ranks without steps then end."""
 
 
 class Capture(Part, frozen=True):
@@ -126,13 +129,13 @@ class Capture(Part, frozen=True):
 
     id: Name
     number: Count
-    """Of the command that it obeys: a profile may be begun anew, see `wire.Command`."""
+    """Number of the command that the rank follows. A profile may be begun again, see `wire.Command`."""
     state: CaptureState
     reason: str = ""
     total_bytes: Count | None = None
-    """Of the trace, once that is made."""
+    """Size of the trace once it is written, in bytes."""
     steps: Annotated[list[tuple[Int64, Int64, Int64, Int64 | None]], FEW] = []
-    """Of each step that was recorded: number, begin, end, end of its row: `store.profiles.ProfileStep`."""
+    """For each recorded step: number, begin, end, end of its row, see `store.profiles.ProfileStep`."""
     start_ns: Count | None = None
     stop_ns: Count | None = None
     export_ns: Count | None = None

@@ -46,7 +46,7 @@ Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 """A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 DEVICE_CLOCK = "device clock"
-"""In `RankBatch.missing`: why a rank on a CUDA device has no rows on its clock."""
+"""Key in `RankBatch.missing`: why a rank on a CUDA device has no rows on the device's clock."""
 CLOSED = "off since step"
 """Under DEVICE_CLOCK: it has ended itself; the step, a colon and the reason follow."""
 NOT_MEASURED = "not measured: "
@@ -95,9 +95,9 @@ class SpanSum(Part, frozen=True):
     first_step: Int64
     last_step: Int64
     bytes: Count | None = None
-    """Of a collective, the size of its buffers."""
+    """For a collective: size of its buffers, in bytes."""
     process_group: str | None = None
-    """Of a collective, torch's name of its process group."""
+    """For a collective: torch's name of its process group."""
 
 
 class Event(Part, frozen=True):
@@ -120,7 +120,7 @@ class Placement(Part, frozen=True):
     """Where a rank is in a job that is not only data parallel."""
 
     mesh: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
-    """By the name of each dimension of its device mesh: its coordinate, and how large the dimension is."""
+    """For each dimension of the rank's device mesh, by name: its coordinate and the size of the dimension."""
     stages: Annotated[list[Count], FEW] = []
     """The stages of a pipeline that it has, of `of_stages` in all."""
     of_stages: Count = 0
@@ -252,9 +252,9 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     settled_seq: Int64
     commands: Annotated[list[Command], FEW] = []
     verdict: Annotated[dict[str, Value], FEW] = {}
-    """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
+    """For rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run at present."""
     refused: Annotated[dict[int, str], FEW] = {}
-    """By number of a batch: why the relay does not accept it. It must not be sent again."""
+    """Why the relay does not accept a batch, by number of the batch. It must not be sent again."""
 
 
 class NodeIdentity(Part, frozen=True):
@@ -285,13 +285,13 @@ class RelayBatch(Message, tag="relay", frozen=True):
     errors: Annotated[dict[str, Count], FEW] = {}
     answer: tuple[Int64, Int64] | None = None
     """
-    Of an answer since the message before: its `sent_ns`, and when it was here on the node's clock; of several
-    the one that was under way for the least time.
+    `sent_ns` of a reply that arrived since the last message, and its arrival on the node's clock. Of several
+    replies, the one that took the least time.
     """
     records: Annotated[Records, FEW] = {}
-    """Of the node."""
+    """Records of the node."""
     of_ranks: Annotated[dict[str, Annotated[Records, FEW]], FEW] = {}
-    """By rank process: what the relay itself has read of it."""
+    """Records that the relay itself has made of ranks, by rank process."""
     requests: Annotated[list[MeasureRequest], FEW] = []
     """What persons on this node ask for."""
 
@@ -302,7 +302,7 @@ class RelayReply(Message, tag="relay_reply", frozen=True):
     stored_seq: Int64
     commands: Annotated[list[Command], FEW] = []
     verdicts: Annotated[dict[str, dict[str, Value]], FEW] = {}
-    """By run; see `RankReply.verdict`."""
+    """Verdict of each run; see `RankReply.verdict`."""
     tick_s: Annotated[float, msgspec.Meta(ge=TICK_S, le=60)] = TICK_S
     """How often to send, in seconds, where not all ranks of the node have reported before."""
     sent_ns: Int64 | None = None
@@ -331,7 +331,7 @@ class Finish(Message, tag="finish", frozen=True):
     stop: bool = True
     """End the session; without it, only this node leaves."""
     node_id: str = ""
-    """Of the node that leaves; the relay fills it in."""
+    """Id of the node that leaves. The relay fills it in."""
     nodes: Count = 1
     """How many nodes the job has: they are waited for."""
     force: bool = False
@@ -345,8 +345,9 @@ class Finished(Message, tag="finished", frozen=True):
 
     state: Literal["waiting", "writing", "noted", "written", "failed"]
     """
-    waiting: for those that may still deliver, or for the disk; ask again. writing: the report is being made;
-    ask again. noted: there is nothing to wait for. written: the files are there. failed: they cannot be.
+    Progress of the end. waiting: for those that may still deliver, or for the disk; ask again. writing: the
+    report is being made; ask again. noted: there is nothing to wait for. written: the files are there.
+    failed: they cannot be written.
     """
     detail: str = ""
     """Why not, or which nodes are missing."""
@@ -386,9 +387,12 @@ class RunEnd(Message, tag="run", frozen=True):
     """
 
     job_id: str
-    """As in the identity of the run's ranks."""
+    """Job id, as in the identity of the run's ranks."""
     info: Annotated[dict[str, Value], FEW] = {}
-    """name, launcher, world_size, nnodes, …: what is missing stays as it was."""
+    """
+    New facts of the run: name, launcher, world_size, nnodes, … Facts that are missing stay as
+    they were.
+    """
     events: Annotated[list[Event], FEW] = []
     status: str | None = None
-    """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
+    """finished, failed or stopped: the run is over, and its files must be written. None: it continues."""

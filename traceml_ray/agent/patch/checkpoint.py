@@ -9,7 +9,7 @@ from traceml_ray.agent.spans import Spans
 
 MODULE = "torch.distributed.checkpoint"
 _FUNCTIONS = {"save": "checkpoint", "async_save": "checkpoint", "load": "checkpoint load"}
-"""Of `async_save` what the training thread has to wait for."""
+"""Functions that are timed. Of `async_save`, only the part that the training thread waits for."""
 
 
 def patch_save(patcher: Patcher, spans: Spans) -> None:

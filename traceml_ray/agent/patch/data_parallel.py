@@ -95,7 +95,7 @@ COMPOSABLE_MODULE = "torch.distributed._composable.fsdp"
 """Where older versions of torch have `fully_shard`."""
 DEEPSPEED_MODULE = "deepspeed.runtime.engine"
 HYBRID = "hsdp"
-"""Beside fsdp or fsdp2 in a strategy: several ranks hold the same shard."""
+"""Part of a strategy beside fsdp or fsdp2: several ranks hold the same shard."""
 REDUCTION = "all_reduce of gradients"
 """What DDP does in each backward, which is not timed: a span of no length, when the module is made."""
 

@@ -21,9 +21,9 @@ What the hook after a forward calls last. Not that hook itself: Dynamo, which pa
 wrapper, and break the graph there.
 """
 _ALL_UNTIL = 8
-"""So many forwards are all read, then"""
+"""Number of first forwards that are all read."""
 _PERIOD = 64
-"""one in so many: it takes some 30 µs."""
+"""Stride of the forwards that are read afterwards. Reading takes about 30 µs."""
 Stat = dict[str, int]
 """torch's `allocated_bytes.all`: `current`, `peak`, `allocated`."""
 
@@ -49,9 +49,9 @@ class ForwardMemory:
 
     def __init__(self, failed: Failed, stat: Callable[[Any], Stat | None] = stat_of) -> None:
         self.after: int | None = None
-        """Allocated at the end of the newest forward that was read,"""
+        """Memory allocated at the end of the newest forward that was read, in bytes."""
         self.peak: int | None = None
-        """and the most that was in any of them."""
+        """Largest memory that was allocated in any forward that was read, in bytes."""
         self._failed = failed
         self._stat = stat
         self._forwards = 0

@@ -40,9 +40,9 @@ class MeasuredCalls(NamedTuple):
     """Time in our own code, which is in none of `times`."""
     marks: int
     owners: list[int]
-    """On a device's clock: whose the time is from one event to the next,"""
+    """On a device's clock: the layer that the time from each event to the next belongs to."""
     first_event: int
-    """from this one on; `times` is empty then."""
+    """Number of the first of these events. `times` is empty if there are any."""
 
 
 class LayerCalls:

@@ -79,9 +79,9 @@ class ShardTraffic:
         self._boundary = False
         """An optimizer has taken a step since parameters were gathered last."""
         self._sizes: dict[int, int] = {}
-        """By id of a group: bytes of its whole parameters, as they are gathered."""
+        """Bytes of the whole parameters of each group, as they are gathered, by id of the group."""
         self._held: dict[int, int] = {}
-        """By id of a group that is not sharded: what it holds beside its shards."""
+        """What each group that is not sharded holds beside its shards, by id of the group."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._now = 0
         """Sum of `_held`."""

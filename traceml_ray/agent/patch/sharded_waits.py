@@ -31,13 +31,16 @@ _WAITS = {
         (_RUNTIME, "", "_post_backward_final_callback"),
     ),
 }
-"""By strategy: the functions in which the compute stream waits, looked up where they are called."""
+"""Functions in which the compute stream waits, by strategy. They are looked up where they are called."""
 _GATHERS = ("wait_for_unshard", "_pre_forward_unshard", "_pre_backward_hook")
 """Those of them that wait for parameters; the others wait for reductions of gradients (FSDP1: mostly)."""
 _ALL_UNTIL = 64
-"""So many steps are all marked,"""
+"""Number of first steps that are all marked."""
 _MAX_SHARE = 0.002
-"""then as many as cost no more than this of the median step."""
+"""
+Largest cost of marking afterwards, as a share of the median step: as many steps are marked as
+that allows.
+"""
 _MAX_PERIOD = 64
 
 
