@@ -38,7 +38,7 @@ def test_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "symptoms/hang.html", "results.html", "architecture.html"} <= pages
-    source = r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"'
+    source = r'<(?:script|img|link rel="(?:stylesheet|preload|icon)")[^>]* (?:src|href)="(https?://[^"]+)"'
     fetched = {url for page in pages for url in re.findall(source, (tmp_path / page).read_text())}
     assert fetched == set(), "a page fetches files from elsewhere"
 
