@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 
 from traceml_ray import text
 from traceml_ray.document import drawing
-from traceml_ray.document.model import Column
+from traceml_ray.document.model import SIGNS, Column
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
@@ -196,9 +196,25 @@ Columns = Mapping[str, Callable[[Any], Any]]
 """Cells by header; a header that begins with `>` is that of a column of numbers."""
 
 
-def cells_of(columns: Iterable[Column]) -> Columns:
-    """Return the cells of a table of a document."""
-    return {">" * column.unit.number + column.name: column.cell for column in columns}
+def cells_of(columns: Iterable[Column], route: Route, **replaced: Callable[[Any], Any]) -> Columns:
+    """Return the cells of a table of a document, some of them `replaced`, by name."""
+
+    def cell(column: Column, item: Any) -> Any:
+        shown: Any = column.cell(item)
+        if tone := column.tone(item) if column.tone else "":
+            shown = html.Span(f"{SIGNS[tone]} {shown}", className=f"sev {tone}")
+        target = column.link(item) if column.link else None
+        return shown if target is None else dcc.Link(shown, href=route.to(*target))
+
+    return {
+        ">" * column.number + column.name: replaced.get(column.name, functools.partial(cell, column))
+        for column in columns
+    }
+
+
+def keys_of(columns: Iterable[Column]) -> dict[str, Callable[[Any], Any]]:
+    """Return the sort keys of a table of a document."""
+    return {column.name: column.value for column in columns}
 
 
 def table(

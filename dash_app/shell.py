@@ -9,9 +9,10 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.document.model import SIGNS
 from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import beside, cost, line_of, lost, named, part_of, wasted
-from traceml_ray.reports.severity import SIGNS, sign_of, tone_of
+from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.store.profiles import Profile
 from traceml_ray.text import natural

@@ -11,8 +11,8 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import SIGNS
 from traceml_ray.reports.headlines import brief, hours_of, named
-from traceml_ray.reports.severity import SIGNS
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
 

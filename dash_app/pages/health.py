@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dash import html
 
-from traceml_ray import text
 from traceml_ray.views import health
 from traceml_ray.views.run_state import RunState
+from traceml_ray.views.tables import ERRORS, RELAYS, ledger_columns, slowest_relays
 
-from ..components import Columns, facts, node_link, panel, part, table
+from ..components import cells_of, facts, panel, part, table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -26,14 +26,12 @@ def data(cache: SessionCache, run: RunState | None, _route: Route) -> dict[str, 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    errors = sorted(view["errors"].items(), key=lambda item: -item[1])
-    counts: Columns = {"where": lambda error: error[0], ">times": lambda error: f"{error[1]:,}"}
+    errors = sorted(view["errors"].items(), key=lambda item: -item[1])[:_MOST]
+    shown = table(cells_of(ERRORS, route), errors, empty="None.", label="Errors")
     panels = {
-        "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished")),
+        "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished"), route),
         "Relays, one on each node": _relays(view["relays"], route),
-        "Errors, swallowed and counted": html.Div(
-            table(counts, errors[:_MOST], empty="None.", label="Errors"), id="health-errors"
-        ),
+        "Errors, swallowed and counted": html.Div(shown, id="health-errors"),
     }
     return html.Div(
         [
@@ -44,45 +42,19 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     )
 
 
-def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
-    ordered = sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
-    columns: Columns = {
-        "node": lambda relay: node_link(relay["node_id"], relay["label"], route),
-        "state": lambda relay: "alive" if relay["alive"] else "lost",
-        ">last message": lambda relay: text.age(relay["age_s"]),
-        ">ranks": lambda relay: text.plain(len(relay["ranks"])),
-        ">clock": _clock,
-    }
-    rest = len(ordered) - _RELAYS
+def _relays(relays: Collection[Mapping[str, Any]], route: Route) -> html.Div:
+    rest = len(relays) - _RELAYS
     more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
-    rows = table(columns, ordered[:_RELAYS], label="Relays")
+    rows = table(cells_of(RELAYS, route), slowest_relays(relays)[:_RELAYS], label="Relays")
     return html.Div([rows, html.P(more, className="hint")], id="health-relays")
 
 
-def _clock(relay: Mapping[str, Any]) -> str:
-    """Return by how much a node's clock is ahead of the aggregator's: "+5 ± 0.3 ms"."""
-    offset, bound = relay["clock_offset_ns"], relay["clock_bound_ns"]
-    if offset is None or bound is None:
-        return text.NA
-    return f"{text.number(-offset / 1e6, sign=True)} ± {text.ms(bound / 1e6)}"
-
-
-def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> html.Div:
+def _ledger(ledger: Mapping[str, Any] | None, over: bool, route: Route) -> html.Div:
     """Return the ledger of rows: of all ranks together, then of each rank that lost rows or was cut short."""
     if ledger is None:
         missing = html.P("Not known while the aggregator does not answer.", className="empty")
         return html.Div(missing, id="health-ledger")
-    columns: Columns = {
-        ">rank": lambda row: row[0],
-        ">produced": lambda row: f"{row[1]['produced']:,}",
-        ">stored": lambda row: f"{row[1]['stored']:,}",
-        ">in flight": lambda row: f"{row[1]['in_flight']:,}",
-        ">dropped": lambda row: f"{sum(row[1]['dropped'].values()):,}",
-        "dropped where": lambda row: health.dropped_text(row[1]["dropped"]),
-        "after the last report": lambda row: "unknown" * (over and row[1].get("unreported", 0) is None),
-    }
-    rows = table(
-        columns, [("all", {**ledger, "unreported": 0}), *health.losing(ledger, over)[:_MOST]], label="Ledger"
-    )
+    rows = [("all", {**ledger, "unreported": 0}), *health.losing(ledger, over)[:_MOST]]
+    shown = table(cells_of(ledger_columns(over), route), rows, label="Ledger")
     note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
-    return html.Div([rows, html.P(note, className="hint")], id="health-ledger")
+    return html.Div([shown, html.P(note, className="hint")], id="health-ledger")

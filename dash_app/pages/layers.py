@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,12 +14,13 @@ from traceml_ray.document import drawing
 from traceml_ray.document.drawing import icicle
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layer, Layers
-from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of
+from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences
 from traceml_ray.views.run_state import RunState
+from traceml_ray.views.tables import layer_columns, layer_rank_columns
 from traceml_ray.wire.commands import MAX_LAYER_STEPS
 
 from .. import figures, listing, profiles
-from ..components import Columns, aria, chart, marked, panel, part, rank_link, table, trail
+from ..components import Columns, aria, cells_of, chart, keys_of, marked, panel, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -26,18 +28,6 @@ PATH = "/layers"
 """URL that the form posts to."""
 _BESIDE = 20
 """Largest number of layers shown rank beside rank."""
-_KEYS: listing.Keys = {
-    "layer": lambda one: one.name,
-    "class": lambda one: one.kind,
-    "calls": lambda one: one.calls,
-    "forward": lambda one: one.forward_ms,
-    "backward": lambda one: one.backward_ms,
-    "with those inside": lambda one: one.total_ms,
-    "outputs": lambda one: one.output_bytes,
-    "parameters": lambda one: one.parameter_bytes,
-    "gradients": lambda one: one.gradient_bytes,
-    "largest": lambda one: one.worst_ms,
-}
 _WHAT = (
     "ms and bytes of a step, medians of the ranks; forward and backward are without the layers inside. "
     "Outputs: what its calls return, an estimate of its activations. Largest: forward and backward on the "
@@ -50,16 +40,20 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     answer = cache.ask(GetLayers(run.id))
     asked = route.get("asked")
     of_request = cache.ask(GetLayers(run.id, asked)) if asked else None
-    layers = answer.layers if answer else []
+    layers = answer or Layers()
     return {
         "layers": answer,
         "chosen": listing.choose(
-            layers, route, lambda one: f"{layer_name(one)} {one.kind} {one.region}", _KEYS
+            range(len(layers.layers)), route, partial(_words, layers.layers), keys_of(layer_columns(layers))
         ),
         "answered": len(of_request.ranks) if of_request else 0,
         "world": sum(not process.ended for process in run.ranks.values()),
         "of_run": run.id,
     }
+
+
+def _words(layers: Sequence[Layer], index: int) -> str:
+    return f"{layer_name(layers[index])} {layers[index].kind} {layers[index].region}"
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
@@ -161,31 +155,9 @@ def _tree(layers: Layers) -> Any:
 
 def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
     layers: Layers = view["layers"]
-    named = {one.layer: one for one in layers.findings}
-    several, again = len(layers.ranks) > 1, any(one.recomputed for one in layers.layers)
-
-    def largest(one: Layer) -> Any:
-        shown = text.number(one.worst_ms, aligned=True)
-        return html.B(f"▲ {shown}", className="sev warning") if one.name in named else shown
-
-    columns: Columns = {
-        "layer": lambda one: html.Code(layer_name(one)),
-        "class": lambda one: f"{one.kind}{region_of(one)}",
-        ">calls": lambda one: text.number(one.calls),
-        **({">recomputed": lambda one: text.number(one.recomputed)} if again else {}),
-        ">forward": lambda one: text.number(one.forward_ms, aligned=True),
-        ">backward": lambda one: text.number(one.backward_ms, aligned=True),
-        ">with those inside": lambda one: text.number(one.total_ms, aligned=True),
-        ">of the model": lambda one: text.share(one.share),
-        **(
-            {">largest": largest, ">on rank": lambda one: rank_link(one.worst_rank, route)} if several else {}
-        ),
-        ">outputs": lambda one: text.size(one.output_bytes),
-        ">parameters": lambda one: text.size(one.parameter_bytes),
-        ">gradients": lambda one: text.size(one.gradient_bytes),
-    }
-    chosen = view["chosen"]
-    heads = listing.heads(columns, _KEYS, route)
+    shown, chosen = layer_columns(layers), view["chosen"]
+    columns = cells_of(shown, route, layer=lambda index: html.Code(layer_name(layers.layers[index])))
+    heads = listing.heads(columns, keys_of(shown), route)
     rows = table(columns, chosen.items, heads=heads, empty="No layer is like that.", label="Layers")
     return [rows, listing.pages(chosen, route, "layer"), html.P(_WHAT, className="hint")]
 
@@ -193,25 +165,13 @@ def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
 def _beside(layers: Layers, route: Route) -> list[Any]:
     """Return the layers that take longest, with a column for each of some ranks."""
     order = sorted(range(len(layers.layers)), key=lambda index: -_longest(layers, index))[:_BESIDE]
-    stands_out = {(one.layer, one.rank) for one in layers.findings}
-
-    def cell(rank: int) -> Any:
-        def shown(index: int) -> Any:
-            value = text.number(layers.per_rank_ms[rank][index], aligned=True)
-            named = (layers.layers[index].name, rank) in stands_out
-            return html.B(f"▲ {value}", className="sev warning") if named else value
-
-        return shown
-
     columns: Columns = {
         "layer": lambda index: html.Code(layer_name(layers.layers[index])),
-        **{f">rank {rank}": cell(rank) for rank in layers.per_rank_ms},
+        **cells_of(layer_rank_columns(layers), route),
     }
     which = "" if len(layers.per_rank_ms) == len(layers.ranks) else " Of many ranks, those that take longest."
     hint = f"Forward and backward, ms a step, without the layers inside; the {_BESIDE} largest.{which}"
-    heads: Mapping[str, Any] = {
-        f">rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms
-    }
+    heads = {f">rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms}
     rows = table(columns, sorted(order), heads=heads, label="Layers, rank beside rank")
     return [rows, html.P(hint, className="hint")]
 

@@ -12,9 +12,9 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import SIGNS
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.reports.severity import SIGNS
 from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
@@ -24,9 +24,23 @@ from traceml_ray.store import query
 from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
+from traceml_ray.views.tables import memory_columns
 
 from .. import axis, bundles, figures, listing
-from ..components import Chart, Columns, cells_of, chart, marked, panel, part, rank_link, table, trail, when
+from ..components import (
+    Chart,
+    Columns,
+    cells_of,
+    chart,
+    keys_of,
+    marked,
+    panel,
+    part,
+    rank_link,
+    table,
+    trail,
+    when,
+)
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -38,7 +52,7 @@ def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
     rows: list[Row] = [(int(rank), values) for rank, values in sharding["per_rank"].items()]
     total = sum(len(model["ranks"]) for model in sharding["models"])
     hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
-    shown = {**cells_of(columns(rows)), ">rank": lambda row: rank_link(row[0], route)}
+    shown = cells_of(columns(rows), route, rank=lambda row: rank_link(row[0], route))
     body = [_model(sharding, model) for model in sharding["models"]]
     listed = table(shown, rows, label="Shards of ranks")
     inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")
@@ -71,17 +85,6 @@ _COUNTERS = {
 """Charts by field of a memory sample."""
 _ALIKE = 3
 """More findings of one kind than this are shown as one line."""
-_KEYS: listing.Keys = {
-    "rank": lambda row: row.rank,
-    "node": lambda row: row.node,
-    "samples": lambda row: row.samples,
-    "allocated, growth": lambda row: row.allocated_growth_bytes,
-    "reserved, growth": lambda row: row.reserved_growth_bytes,
-    "hidden": lambda row: row.gap_bytes,
-    "RSS, growth": lambda row: row.rss_growth_bytes,
-    "used": lambda row: row.used_bytes,
-    "runs out in": lambda row: row.forecast_s,
-}
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     asked, wrong = _asked(route)
     ranks = [row for row in memory.ranks if row.rank in asked]
     searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
-    chosen = listing.choose(ranks, searched, _words, _KEYS)
+    chosen = listing.choose(ranks, searched, _words, keys_of(memory_columns()))
     drawn = _drawn(memory, [row.rank for row in (ranks if asked.ranges else chosen.items)])
     processes = tuple(run.ranks[rank].id for rank in drawn if rank in run.ranks)
     between = axis.time_of(spine) or ()
@@ -255,37 +258,13 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
         signs = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
         return [*signs, html.B(" first")] if first == (row.rank, row.device) else signs
 
-    columns: Columns = {
-        ">rank": lambda row: rank_link(row.rank, route),
-        "node": lambda row: row.node,
-        "memory": lambda row: _where([row.device]),
-        ">samples": lambda row: f"{row.samples:,}",
-        ">allocated, growth": lambda row: text.size(row.allocated_growth_bytes),
-        ">reserved, growth": lambda row: text.size(row.reserved_growth_bytes),
-        ">hidden": lambda row: text.size(row.gap_bytes),
-        ">RSS, growth": lambda row: text.size(row.rss_growth_bytes),
-        ">used": lambda row: _used(row),
-        ">runs out in": _forecast,
-        "finding": lambda row: html.Span(anomaly(row)),
-    }
-    heads = listing.heads(columns, _KEYS, route)
+    columns = cells_of(memory_columns(), route, finding=lambda row: html.Span(anomaly(row)))
+    heads = listing.heads(columns, keys_of(memory_columns()), route)
     shown = view["chosen"]
     rows = table(columns, shown.items, heads=heads, empty="No rank is like that.", label="Memory of ranks")
-    hint = "Growth is that above the rank's own settled level. "
+    hint = "+: growth above the rank's own settled level. "
     hint += "Hidden: what the driver counts for the process and torch's allocator does not."
     return [rows, listing.pages(shown, route, "row"), html.P(hint, className="hint")]
-
-
-def _used(row: RankMemory) -> str:
-    total = "" if row.total_bytes is None else f" of {text.size(row.total_bytes)}"
-    return text.size(row.used_bytes) + total * (row.used_bytes is not None)
-
-
-def _forecast(row: RankMemory) -> str:
-    if row.forecast_s is None:
-        return ""
-    steps = "" if row.forecast_steps is None else f", {text.count(row.forecast_steps, 'step')}"
-    return text.age(row.forecast_s) + steps
 
 
 def _collectives(attributions: Sequence[Attribution], route: Route) -> Any:

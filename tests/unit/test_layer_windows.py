@@ -59,7 +59,7 @@ def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.C
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
     view = look(pages, "layers", q="mlp")
-    assert [item.name for item in view["chosen"].items] == ["blocks.0.mlp", LAYER]
+    assert [view["layers"].layers[index].name for index in view["chosen"].items] == ["blocks.0.mlp", LAYER]
     played.end()
     summary = json.loads((played.folder / "summary.json").read_text())
     assert summary["layers"]["findings"][0]["layer"] == LAYER

@@ -8,12 +8,12 @@ from operator import itemgetter
 
 import pytest
 
-from traceml_ray.document.model import FIGURES, WORDS, Column, Facts, Table
+from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import WIDTH, laid_out, page
 
 ROWS = [("0", "host-0", "", "a" * 70 + " and what follows"), ("1", "n\x1b[31m", "", "[bold]x[/bold] :smile:")]
 COLUMNS = [
-    Column(name, itemgetter(index), WORDS if index else FIGURES)
+    Column(name, itemgetter(index), "words" if index else "figures")
     for index, name in enumerate(("rank", "node", "name", "end"))
 ]
 

@@ -338,5 +338,7 @@ def test_pane_of_health_has_the_rows_and_errors_that_next_sends_there_for(tmp_pa
     rows = [row.strip("│ ").split() for row in shown.splitlines()]
     assert "HEALTH OF THE MONITOR" in shown and "[8 health]" in shown
     assert ["all", "200", "195", "5", "0"] in rows
-    assert ["3", "rank", "0,", "sampler"] in rows and ["host-1", "alive", "0", "s", "4"] in rows
+    assert ["3", "rank", "0,", "sampler"] in rows and ["host-1", "alive", "0", "s", "4"] in [
+        row[:5] for row in rows
+    ]
     assert "`top`" in LABELS["telemetry_limited"].next and "health" in PANES

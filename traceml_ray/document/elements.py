@@ -70,7 +70,7 @@ def grid(table: Table) -> Markup:
     columns, rows = table.cells()
     if not rows:
         return NOTHING
-    styles = ["num" if column.unit.number else None for column in columns]
+    styles = ["num" if column.number else None for column in columns]
     head = (tag("th", column.name, scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True))
     body = (
         tag("tr", (tag("td", shortened(cell, CELL), cls=cls) for cell, cls in zip(row, styles, strict=True)))

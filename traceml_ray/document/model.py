@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,31 +17,47 @@ from traceml_ray.document.drawing import Bar, Box, HeatRow
 Array = np.ndarray[Any, Any]
 
 
-class ColumnUnit(NamedTuple):
-    """How the values of a column are written."""
-
-    written: Callable[[Any], str]
-    number: bool = True
-    """Whether they are numbers, which stand at the right."""
+SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
+"""Signs of severities: no face shows them by colour alone."""
 
 
-WORDS = ColumnUnit(lambda value: "" if value is None else str(value), number=False)
-FIGURES = ColumnUnit(WORDS.written)
-"""Numbers that are written already."""
-PLAIN = ColumnUnit(text.plain)
-NUMBER = ColumnUnit(text.number)
-ALIGNED = ColumnUnit(partial(text.number, aligned=True))
-MS, SIZE, FACTOR = ColumnUnit(text.ms), ColumnUnit(text.size), ColumnUnit(text.times)
-PERCENT, SHARE = ColumnUnit(text.percent), ColumnUnit(text.share)
-OVER = ColumnUnit(partial(text.percent, sign=True))
-DURATION, AGE = ColumnUnit(text.duration), ColumnUnit(text.age)
-DATE, CLOCK = ColumnUnit(text.date, number=False), ColumnUnit(text.clock, number=False)
-RANKS = ColumnUnit(text.ranges, number=False)
-
-
-def known(unit: ColumnUnit) -> ColumnUnit:
-    """Return a unit that writes nothing where a value is not known."""
-    return unit._replace(written=lambda value: "" if value is None else unit.written(value))
+ColumnUnit = Literal[
+    "words", "name", "date", "clock", "ranks",
+    "figures", "plain", "number", "count", "whole", "aligned", "three digits", "more of three digits",
+    "ms", "size", "factor", "percent", "more", "share", "duration", "age",
+    "known figures", "known plain", "known aligned", "known three digits", "known size",
+    "known duration", "known percent",
+]  # fmt: skip
+"""
+What the values of a column are: of the first line text, which stands at the left. `figures` are written
+already; of what is `known` nothing is written where it is not known, in place of "n/a".
+"""
+_WRITTEN: dict[str, Callable[[Any], str]] = {
+    "words": lambda value: "" if value is None else str(value),
+    "name": text.plain,
+    "date": text.date,
+    "clock": text.clock,
+    "ranks": text.ranges,
+    "figures": lambda value: "" if value is None else str(value),
+    "plain": text.plain,
+    "number": text.number,
+    "count": lambda value: f"{value:,}",
+    "whole": lambda value: text.number(value, 0),
+    "aligned": lambda value: text.number(value, aligned=True),
+    "three digits": lambda value: text.number(value, 3),
+    "more of three digits": lambda value: text.number(value, 3, sign=True),
+    "ms": text.ms,
+    "size": text.size,
+    "factor": text.times,
+    "percent": text.percent,
+    "more": lambda value: text.percent(value, sign=True),
+    "share": text.share,
+    "duration": text.duration,
+    "age": text.age,
+}
+_LEFT = "words", "name", "date", "clock", "ranks"
+Link = tuple[str, Any]
+"""What has a page (a `rank`, `node` or `step`), and which."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,27 @@ class Column:
 
     name: str
     value: Callable[[Any], Any]
-    """A number or a text; None: not known."""
-    unit: ColumnUnit = WORDS
+    """A number or a text, by which rows are sorted; None: not known."""
+    unit: ColumnUnit = "words"
+    written: Callable[[Any], str] | None = None
+    """What is written of an item; None: its value, by the unit."""
+    tone: Callable[[Any], str] | None = None
+    """How bad an item's value is (a severity); "": not at all. A face shows it by sign and colour."""
+    link: Callable[[Any], Link | None] | None = None
+    """What an item's value leads to, on a face that has pages."""
 
     def cell(self, item: Any) -> str:
         """Return what is written of an item."""
-        return self.unit.written(self.value(item))
+        if self.written:
+            return self.written(item)
+        value = self.value(item)
+        known = self.unit.startswith("known ")
+        return "" if known and value is None else _WRITTEN[self.unit.removeprefix("known ")](value)
+
+    @property
+    def number(self) -> bool:
+        """Whether its values are numbers, which stand at the right."""
+        return self.unit not in _LEFT
 
 
 class Table(NamedTuple):

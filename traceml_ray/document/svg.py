@@ -19,8 +19,6 @@ from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HeatRow
 from traceml_ray.document.elements import NOTHING, Markup, grid, join, tag
 from traceml_ray.document.model import (
-    FACTOR,
-    FIGURES,
     Array,
     Bars,
     Boxes,
@@ -325,9 +323,9 @@ def _newest(block: Heat) -> Table:
     newest = [*enumerate(block.last.tolist())][-_TABLE_COLUMNS:]
     columns = [
         Column("row", lambda index: block.rows[index].name),
-        Column("mean", lambda index: 1 + over[index], FACTOR),
+        Column("mean", lambda index: 1 + over[index], "factor"),
         *(
-            Column(f"step {last:,}", partial(_level, block.levels[:, column]), FIGURES)
+            Column(f"step {last:,}", partial(_level, block.levels[:, column]), "figures")
             for column, last in newest
         ),
     ]

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.document.model import FIGURES, PLAIN, RANKS, SIZE, Column, Facts, Table, known
+from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.identity import rank_filter
 from traceml_ray.importers.gather import FileRead, Gathered, gather
@@ -264,15 +264,15 @@ def _ranks(ranks: Sequence[RankMemory]) -> Table:
     worst = sorted(ranks, key=lambda one: -SEVERITIES.index(one.severity) if one.severity else 1)
     kept = {id(one) for one in worst[:_MOST_RANKS]}
     columns = [
-        Column("rank", lambda one: str(one.rank), FIGURES),
+        Column("rank", lambda one: str(one.rank), "figures"),
         Column("node", lambda one: one.node),
-        Column("device", lambda one: "host" if one.device is None else str(one.device), FIGURES),
-        Column("samples", lambda one: one.samples, PLAIN),
-        Column("allocated", lambda one: _growth(one.allocated_growth_bytes), FIGURES),
-        Column("reserved", lambda one: _growth(one.reserved_growth_bytes), FIGURES),
-        Column("RSS", lambda one: _growth(one.rss_growth_bytes), FIGURES),
-        Column("gap", lambda one: one.gap_bytes, SIZE),
-        Column("used", _used, FIGURES),
+        Column("device", lambda one: "host" if one.device is None else str(one.device), "figures"),
+        Column("samples", lambda one: one.samples, "plain"),
+        Column("allocated", lambda one: _growth(one.allocated_growth_bytes), "figures"),
+        Column("reserved", lambda one: _growth(one.reserved_growth_bytes), "figures"),
+        Column("RSS", lambda one: _growth(one.rss_growth_bytes), "figures"),
+        Column("gap", lambda one: one.gap_bytes, "size"),
+        Column("used", _used, "figures"),
         Column("full in", _forecast),
         Column("anomaly", lambda one: text.words(one.anomaly or "")),
     ]
@@ -301,7 +301,7 @@ def _collectives(analysis: Analysis) -> Table:
         Column("class", lambda one: text.words(one.kind)),
         Column("who", _who),
         Column("finding", lambda one: text.words(one.finding)),
-        Column("size", lambda one: one.bytes, known(SIZE)),
+        Column("size", lambda one: one.bytes, "known size"),
         Column("why", lambda one: one.why),
     ]
     return _some("Hidden memory and collectives", columns, analysis.collectives, "line")
@@ -311,8 +311,8 @@ def _sources(sources: Sequence[AnalyzedFile]) -> Table:
     columns = [
         Column("file", lambda one: _path(one.path)),
         Column("format", lambda one: one.format),
-        Column("ranks", lambda one: one.ranks, RANKS),
-        Column("samples", lambda one: one.samples, PLAIN),
+        Column("ranks", lambda one: one.ranks, "ranks"),
+        Column("samples", lambda one: one.samples, "plain"),
     ]
     return _some("Read", columns, sources, "file")
 

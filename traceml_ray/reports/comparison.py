@@ -26,7 +26,7 @@ from traceml_ray.analysis.comparison import (
 )
 from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
-from traceml_ray.document.model import FIGURES, MS, Column, Facts, Table
+from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
@@ -459,17 +459,17 @@ def _is_shown(change: NumberChange) -> bool:
 
 _NUMBERS = [
     Column("", lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else "")),
-    Column("A", lambda row: render_value(row.a, row.unit), FIGURES),
-    Column("B", lambda row: render_value(row.b, row.unit), FIGURES),
-    Column("change", change, FIGURES),
+    Column("A", lambda row: render_value(row.a, row.unit), "figures"),
+    Column("B", lambda row: render_value(row.b, row.unit), "figures"),
+    Column("change", change, "figures"),
     Column("95 %", range_of),
     Column("judged", lambda row: row.word or ""),
 ]
 _RANKS = [
-    Column("rank", lambda row: str(row.rank), FIGURES),
+    Column("rank", lambda row: str(row.rank), "figures"),
     Column("node", lambda row: row.node),
-    Column("A", lambda row: row.a, MS),
-    Column("B", lambda row: row.b, MS),
-    Column("change", lambda row: f"{signed(row.change)} ms", FIGURES),
+    Column("A", lambda row: row.a, "ms"),
+    Column("B", lambda row: row.b, "ms"),
+    Column("change", lambda row: f"{signed(row.change)} ms", "figures"),
     Column("95 %", lambda row: interval(row.low, row.high, "ms")),
 ]

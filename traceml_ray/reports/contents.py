@@ -8,20 +8,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
-from traceml_ray.document.model import (
-    ALIGNED,
-    CLOCK,
-    FIGURES,
-    OVER,
-    PERCENT,
-    PLAIN,
-    RANKS,
-    SHARE,
-    SIZE,
-    Column,
-    Facts,
-    Table,
-)
+from traceml_ray.document.model import SIGNS, Column, Facts, Table
 from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import (
     beside,
@@ -35,7 +22,6 @@ from traceml_ray.reports.headlines import (
     restarted,
     wasted,
 )
-from traceml_ray.reports.severity import SIGNS
 from traceml_ray.signals.finding import Finding
 
 _MAX_RANKS = 32
@@ -53,10 +39,10 @@ def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
     columns = [
         Column("run", lambda run: run["name"]),
         Column("status", lambda run: run["status"]),
-        Column("began (UTC)", lambda run: run["started_at"], CLOCK),
-        Column("ranks", lambda run: run["world_size"], PLAIN),
-        Column("attempts", lambda run: run["attempts"], PLAIN),
-        Column("rows", lambda run: run["ledger"]["stored"], PLAIN),
+        Column("began (UTC)", lambda run: run["started_at"], "clock"),
+        Column("ranks", lambda run: run["world_size"], "plain"),
+        Column("attempts", lambda run: run["attempts"], "plain"),
+        Column("rows", lambda run: run["ledger"]["stored"], "plain"),
         Column("verdict", lambda run: text.words(run["label"] or text.NA) + mark * (run["id"] == chosen)),
     ]
     return Table("Runs of this session", columns, runs[-_MAX_LINES:] if len(runs) > 1 else [])
@@ -243,11 +229,11 @@ def stages_table(stages: Sequence[dict[str, Any]]) -> Table:
     """Return where the time of a step goes."""
     columns = [
         Column("stage", lambda stage: stage["name"]),
-        Column("exposed ms", lambda stage: stage["exposed_ms"], ALIGNED),
-        Column("share", lambda stage: stage["exposed_share"], SHARE),
+        Column("exposed ms", lambda stage: stage["exposed_ms"], "aligned"),
+        Column("share", lambda stage: stage["exposed_share"], "share"),
         Column("", lambda stage: "█" * round(20 * stage["exposed_share"])),
-        Column("median ms", lambda stage: stage["median_ms"], ALIGNED),
-        Column("largest ms", lambda stage: stage["max_ms"], ALIGNED),
+        Column("median ms", lambda stage: stage["median_ms"], "aligned"),
+        Column("largest ms", lambda stage: stage["max_ms"], "aligned"),
         Column("on", _of_rank),
     ]
     return Table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
@@ -258,10 +244,10 @@ def spans_table(spans: Sequence[dict[str, Any]], step_ms: float | None) -> Table
     columns = [
         Column("span", lambda span: span["name"]),
         Column("in", lambda span: span["stage"]),
-        Column("median ms", lambda span: span["median_ms"], ALIGNED),
-        Column("largest ms", lambda span: span["max_ms"], ALIGNED),
+        Column("median ms", lambda span: span["median_ms"], "aligned"),
+        Column("largest ms", lambda span: span["max_ms"], "aligned"),
         Column("on", _of_rank),
-        Column("of its stage", lambda span: span["share"], SHARE),
+        Column("of its stage", lambda span: span["share"], "share"),
     ]
     large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
     return Table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
@@ -280,11 +266,11 @@ def nodes_table(summary: dict[str, Any]) -> Table:
     nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
     columns = [
         Column("node", lambda node: node["hostname"] + " (lost)" * node["lost"]),
-        Column("ranks", lambda node: node["ranks"], RANKS),
-        Column("busy ms", lambda node: busy.get(node["hostname"]), ALIGNED),
-        Column("cpu (peak)", lambda node: _spread(node.get("cpu_pct"), text.percent), FIGURES),
-        Column("memory (peak)", lambda node: _spread(node.get("mem_used_bytes"), text.size), FIGURES),
-        Column("gpus", lambda node: _load(node.get("gpus") or []), FIGURES),
+        Column("ranks", lambda node: node["ranks"], "ranks"),
+        Column("busy ms", lambda node: busy.get(node["hostname"]), "aligned"),
+        Column("cpu (peak)", lambda node: _spread(node.get("cpu_pct"), text.percent), "figures"),
+        Column("memory (peak)", lambda node: _spread(node.get("mem_used_bytes"), text.size), "figures"),
+        Column("gpus", lambda node: _load(node.get("gpus") or []), "figures"),
     ]
     named, title = {*summary["verdict"]["nodes"]}, "Nodes"
     if len(nodes) > _MAX_RANKS:
@@ -318,15 +304,15 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
     over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
     columns = [
-        Column("rank", str, FIGURES),
+        Column("rank", str, "figures"),
         Column("name", lambda rank: ranks[rank]["name"] or ""),
         Column("node", lambda rank: text.plain(ranks[rank]["node"])),
         *([Column("role", lambda rank: _role(ranks[rank]))] if any(map(_role, ranks.values())) else []),
-        Column("busy ms", lambda rank: busy.get(rank), ALIGNED),
-        Column("to median", lambda rank: over.get(rank), OVER),
-        *([Column("gpu idle", lambda rank: idle.get(rank), PERCENT)] if idle else []),
-        Column("peak rss", lambda rank: memory.get(rank, {}).get("rss_peak_bytes"), SIZE),
-        Column("last step", lambda rank: ranks[rank]["last_step"], PLAIN),
+        Column("busy ms", lambda rank: busy.get(rank), "aligned"),
+        Column("to median", lambda rank: over.get(rank), "more"),
+        *([Column("gpu idle", lambda rank: idle.get(rank), "percent")] if idle else []),
+        Column("peak rss", lambda rank: memory.get(rank, {}).get("rss_peak_bytes"), "size"),
+        Column("last step", lambda rank: ranks[rank]["last_step"], "plain"),
         Column("end", lambda rank: _end(ranks[rank])),
     ]
     return Table(title, columns, listed)
@@ -346,9 +332,9 @@ def roles_table(summary: dict[str, Any]) -> Table:
         members.setdefault(rank.get("role") or "", []).append(int(number))
     columns = [
         Column("role", lambda one: one["role"]),
-        Column("ranks", lambda one: str(one["size"]), FIGURES),
-        Column("", lambda one: members.get(one["role"], []), RANKS),
-        Column("bubble", lambda one: one["bubble"], SHARE),
+        Column("ranks", lambda one: str(one["size"]), "figures"),
+        Column("", lambda one: members.get(one["role"], []), "ranks"),
+        Column("bubble", lambda one: one["bubble"], "share"),
     ]
     title = "Roles (bubble: the share of their time in which ranks wait for those of other roles)"
     return Table(title, columns, summary.get("roles") or [])
@@ -366,9 +352,9 @@ def suspects_table(summary: dict[str, Any]) -> Table:
         Column("rank", lambda suspect: f"rank {suspect['rank']}"),
         Column("node", lambda suspect: suspect["node"]),
         Column("stage", lambda suspect: suspect["stage"]),
-        Column("late by ms a step", lambda suspect: suspect["excess_ms"], ALIGNED),
-        Column("fixing saves ms a step", lambda suspect: suspect["gain_ms"], ALIGNED),
-        Column(part_of(summary["verdict"]), lambda suspect: suspect["cost_pct"], PERCENT),
+        Column("late by ms a step", lambda suspect: suspect["excess_ms"], "aligned"),
+        Column("fixing saves ms a step", lambda suspect: suspect["gain_ms"], "aligned"),
+        Column(part_of(summary["verdict"]), lambda suspect: suspect["cost_pct"], "percent"),
     ]
     return Table("Suspects", columns, [] if healthy else summary["suspects"])
 
@@ -385,9 +371,11 @@ def history_table(summary: dict[str, Any]) -> Table:
         Column("verdict", lambda one: text.words(one["label"])),
         Column("stage", lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all")),
         Column("who", lambda one: text.ranks(one["ranks"])),
-        Column("lasted", _lasted, FIGURES),
-        Column("cost", lambda one: text.duration(one["cost_s"]) if "seconds" in one else "", FIGURES),
-        Column("of the run", lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "", FIGURES),
+        Column("lasted", _lasted, "figures"),
+        Column("cost", lambda one: one["cost_s"] if "seconds" in one else None, "known duration"),
+        Column(
+            "of the run", lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "", "figures"
+        ),
     ]
     title = "Episodes, the costliest first"
     return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))
@@ -417,7 +405,7 @@ def events_table(events: Sequence[dict[str, Any]]) -> Table:
     worth = [event for event in events if event["message"] or event["kind"] not in silent]
     worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
     columns = [
-        Column("time", lambda event: event["time"], CLOCK),
+        Column("time", lambda event: event["time"], "clock"),
         Column("kind", lambda event: event["kind"]),
         Column(
             "who", lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}"

@@ -15,8 +15,7 @@ from traceml_ray import text
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
-    FIGURES,
-    MS,
+    SIGNS,
     Bars,
     Block,
     Column,
@@ -35,7 +34,6 @@ from traceml_ray.reports.heading import bundles_in
 from traceml_ray.reports.headlines import cost_of, findings_in
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
-from traceml_ray.reports.severity import SIGNS
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
 from traceml_ray.reports.tiles import tiles
@@ -145,7 +143,7 @@ def _findings(chart_data: ChartData) -> Iterator[Section]:
     columns = [
         Column("", lambda one: f"{SIGNS[one.severity]} {one.severity}"),
         Column("finding", lambda one: one.headline),
-        Column("cost", cost_of, FIGURES),
+        Column("cost", cost_of, "figures"),
         Column("confidence", lambda one: one.confidence),
         Column("why", lambda one: one.why.replace("`", "")),
         Column("next", lambda one: one.next.replace("`", "")),
@@ -238,8 +236,8 @@ def _change(chart_data: ChartData) -> Iterator[Section]:
         return
     columns = [
         Column("stage", str),
-        Column("before", lambda stage: before[stage], MS),
-        Column("since", lambda stage: since[stage], MS),
+        Column("before", lambda stage: before[stage], "ms"),
+        Column("since", lambda stage: since[stage], "ms"),
     ]
     label = "Exposed time of a step by stage, before the onset and since"
     steps = f"{text.count(change['before']['steps'], 'step')} before, {change['since']['steps']:,} since"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.document.model import AGE, DATE, PLAIN, SIZE, Column, Table
+from traceml_ray.document.model import Column, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.schema import SessionFileError, legible
@@ -229,11 +229,11 @@ def _seconds(moment: str) -> float:
 
 _COLUMNS = [
     Column("session", lambda session: session.name),
-    Column("began (UTC)", lambda session: session.started_at, DATE),
-    Column("age", lambda session: session.age_s, AGE),
+    Column("began (UTC)", lambda session: session.started_at, "date"),
+    Column("age", lambda session: session.age_s, "age"),
     Column("status", lambda session: session.status),
-    Column("ranks", lambda session: session.world_size, PLAIN),
-    Column("steps", lambda session: session.steps, PLAIN),
-    Column("size", lambda session: session.bytes, SIZE),
+    Column("ranks", lambda session: session.world_size, "plain"),
+    Column("steps", lambda session: session.steps, "plain"),
+    Column("size", lambda session: session.bytes, "size"),
     Column("verdict", found_in),
 ]

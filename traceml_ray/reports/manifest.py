@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from traceml_ray import __version__
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.document.model import DATE, SIZE, Column, Table
+from traceml_ray.document.model import Column, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
@@ -134,10 +134,10 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
 def render_bundles(bundles: Sequence[BundleInfo], folder: Path) -> str:
     """Return the list of bundles as text."""
     columns = [
-        Column("began (UTC)", lambda one: one.time, DATE),
+        Column("began (UTC)", lambda one: one.time, "date"),
         Column("reason", lambda one: one.reason),
         Column("why", lambda one: one.why),
-        Column("size", lambda one: one.bytes, SIZE),
+        Column("size", lambda one: one.bytes, "size"),
         Column("folder", lambda one: one.name),
     ]
     if not bundles:

@@ -11,19 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.document.model import (
-    DATE,
-    FIGURES,
-    MS,
-    NUMBER,
-    PLAIN,
-    SIZE,
-    Column,
-    ColumnUnit,
-    Facts,
-    Table,
-    known,
-)
+from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.store.profiles import Profile, Profiles, profiles_of
 from traceml_ray.traces.difference import Difference
@@ -70,12 +58,12 @@ def profile_facts(summary: dict[str, Any]) -> Facts:
 def render_list(profiles: Profiles, folder: Path) -> str:
     """Return the list of the profiles in `folder`."""
     columns = [
-        Column("asked for (UTC)", lambda one: one.profile.time, DATE),
+        Column("asked for (UTC)", lambda one: one.profile.time, "date"),
         Column("id", lambda one: one.profile.id),
         Column("ranks", lambda one: text.ranges(rank.rank for rank in one.profile.captured) or "none"),
-        Column("steps", lambda one: one.profile.n_steps, NUMBER),
-        Column("from", lambda one: one.profile.first_step, NUMBER),
-        Column("size", lambda one: one.bytes, SIZE),
+        Column("steps", lambda one: one.profile.n_steps, "number"),
+        Column("from", lambda one: one.profile.first_step, "number"),
+        Column("size", lambda one: one.bytes, "size"),
         Column("why", lambda one: one.profile.why),
     ]
     lines = [] if profiles.now is None else [f"one is being made: {profiles.now.id}"]
@@ -87,13 +75,13 @@ def render_list(profiles: Profiles, folder: Path) -> str:
 def render_profile(profile: Profile, path: Path) -> str:
     """Return what became of each rank of a profile."""
     columns = [
-        Column("rank", lambda one: str(one.rank), FIGURES),
+        Column("rank", lambda one: str(one.rank), "figures"),
         Column("node", lambda one: one.node or text.NA),
         Column("state", lambda one: one.state),
-        Column("trace", lambda one: one.total_bytes, SIZE),
-        Column("start", lambda one: one.start_ms, MS),
-        Column("stop", lambda one: one.stop_ms, MS),
-        Column("export", lambda one: one.export_ms, MS),
+        Column("trace", lambda one: one.total_bytes, "size"),
+        Column("start", lambda one: one.start_ms, "ms"),
+        Column("stop", lambda one: one.stop_ms, "ms"),
+        Column("export", lambda one: one.export_ms, "ms"),
         Column("why not", lambda one: one.reason or ""),
     ]
     title = f"Profile {profile.id}: {profile.extent}"
@@ -101,22 +89,19 @@ def render_profile(profile: Profile, path: Path) -> str:
     return page([Table(title, columns, profile.ranks), [*lines, f"in {path}"]])
 
 
-_MS = known(ColumnUnit(lambda value: text.number(value, 3)))
-_MORE = ColumnUnit(lambda value: text.number(value, 3, sign=True))
-
 _OPERATIONS = [
     Column("Node ID", lambda operation: operation.node or operation.node_id or ""),
-    Column("Rank", lambda operation: operation.rank, PLAIN),
+    Column("Rank", lambda operation: operation.rank, "plain"),
     Column("Name", lambda operation: operation.name),
     Column("Kind", lambda operation: operation.kind),
     Column("Input shapes", lambda operation: operation.input_shapes or ""),
-    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, _MS),
-    Column("CPU ms", lambda operation: operation.cpu_ms, _MS),
-    Column("Self device ms", lambda operation: operation.self_device_ms, _MS),
-    Column("Device ms", lambda operation: operation.device_ms, _MS),
-    Column("Self CPU memory", lambda operation: operation.self_cpu_bytes, known(SIZE)),
-    Column("Self device memory", lambda operation: operation.self_device_bytes, known(SIZE)),
-    Column("Calls", lambda operation: operation.calls, PLAIN),
+    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, "known three digits"),
+    Column("CPU ms", lambda operation: operation.cpu_ms, "known three digits"),
+    Column("Self device ms", lambda operation: operation.self_device_ms, "known three digits"),
+    Column("Device ms", lambda operation: operation.device_ms, "known three digits"),
+    Column("Self CPU memory", lambda operation: operation.self_cpu_bytes, "known size"),
+    Column("Self device memory", lambda operation: operation.self_device_bytes, "known size"),
+    Column("Calls", lambda operation: operation.calls, "plain"),
 ]
 
 
@@ -128,14 +113,14 @@ def render_operations(title: str, operations: Sequence[Operation]) -> str:
 _COMPARED = [
     Column("Operation", lambda operation: operation.name),
     Column("Kind", lambda operation: operation.kind),
-    Column("More ms", lambda operation: operation.more_ms, _MORE),
+    Column("More ms", lambda operation: operation.more_ms, "more of three digits"),
     Column("On", lambda operation: "device" if operation.on_device else ""),
-    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, _MS),
-    Column("Others", lambda operation: operation.other_self_cpu_ms, _MS),
-    Column("Self device ms", lambda operation: operation.self_device_ms, _MS),
-    Column("Others", lambda operation: operation.other_self_device_ms, _MS),
-    Column("Calls", lambda operation: operation.calls, NUMBER),
-    Column("Others", lambda operation: operation.other_calls, NUMBER),
+    Column("Self CPU ms", lambda operation: operation.self_cpu_ms, "known three digits"),
+    Column("Others", lambda operation: operation.other_self_cpu_ms, "known three digits"),
+    Column("Self device ms", lambda operation: operation.self_device_ms, "known three digits"),
+    Column("Others", lambda operation: operation.other_self_device_ms, "known three digits"),
+    Column("Calls", lambda operation: operation.calls, "number"),
+    Column("Others", lambda operation: operation.other_calls, "number"),
 ]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray.analysis.labels import LABELS, Severity
+from traceml_ray.document.model import SIGNS
 
-SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
 _SEVERITY: dict[str, Severity] = {
     **{label: meaning.severity for label, meaning in LABELS.items()},
     **dict.fromkeys(("node_lost", "exception", "xid"), "critical"),

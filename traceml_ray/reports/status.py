@@ -9,7 +9,7 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.document.json import as_json
-from traceml_ray.document.model import FIGURES, PLAIN, Block, Column, Facts, Table
+from traceml_ray.document.model import Block, Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.contents import ledger_facts, runs_table
 from traceml_ray.reports.headlines import restarted
@@ -137,18 +137,25 @@ def _counted(
 
 
 def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> Table:
+    def seen_s(rank: int) -> float:
+        return (now - ranks[rank].last_seen_ns) / 1e9
+
     columns = [
-        Column("rank", str, FIGURES),
+        Column("rank", str, "figures"),
         Column("name", lambda rank: identity.name if (identity := ranks[rank].identity) else ""),
         Column("node", lambda rank: labels.get(key := node_key(ranks[rank]), key)),
         Column(
-            "pid", lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA, FIGURES
+            "pid",
+            lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA,
+            "figures",
         ),
-        Column("last seen", lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago", FIGURES),
-        Column("step", lambda rank: ranks[rank].last_step, PLAIN),
+        Column(
+            "last seen", lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago", "figures"
+        ),
+        Column("step", lambda rank: ranks[rank].last_step, "plain"),
         Column("in", lambda rank: "" if ranks[rank].ended else ranks[rank].stage or ""),
-        Column("produced", lambda rank: ranks[rank].produced, PLAIN),
-        Column("stored", lambda rank: ranks[rank].stored, PLAIN),
+        Column("produced", lambda rank: ranks[rank].produced, "plain"),
+        Column("stored", lambda rank: ranks[rank].stored, "plain"),
         Column("end", lambda rank: ranks[rank].end),
     ]
     return Table("Ranks", columns, [*ranks])

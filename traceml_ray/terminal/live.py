@@ -24,6 +24,7 @@ from typing import NoReturn
 from rich.color import ColorSystem
 from rich.text import Text
 
+from traceml_ray.document.terminal import fit
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.settings import Settings
 from traceml_ray.terminal.codes import LEAVE, RESTORE, SAVE
@@ -31,7 +32,6 @@ from traceml_ray.terminal.screen import Screen, terminal_colours
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource
 
-from .lines import fit
 from .panel import panel
 from .top import SLOW_LINE_BPS, Feed, is_slow
 

@@ -6,26 +6,48 @@ The panes that fill the window: nodes, ranks, one rank, memory, events, layers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from rich.text import Text
 
 from traceml_ray import text
-from traceml_ray.reports.severity import SIGNS
-from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences, region_of
+from traceml_ray.document.model import SIGNS, Column, Table
+from traceml_ray.document.terminal import (
+    HEAD,
+    MARK,
+    QUIET,
+    TONES,
+    PaneSection,
+    cell_of,
+    cut,
+    flow,
+    framed,
+    listed,
+    table,
+    wrap,
+)
+from traceml_ray.signals.layers.sections import NOTHING, about_layers, layers_sentences
 from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.sharding.sections import sharding_facts
-from traceml_ray.stages import STAGES
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
-from traceml_ray.views.ranks import NAMED, SERVES, SILENT, evidence_of, worst_first
+from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.state import OVER
+from traceml_ray.views.tables import (
+    ERRORS,
+    RANK_STATE,
+    RELAYS,
+    layer_columns,
+    layer_rank_columns,
+    ledger_columns,
+    memory_columns,
+    rank_columns,
+    slowest_relays,
+)
 
 from . import sections
-from .lines import HEAD, MARK, QUIET, TONES, Cell, PaneSection, cut, flow, framed, table, wrap
 from .snapshot import PANES, Choice, PanelState
 
 KEYS = {
@@ -38,8 +60,6 @@ KEYS = {
     "q, Ctrl-C": "quit",
 }
 _NO_LAYERS = f"{NOTHING.replace('`', '')}."
-_Columns = dict[str, Callable[[Any], Cell]]
-"""Cell functions by column header; a header that begins with `>` marks a column of numbers."""
 
 
 def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
@@ -55,69 +75,53 @@ def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
     """Return all nodes with their times and load."""
     rows = sorted(snapshot.nodes, key=worst_first) if choice.sort == "time" else snapshot.nodes
     evidence = evidence_of(snapshot.verdict)
-    columns: _Columns = {
-        "node": lambda node: node["label"],
-        ">ranks": lambda node: str(len(node["ranks"])) if node["alive"] else Text("lost", TONES["critical"]),
-        ">median ms": lambda node: text.number(node["median_ms"], aligned=True),
-        ">worst ms": lambda node: text.number(node["worst_ms"], aligned=True),
-        ">rank": lambda node: text.plain(node["worst_rank"]),
-        ">skew": lambda node: text.percent(node["skew_pct"]),
-        ">slower": lambda node: text.percent(node["slower_pct"], sign=True),
-        ">CPU": lambda node: text.percent(node["cpu_pct"]),
-        ">RAM": lambda node: text.percent(node["mem_pct"]),
-        ">GPU": lambda node: text.percent(node["gpu_util_pct"]),
-        ">VRAM": lambda node: text.percent(node["gpu_mem_pct"]),
-        ">°C": lambda node: text.number(node["gpu_temperature_c"], 0),
-        ">W": lambda node: text.number(node["gpu_power_w"], 0),
-        "evidence": lambda node: Text("; ".join(evidence.get(node["label"], ())), MARK),
-    }
-    drop = ">°C", ">W", ">rank", ">worst ms"
-    return [_listed(f"NODES{of_steps(snapshot)}", rows, columns, choice, width, drop)]
+    columns = [
+        Column("node", lambda node: node["label"]),
+        Column("ranks", lambda node: len(node["ranks"]), "figures", _lost, _lost_tone),
+        Column("median ms", lambda node: node["median_ms"], "aligned"),
+        Column("worst ms", lambda node: node["worst_ms"], "aligned"),
+        Column("rank", lambda node: node["worst_rank"], "plain"),
+        Column("skew", lambda node: node["skew_pct"], "percent"),
+        Column("slower", lambda node: node["slower_pct"], "more"),
+        Column("CPU", lambda node: node["cpu_pct"], "percent"),
+        Column("RAM", lambda node: node["mem_pct"], "percent"),
+        Column("GPU", lambda node: node["gpu_util_pct"], "percent"),
+        Column("VRAM", lambda node: node["gpu_mem_pct"], "percent"),
+        Column("°C", lambda node: node["gpu_temperature_c"], "whole"),
+        Column("W", lambda node: node["gpu_power_w"], "whole"),
+        Column("evidence", lambda node: "; ".join(evidence.get(node["label"], ())), tone=_doubt(evidence)),
+    ]
+    drop = "°C", "W", "rank", "worst ms"
+    return [listed(Table(f"NODES{of_steps(snapshot)}", columns, rows), choice.scroll, width, drop)]
+
+
+def _lost(node: Mapping[str, Any]) -> str:
+    return f"{len(node['ranks'])}" if node["alive"] else "lost"
+
+
+def _lost_tone(node: Mapping[str, Any]) -> str:
+    return "" if node["alive"] else "critical"
+
+
+def _doubt(evidence: Mapping[str, Any]) -> Callable[[Any], str]:
+    return lambda node: "warning" if node["label"] in evidence else ""
 
 
 def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return all ranks: where each is, its state, and what its steps are made of."""
-    suspects = {
-        (suspect["rank"], suspect["stage"]) for suspect in (snapshot.verdict or {}).get("suspects") or ()
-    }
-
-    def stage(name: str) -> Callable[[Any], Cell]:
-        def cell(row: Mapping[str, Any]) -> Cell:
-            shown = text.number(row["stages"].get(name), aligned=True)
-            return Text(f"▲{shown}", MARK) if (row["rank"], name) in suspects else shown
-
-        return cell
-
-    columns: _Columns = {
-        ">rank": _number,
-        "node": lambda row: row["node"] or text.NA,
-        **({"role": lambda row: row["role"] or ""} if any(row["role"] for row in snapshot.rows) else {}),
-        "state": _state,
-        ">step": lambda row: text.plain(row["last_step"]),
-        "in": lambda row: row["open_stage"] or text.NA,
-        ">busy": lambda row: Text(text.number(row["busy_ms"], aligned=True), HEAD),
-        ">÷ med": lambda row: text.times(row["over"]),
-        **{f">{name}": stage(name) for name in STAGES},
-    }
     rows = [*snapshot.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
+    suspects = (snapshot.verdict or {}).get("suspects") or ()
+    late = {(suspect["rank"], suspect["stage"]) for suspect in suspects}
+    columns = [
+        column
+        for column in rank_columns(any(row["role"] for row in rows), late)
+        if column.name not in ("local rank", "GPU", "exit code")  # these are on its page
+    ]
     order = "the slowest first" if choice.sort == "time" else "named ones first"
-    title = f"RANKS{of_steps(snapshot)} (ms; {order})"
-    return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node", "role"))]
-
-
-def _number(row: Mapping[str, Any]) -> Cell:
-    if row["death"]:
-        return Text(f"◆ {row['rank']}", TONES["critical"])
-    return Text(f"▲ {row['rank']}", MARK) if row["state"] in (NAMED, SILENT) else str(row["rank"])
-
-
-def _state(row: Mapping[str, Any]) -> Cell:
-    if row["death"]:
-        return Text(f"◆ {row['death']['how']}", TONES["critical"])
-    late = row["state"] not in ("running", "finished", SERVES)
-    return Text(f"▲ {row['state']}", MARK) if late else text.words(row["state"])
+    block = Table(f"RANKS{of_steps(snapshot)} (ms; {order})", columns, rows)
+    return [listed(block, choice.scroll, width, ("now in", "last step", "state", "node", "role"))]
 
 
 def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -134,7 +138,7 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
         "÷ median rank": text.times(row["over"]),
     }
     shown = flow([Text(f"{name} ").append(value, HEAD) for name, value in facts.items()], width)
-    state = _state(row)
+    state = cell_of(RANK_STATE, row)
     shown.insert(0, Text("state ").append_text(state if isinstance(state, Text) else Text(state, HEAD)))
     sections = [PaneSection(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
     if row["stages"]:
@@ -155,27 +159,14 @@ def memory_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
     for finding in memory.findings:
         lines = wrap(f"{SIGNS[finding.severity]} {finding.why}", width, TONES[finding.severity])
         sentences += lines if finding.why not in first_words(memory) else []
-    columns: _Columns = {
-        ">rank": lambda row: str(row.rank),
-        "node": lambda row: row.node,
-        "on": lambda row: "host" if row.device is None else f"GPU {row.device}",
-        ">used": lambda row: text.size(row.used_bytes),
-        ">in all": lambda row: text.size(row.total_bytes),
-        ">allocated +": lambda row: text.size(row.allocated_growth_bytes),
-        ">reserved +": lambda row: text.size(row.reserved_growth_bytes),
-        ">RSS +": lambda row: text.size(row.rss_growth_bytes),
-        ">hidden": lambda row: text.size(row.gap_bytes),
-        ">runs out in": lambda row: "" if row.forecast_s is None else text.duration(row.forecast_s),
-        "finding": lambda row: Text(text.words(row.anomaly or ""), TONES[row.severity or "info"]),
-    }
     rows = [*memory.ranks]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
-    listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">in all"))
+    drop = "samples", "hidden", "reserved +", "node", "in all"
     return [
         PaneSection("MEMORY", lambda most: sentences[:most], len(sentences), min(3, len(sentences))),
         *shards,
-        listed,
+        listed(Table("EACH RANK", memory_columns(), rows), choice.scroll, width, drop),
     ]
 
 
@@ -187,13 +178,15 @@ def _shards(snapshot: PanelState, width: int) -> list[PaneSection]:
 
 def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what happened, newest first."""
-    columns: _Columns = {
-        "time": lambda event: event_cells(event)[0],
-        "kind": lambda event: event_cells(event)[1],
-        "node": lambda event: event["node"] or "",
-        "what": lambda event: event["text"],
-    }
-    return [_listed("EVENTS (UTC), newest first", snapshot.events, columns, choice, width, ("node",))]
+    columns = [
+        Column("time", lambda event: event["time"], "clock"),
+        Column("kind", lambda event: text.words(event["kind"]), tone=lambda event: event["severity"]),
+        Column("node", lambda event: event["node"]),
+        Column("what", lambda event: event["text"]),
+    ]
+    return [
+        listed(Table("EVENTS (UTC), newest first", columns, snapshot.events), choice.scroll, width, ["node"])
+    ]
 
 
 def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
@@ -214,11 +207,16 @@ def layers_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
     places = [*range(len(layers.layers))]
     if choice.sort == "time":
         places.sort(key=lambda index: -(layers.layers[index].forward_ms + layers.layers[index].backward_ms))
-    columns, drop = _layer_columns(layers)
+    columns = [*layer_columns(layers), *(layer_rank_columns(layers) if len(layers.ranks) > 1 else ())]
+    named_ranks = {one.rank for one in layers.findings}
+    ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named_ranks, -rank))
+    drop = *(f"rank {rank}" for rank in ranks), "grads", "params", "recomputed", "calls", "outputs", "class"
     order = "; the slowest first" if choice.sort == "time" else ""
-    title = f"EACH LAYER (ms a step, without those inside{order})"
-    listed = _listed(title, places, columns, choice, width, drop)
-    return [PaneSection("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))), listed]
+    block = Table(f"EACH LAYER (ms a step, without those inside{order})", columns, places)
+    return [
+        PaneSection("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))),
+        listed(block, choice.scroll, width, (*drop, "of model", "with inside")),
+    ]
 
 
 def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -228,95 +226,23 @@ def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
     cost = flow(
         [Text(f"{name} ").append(value, HEAD) for name, value in health.facts(snapshot.health).items()], width
     )
-    rows = _ledger_rows(snapshot.health["ledger"], snapshot.state in OVER, width)
-    relays: _Columns = {
-        "node": lambda relay: relay["label"],
-        "state": lambda relay: "alive" if relay["alive"] else Text("◆ lost", TONES["critical"]),
-        ">last message": lambda relay: text.age(relay["age_s"]),
-        ">ranks": lambda relay: f"{len(relay['ranks']):,}",
-    }
-    ordered = sorted(snapshot.health["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+    over, ledger = snapshot.state in OVER, snapshot.health["ledger"]
+    rows = [Text("Not known while the aggregator does not answer.")]
+    if ledger is not None:
+        losing = [("all", {**ledger, "unreported": 0}), *health.losing(ledger, over)]
+        rows = [
+            *listed(Table("", ledger_columns(over), losing), 0, width, ["after the last report"]).lines(
+                1 + len(losing)
+            )
+        ]
     errors = sorted(snapshot.health["errors"].items(), key=lambda item: -item[1])
-    counts: _Columns = {">times": lambda error: f"{error[1]:,}", "where": lambda error: error[0]}
+    relays = Table("RELAYS", RELAYS, slowest_relays(snapshot.health["relays"]))
     return [
         PaneSection("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
         PaneSection("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
-        _listed("ERRORS, SWALLOWED AND COUNTED", errors, counts, choice, width, ()),
-        _listed("RELAYS", ordered, relays, choice, width, (">last message",)),
+        listed(Table("ERRORS, SWALLOWED AND COUNTED", ERRORS, errors), choice.scroll, width),
+        listed(relays, choice.scroll, width, ("clock", "last message")),
     ]
-
-
-def _ledger_rows(ledger: Mapping[str, Any] | None, over: bool, width: int) -> list[Text]:
-    """Return what became of the rows of all ranks, then of each rank that lost any."""
-    if ledger is None:
-        return [Text("Not known while the aggregator does not answer.")]
-    counts = ("produced", "stored", "in_flight")
-    head = ["rank", *map(text.words, counts), "dropped", "where"]
-    body: list[list[Cell]] = [[Text(name, QUIET) for name in head]]
-    for rank, rows in [("all", ledger), *health.losing(ledger, over)]:
-        dropped = sum(rows["dropped"].values())
-        numbers = [*(rows[name] for name in counts), dropped]
-        body.append([rank, *(f"{number:,}" for number in numbers), health.dropped_text(rows["dropped"])])
-    return table(body, width, range(5))
-
-
-def _layer_columns(layers: Layers) -> tuple[_Columns, list[str]]:
-    """Return the columns of the table of layers, and those that a narrow window drops."""
-    rows, several = layers.layers, len(layers.ranks) > 1
-    stands_out = {(one.layer, one.rank) for one in layers.findings}
-
-    def time(ms: float | None, index: int, rank: int | None) -> Cell:
-        shown = text.number(ms, aligned=True)
-        return Text(f"▲{shown}", MARK) if (rows[index].name, rank) in stands_out else shown
-
-    def of_rank(rank: int) -> Callable[[Any], Cell]:
-        return lambda index: time(layers.per_rank_ms[rank][index], index, rank)
-
-    columns: _Columns = {
-        "layer": lambda index: layer_name(rows[index]),
-        "class": lambda index: f"{rows[index].kind}{region_of(rows[index])}",
-        ">calls": lambda index: text.number(rows[index].calls),
-        ">forward": lambda index: text.number(rows[index].forward_ms, aligned=True),
-        ">backward": lambda index: text.number(rows[index].backward_ms, aligned=True),
-        ">with inside": lambda index: text.number(rows[index].total_ms, aligned=True),
-        ">of model": lambda index: text.share(rows[index].share),
-        ">outputs": lambda index: text.size(rows[index].output_bytes),
-        ">params": lambda index: text.size(rows[index].parameter_bytes),
-        ">grads": lambda index: text.size(rows[index].gradient_bytes),
-    }
-    if several:
-        columns |= {
-            ">largest": lambda index: time(rows[index].worst_ms, index, rows[index].worst_rank),
-            ">on rank": lambda index: text.plain(rows[index].worst_rank),
-            **{f">rank {rank}": of_rank(rank) for rank in layers.per_rank_ms},
-        }
-    named = {one.rank for one in layers.findings}
-    ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named, -rank))
-    first = [f">rank {rank}" for rank in ranks]
-    return columns, [*first, ">grads", ">params", ">calls", ">outputs", "class", ">of model", ">with inside"]
-
-
-def _listed(
-    title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
-) -> PaneSection:
-    """Return a long table from the selected line on, without the columns in `drop` if it is too wide."""
-
-    def lines(most: int) -> list[Text]:
-        room = max(0, most - 1)
-        first = min(choice.scroll, max(0, len(rows) - room))
-        shown = rows[first : first + room]
-        names, left = [*columns], [name for name in drop if name in columns]
-        while True:
-            body: list[list[Cell]] = [[Text(name.lstrip(">"), QUIET) for name in names]]
-            body += [[columns[name](row) for name in names] for row in shown]
-            right = [column for column, name in enumerate(names) if name.startswith(">")]
-            drawn = table(body, None, right)
-            if not left or max(line.cell_len for line in drawn) <= width:
-                return drawn
-            names.remove(left.pop(0))
-
-    last = f"from {choice.scroll + 1:,} of {len(rows):,}" if choice.scroll else f"{len(rows):,}"
-    return PaneSection(title, lines, len(rows) + 1, 2, last)
 
 
 DRAWN: dict[str, Callable[[PanelState, Choice, int], list[PaneSection]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.document.model import ALIGNED, NUMBER, PLAIN, SIZE, Column, Facts, Table, known
+from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.signals.layers.judge import Layers
 
@@ -89,15 +89,15 @@ def layers_table(block: Mapping[str, Any], most: int = _ROWS) -> Table:
     columns = [
         Column("layer", lambda one: _tail(layer_name(one), _NAME)),
         Column("class", lambda one: _tail(one["kind"], _KIND) + region_of(one)),
-        *([Column("calls", lambda one: one["calls"], NUMBER)] if called else []),
-        *([Column("again", lambda one: one["recomputed"], NUMBER)] if recomputed else []),
-        Column("fwd ms", lambda one: one["forward_ms"], ALIGNED),
-        Column("bwd ms", lambda one: one["backward_ms"], ALIGNED),
-        Column("largest", lambda one: one["worst_ms"], known(ALIGNED)),
-        Column("rank", lambda one: None if one["worst_ms"] is None else one["worst_rank"], known(PLAIN)),
-        Column("outputs", lambda one: one["output_bytes"] or None, known(SIZE)),
-        Column("params", lambda one: one["parameter_bytes"] or None, known(SIZE)),
-        Column("grads", lambda one: one["gradient_bytes"] or None, known(SIZE)),
+        *([Column("calls", lambda one: one["calls"], "number")] if called else []),
+        *([Column("again", lambda one: one["recomputed"], "number")] if recomputed else []),
+        Column("fwd ms", lambda one: one["forward_ms"], "aligned"),
+        Column("bwd ms", lambda one: one["backward_ms"], "aligned"),
+        Column("largest", lambda one: one["worst_ms"], "known aligned"),
+        Column("rank", lambda one: None if one["worst_ms"] is None else one["worst_rank"], "known plain"),
+        Column("outputs", lambda one: one["output_bytes"] or None, "known size"),
+        Column("params", lambda one: one["parameter_bytes"] or None, "known size"),
+        Column("grads", lambda one: one["gradient_bytes"] or None, "known size"),
     ]
     title = "Layers that take longest" if most < len(layers) else "Layers"
     title += " (ms a step, without the layers inside; median of the ranks)"

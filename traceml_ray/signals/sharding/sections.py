@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.document.model import FIGURES, MS, SIZE, Column, Facts, Table
+from traceml_ray.document.model import Column, ColumnUnit, Facts, Table
 
 Row = tuple[int, Mapping[str, Any]]
 """A rank, and what it holds (`summary_shape.ShardsOfRank`)."""
@@ -117,22 +117,22 @@ def holding_most(rows: Sequence[Row], most: int) -> list[Row]:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of a table of `rows`, those that say something."""
-    shown = [
-        ("parameters", "shard_bytes", SIZE),
-        ("on the host", "offloaded_bytes", SIZE),
-        ("gradients", "gradient_bytes", SIZE),
-        ("optimizer", "optimizer_bytes", SIZE),
-        ("after forward", "after_forward_bytes", SIZE),
-        ("peak until then", "forward_peak_bytes", SIZE),
-        ("gather wait", "gather_wait_ms", MS),
-        ("reduce wait", "reduce_wait_ms", MS),
+    shown: list[tuple[str, str, ColumnUnit]] = [
+        ("parameters", "shard_bytes", "size"),
+        ("on the host", "offloaded_bytes", "size"),
+        ("gradients", "gradient_bytes", "size"),
+        ("optimizer", "optimizer_bytes", "size"),
+        ("after forward", "after_forward_bytes", "size"),
+        ("peak until then", "forward_peak_bytes", "size"),
+        ("gather wait", "gather_wait_ms", "ms"),
+        ("reduce wait", "reduce_wait_ms", "ms"),
     ]
     measured = [
         Column(name, partial(_held, field), unit)
         for name, field, unit in shown
         if any(shards[field] for _, shards in rows)
     ]
-    return [Column("rank", lambda row: row[0], FIGURES), *measured]
+    return [Column("rank", lambda row: row[0], "figures"), *measured]
 
 
 def _held(field: str, row: Row) -> Any:

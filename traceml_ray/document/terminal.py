@@ -1,4 +1,4 @@
-"""Lines of styled text (`rich.text.Text`): cut, wrapped, in columns, in a frame."""
+"""Blocks as lines of styled text (`rich.text.Text`): cut, wrapped, in columns, in a frame."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from traceml_ray import text
+from traceml_ray.document.model import SIGNS, Column, Table
 
 Cell = Text | str
 TONES = {
@@ -111,6 +112,36 @@ class PaneSection:
     least: int = 1
     note: Cell = ""
     """Note at the right of the section's title."""
+
+
+def cell_of(column: Column, item: object) -> Cell:
+    """Return the cell of an item, with its sign and colour."""
+    tone = column.tone(item) if column.tone else ""
+    gap = " " * (column.unit != "aligned")  # there are many columns of these in a window
+    return Text(f"{SIGNS[tone]}{gap}{column.cell(item)}", TONES[tone]) if tone else column.cell(item)
+
+
+def listed(block: Table, first: int, width: int, drop: Sequence[str] = ()) -> PaneSection:
+    """Return a long table from its row `first` on, without the columns in `drop` if it is too wide."""
+    names, rows = [column.name for column in block.columns], block.items
+
+    def lines(most: int) -> Sequence[Text]:
+        room = max(0, most - 1)
+        begin = min(first, max(0, len(rows) - room))
+        columns, left = [*block.columns], [name for name in drop if name in names]
+        cells = [[cell_of(column, row) for column in columns] for row in rows[begin : begin + room]]
+        while True:
+            head: list[Cell] = [Text(column.name, QUIET) for column in columns]
+            right = [index for index, column in enumerate(columns) if column.number]
+            drawn = table([head, *cells], None, right)
+            if not left or max(line.cell_len for line in drawn) <= width:
+                return drawn
+            index = [column.name for column in columns].index(left.pop(0))
+            columns.pop(index)
+            cells = [[*row[:index], *row[index + 1 :]] for row in cells]
+
+    note = f"from {first + 1:,} of {len(rows):,}" if first else f"{len(rows):,}"
+    return PaneSection(block.title, lines, len(rows) + 1, 2, note)
 
 
 def framed(
