@@ -160,7 +160,7 @@ compat-%:
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
-	@echo "$(CURDIR)/build/site/index.html"
+	@echo "$(CURDIR)/build/site/index.html (to search in it: python -m http.server -d build/site)"
 
 screenshots: $(INSTALLED)
 	$(PY) docs/symptom_pictures.py docs/img >build/scenes.txt

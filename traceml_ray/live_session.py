@@ -311,7 +311,7 @@ class Session:
     return objects with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes
     plain dicts of any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
 
-    A `run` is meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
+    `run`: a run's id or name (`RunInfo`); default: the newest that has rows.
 
     `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
     """

@@ -360,9 +360,12 @@ def _spans(spans: Sequence[Mapping[str, Any]]) -> Any:
 
 def _output(output: LastOutput | None) -> Any:
     """Return the lines that a rank printed last, those of stderr marked."""
-    if output is None or not output.lines:
-        why = output and output.missing
-        return html.P(f"No line is known{f' ({why})' if why else ''}.", className="empty")
+    if output is None:
+        return html.P("No output is known yet.", className="empty")
+    if not output.lines:
+        why = output.missing
+        nothing = f"No output is known: {why}." if why else "This rank has printed nothing."
+        return html.P(nothing, className="empty")
     lines: list[Any] = []
     for line in output.lines:
         if line.skipped:

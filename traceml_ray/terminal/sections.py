@@ -417,7 +417,14 @@ def output(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSec
         err = line.stream == "stderr"
         shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(line.text)))
     if not shown:
-        shown = [Text(f"No line is known{f' ({why})' if (why := last_output.missing) else ''}.", QUIET)]
+        shown = [
+            Text(
+                f"No output is known: {why}."
+                if (why := last_output.missing)
+                else "This rank has printed nothing.",
+                QUIET,
+            )
+        ]
     note = Text("! stderr", QUIET)
     title = f"LAST OUTPUT OF RANK {last_output.rank}"
     return PaneSection(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)

@@ -41,7 +41,7 @@ def first_words(memory: Memory) -> Sequence[str]:
     elif memory.findings:
         sentences = [memory.findings[0].why, *memory.findings[0].next[:1]]
     else:
-        sentences = ["No rank's memory has grown above its own level."]
+        sentences = ["No memory growth detected."]
     return [*sentences, *missing_words(memory)]
 
 
