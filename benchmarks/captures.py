@@ -1,5 +1,5 @@
 """
-What a profile costs: the steps that it records, those in which its trace is written and sent, those after it.
+What a profile costs: the steps that it records, those in which its trace is written, those after it.
 
     python benchmarks/captures.py [--rounds 100] [--markdown]
 
@@ -56,7 +56,7 @@ class Round(NamedTuple):
     turning: float | None = None
     """turning the profiler on and off,"""
     sending: list[float] | None = None
-    """and each step until the trace had been sent."""
+    """and each step until the trace was there for the relay."""
     exported: float | None = None
 
 
@@ -158,7 +158,7 @@ def figures(rounds: list[Round]) -> list[Figure]:
         ),
         Figure(
             "capture",
-            "steps while it is written and sent",
+            "steps while it is written",
             f"{len(sent) / len(with_one):.0f}, {100 * (statistics.median(sent) - 1):+.0f} % each (median)",
         ),
         Figure("capture", "that is, in all", f"{statistics.median(lost):+.0f} ms"),

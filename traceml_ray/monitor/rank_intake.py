@@ -89,6 +89,8 @@ class RankIntake:
         """Rank processes whose process ended without a final batch, to be sent."""
         self.events: list[wire.Event] = []
         """Events of the node and its processes, to be sent."""
+        self.requests: list[wire.MeasureRequest] = []
+        """What persons on this node ask for, to be sent."""
         self.verdicts: dict[str, dict[str, wire.Value]] = {}
         """Verdict on each run, for the log of its rank 0."""
         self._commands: list[wire.Command] = []

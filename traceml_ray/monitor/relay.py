@@ -110,8 +110,6 @@ class RelayCore:
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
         self._reported = 0
         """Errors that the newest packet counts."""
-        self._requests: list[wire.MeasureRequest] = []
-        """What persons ask for, to be sent."""
         self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
         self._ender: RankConnection | None = None
@@ -247,8 +245,8 @@ class RelayCore:
         """Have the aggregator know what a person asks for."""
         if asked.measure is None:
             self._add_events([wire.Event("bundle_request", time.time_ns(), data={"request": asked.request})])
-        elif len(self._requests) < _MOST:
-            self._requests.append(asked.measure)
+        elif len(self._intake.requests) < _MOST:
+            self._intake.requests.append(asked.measure)
         else:
             self._errors.count("request: no room")
 
@@ -280,7 +278,7 @@ class RelayCore:
     def _has_content(self) -> bool:
         """Whether there is anything to pack but a sample."""
         outbox, intake = self._outbox, self._intake
-        content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or self._requests
+        content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or intake.requests
         printed = self._output.waiting
         return bool(content or printed or sum(errors.total() for errors in self._counted()) != self._reported)
 
@@ -305,7 +303,7 @@ class RelayCore:
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
         most = _count_within(intake.events[:_MOST], _EVENT_BYTES)
         events, intake.events = intake.events[:most], intake.events[most:]
-        requests, self._requests = self._requests, []
+        requests, intake.requests = intake.requests, []
         message = wire.RelayBatch(
             v=wire.VERSION,
             node=self._node,
