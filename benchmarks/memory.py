@@ -28,8 +28,9 @@ from memory_families import FAMILIES, outcomes
 from memory_series import GIB, MIB, on_device
 
 from traceml_ray.identity import RankIdentity
+from traceml_ray.signals.live import Ranks
 from traceml_ray.signals.memory.judge import judge
-from traceml_ray.signals.memory.live import FIELDS, LiveMemory, Ranks
+from traceml_ray.signals.memory.live import FIELDS, LiveMemory
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.shapes import Memory, Series
 from traceml_ray.store.rank_processes import RankProcess

@@ -83,6 +83,8 @@ FIXED = {
     "agent/batch_draft.py _size_of": "the name of a field",
     "agent/rank_agent.py guard": "its callers' are looked at",
     "agent/rank_agent.py tick": "the name of a collector",
+    "monitor/live_verdict.py judge": "the name of a signal that is judged live",
+    "monitor/live_verdict.py resume": "the same",
     "agent/rank_agent.py _lose": "one of six",
     "agent/device_use.py _count": "names fixed in device.py",
     "agent/patch/patcher.py failed": "its callers' are looked at",

@@ -18,6 +18,7 @@ from sessions import LIMITS, aggregation, ask, identity
 from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.live import Ranks
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.events import MemoryEvents
@@ -29,7 +30,6 @@ from traceml_ray.signals.memory.live import (
     SIZE,
     SLICE_S,
     LiveMemory,
-    Ranks,
     SampleBuffer,
 )
 from traceml_ray.signals.memory.records import MemorySample
@@ -119,7 +119,7 @@ def test_all_ranks_are_judged_within_a_share_of_a_core() -> None:
     used = 20 * time.costs
     assert SHARE * time.now >= used - 2 * SLICE_S
     assert SHARE * time.now <= 3 * used
-    assert {f.rank for f in live.get("run").findings} == {1}  # type: ignore[union-attr]
+    assert {f.rank for f in live.latest("run").findings} == {1}  # type: ignore[union-attr]
 
 
 def test_only_ranks_with_new_samples_are_judged_again() -> None:
@@ -127,17 +127,17 @@ def test_only_ranks_with_new_samples_are_judged_again() -> None:
     assert live.judge({"run": _ranks(4)}) == ["run"]
     time.now += 1
     assert live.judge({"run": _ranks(4)}) == []
-    before = live.get("run")
+    before = live.latest("run")
     live.add(2, _host(60, 3 * GIB))
     time.now += 1
     assert live.judge({"run": _ranks(4)}) == ["run"]
-    assert [row.samples for row in live.get("run").ranks] == [60, 60, 61, 60]  # type: ignore[union-attr]
-    assert before is not live.get("run")
+    assert [row.samples for row in live.latest("run").ranks] == [60, 60, 61, 60]  # type: ignore[union-attr]
+    assert before is not live.latest("run")
 
 
 def test_question_is_answered_by_all_samples_of_few_ranks_and_the_last_round_of_many() -> None:
     live, _ = _live(4)
-    assert live.fresh("run", _ranks(4)) == live.get("run") is not None
+    assert live.fresh("run", _ranks(4)) == live.latest("run") is not None
     live.add(2, _host(60, 2 * GIB))
     answer = live.fresh("run", _ranks(4))
     assert answer is not None and [row.samples for row in answer.ranks] == [60, 60, 61, 60]
@@ -150,7 +150,7 @@ def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
     live.judge({"run": _ranks(2)})
     time.now += 1
     live.judge({})
-    assert live.get("run") is None
+    assert live.latest("run") is None
     for process in range(MAX_PLACES + 10):
         live.add(process, _host(0, GIB))
     assert len(live._kept) == MAX_PLACES

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, write
 
+from traceml_ray.analysis.node_clock import UNCOMPARED_BOUND_NS
 from traceml_ray.importers.gather import gather
-from traceml_ray.signals.memory.recordings import UNCOMPARED_BOUND_NS, MergedRecordings, merge
+from traceml_ray.signals.memory.recordings import MergedRecordings, merge
 
 
 def merged(*paths: Path) -> MergedRecordings:

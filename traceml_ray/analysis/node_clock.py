@@ -10,6 +10,8 @@ import numpy as np
 Int64 = np.ndarray[Any, np.dtype[np.int64]]
 Float = np.ndarray[Any, np.dtype[np.float64]]
 
+UNCOMPARED_BOUND_NS = 1_000_000_000
+"""Error bound that is assumed for clocks of several nodes that were not compared."""
 DRIFT = 1e-4
 """Largest rate at which two clocks drift apart: each crystal is within 50 ppm of its nominal rate."""
 MAX_OFFSET_NS = 1 << 60

@@ -26,7 +26,7 @@ from traceml_ray.monitor.relay_intake import RelayIntake
 from traceml_ray.monitor.relay_pace import RelayPace
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.live import LiveMemory
+from traceml_ray.signals.lives import LIVE
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.recent import Recent
@@ -72,10 +72,10 @@ class AggregatorCore:
         self._steps = LiveSteps(
             settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
         )
-        recent, memory = Recent(), LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
+        recent, signals = Recent(), [make(self._writer.lock, lambda: ticks() / 1e9) for make in LIVE]
         self._bundling = Bundling(settings, self._writer, self.errors, clock, ticks, self.commit)
         self._judge = LiveJudge(
-            self._writer, recent, self._steps, memory, settings, clock, self.errors,
+            self._writer, recent, self._steps, signals, settings, clock, self.errors,
             self._bundling,
         )  # fmt: skip
         self._profiling = Profiling(
@@ -84,7 +84,7 @@ class AggregatorCore:
         )  # fmt: skip
         self._layers = LayerRequests(self.errors, self._judge.running, lambda: ticks() / 1e9)
         self._intake = RelayIntake(
-            self._writer, recent, self._steps, memory, self._judge, self._bundling, self._profiling,
+            self._writer, recent, self._steps, signals, self._judge, self._bundling, self._profiling,
             self._layers, clock, self.errors,
         )  # fmt: skip
         self._answers = LiveAnswers(

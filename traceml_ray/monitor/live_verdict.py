@@ -34,12 +34,9 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.memory.events import KIND as MEMORY_EVENT
-from traceml_ray.signals.memory.events import MemoryEvents
-from traceml_ray.signals.memory.live import LiveMemory, Ranks
-from traceml_ray.signals.memory.shapes import Memory
+from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.signals.views import findings_of, with_causes
+from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
@@ -53,8 +50,6 @@ MAX_ROWS = 100_000
 """Rows in the windows before the newest."""
 MAX_EPISODES = 50
 """Largest number of episodes of a run in an answer."""
-MAX_RESUMED = 200_000
-"""Largest number of memory samples of a run that are read after a restart."""
 MAX_FATAL = 4
 """Largest number of events of a kind on the death of one process. It dies once."""
 
@@ -68,7 +63,7 @@ class LiveJudge:
         writer: of the session; its lock is held briefly.
         recent: the newest spans of every rank process and samples of every node.
         steps: the histories of the live runs.
-        memory: the samples of the ranks' memory.
+        signals: what is judged beside the steps.
         settings: of the session.
         clock: wall clock in ns.
         errors: where a run that cannot be judged is counted.
@@ -78,7 +73,7 @@ class LiveJudge:
     writer: SessionWriter
     recent: Recent
     steps: LiveSteps
-    memory: LiveMemory
+    signals: Sequence[LiveSignal]
     settings: Settings
     clock: Callable[[], int]
     errors: Errors
@@ -97,9 +92,6 @@ class LiveJudge:
         self._saved = SavedState(self.writer, self.settings, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
-        self._memory_events: dict[str, MemoryEvents] = {}
-        self.signal_answers: dict[type[Any], Callable[[str | None], Any]] = {GetMemory: self.memory_now}
-        """What live judges of signals have found in a run (None: the newest), by question."""
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
@@ -132,20 +124,15 @@ class LiveJudge:
             self._hang_watch.note(event)
 
     def resume(self, run: str, file: SessionFile, processes: Collection[int]) -> None:
-        """
-        Take what is stored of a run that goes on, after a restart: events on deaths, samples of memory, and
-        which findings on these were events.
-        """
-        reported = self._memory_events.setdefault(run, MemoryEvents())
-        for event in file.events()[0]:
-            if event["process"] in processes:
-                self.note(event)
-                if event["kind"] == MEMORY_EVENT:
-                    reported.resume(event["data"])
-        try:
-            self.memory.resume(file.memory_samples(processes, most=MAX_RESUMED)[0])
-        except Exception as error:
-            self.errors.swallow("memory", error)
+        """Take what is stored of a run that goes on, after a restart: events on deaths, and for signals."""
+        events = [event for event in file.events()[0] if event["process"] in processes]
+        for event in events:
+            self.note(event)
+        for signal in self.signals:
+            try:
+                signal.resume(run, file, processes, events)
+            except Exception as error:
+                self.errors.swallow(signal.name, error)
 
     def _forget_deaths(self, known: LiveRanks) -> None:
         """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
@@ -172,10 +159,11 @@ class LiveJudge:
     def judge(self) -> None:
         """Judge the last steps that every live rank of each run reported. An error is counted."""
         known = self.feed()
-        try:
-            self._judge_memory(known)
-        except Exception as error:
-            self.errors.swallow("memory", error)
+        for signal in self.signals:
+            try:
+                self._judge_signal(signal, known)
+            except Exception as error:
+                self.errors.swallow(signal.name, error)
         for run in known.runs:
             try:
                 self._judge(run, known)
@@ -191,9 +179,6 @@ class LiveJudge:
         }
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
-        self._memory_events = {
-            run: events for run, events in self._memory_events.items() if run in known.runs
-        }
 
     def _judge(self, run: str, known: LiveRanks) -> None:
         processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
@@ -246,21 +231,24 @@ class LiveJudge:
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
-    def _judge_memory(self, known: LiveRanks) -> None:
-        """Judge the memory of some ranks; what needs action is an event."""
-        for run in self.memory.judge({run: self._ranks_of(run, known) for run in known.runs}):
-            memory = self.memory.get(run)
-            assert memory is not None
-            events = self._memory_events.setdefault(run, MemoryEvents()).of(memory, self.clock())
+    def _judge_signal(self, signal: LiveSignal, known: LiveRanks) -> None:
+        """Judge a signal for a moment; what needs action is an event."""
+        for run in signal.judge({run: self._ranks_of(run, known) for run in known.runs}):
+            events = signal.events(run, self.clock())
             with self.writer.lock:
                 for rank, event in events:
                     self.writer.add_event(event, known.ranks[run].get(rank), run=run)
 
-    def memory_now(self, run: str | None) -> Memory | None:
-        """Return what is found about the memory of a live run (None: the newest), see `LiveMemory.fresh`."""
-        run = run or self.newest() or ""
-        known = self.live_runs.known
-        return self.memory.fresh(run, self._ranks_of(run, known)) if run in known.runs else None
+    def judged_now(self, asked: OfRun[Any]) -> Any:
+        """
+        Return what a signal has found in a live run (None: the newest) as of now; None where it is not judged
+        live, or the run is not live.
+        """
+        run, known = asked.run or self.newest() or "", self.live_runs.known
+        signal = next((signal for signal in self.signals if signal.question is type(asked)), None)
+        if signal is None or run not in known.runs:
+            return None
+        return signal.fresh(run, self._ranks_of(run, known))
 
     def running(self) -> list[RunNow]:
         """Return the runs that are judged, the newest last, as they are profiled."""
@@ -331,35 +319,36 @@ class LiveJudge:
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
-        verdict, about_memory = self._with_memory(run, verdict)
+        verdict, has_cause = self._with_cause(run, verdict)
         state.verdict = verdict
         # Which of two stages is the larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
         beside = frozenset((one.label, frozenset(one.stages), one.ranks) for one in verdict.also)
-        about = about_memory, _reason(verdict), beside
+        about = has_cause, _reason(verdict), beside
         named = *what, verdict.span, verdict.lasted_s, verdict.stacks, *about
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
 
-    def _with_memory(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
-        """Return a verdict on a death with what memory had done before, and whether there is anything."""
-        memory = self.memory.get(run)
-        if memory is None or verdict.label not in DEATHS:
+    def _with_cause(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
+        """Return a verdict on a death with what signals know of its cause, and whether there is anything."""
+        if verdict.label not in DEATHS:
             return verdict, False
-        with_memory = with_causes(verdict, {"memory": memory})
-        return with_memory, with_memory is not verdict
+        latest = {signal.name: signal.latest(run) for signal in self.signals}
+        known = {name: answer for name, answer in latest.items() if answer is not None}
+        with_cause = with_causes(verdict, known)
+        return with_cause, with_cause is not verdict
 
     def _severe(self, run: str, verdict: Verdict) -> Conclusion | None:
-        """Return what was found of memory for sure, where that is more severe than the `verdict`."""
-        memory, events = self.memory.get(run), self._memory_events.get(run)
-        if memory is None or events is None or not memory.findings:
+        """Return what was found for sure by a signal, where that is more severe than the `verdict`."""
+        worst = {signal.name: signal.worst(run) for signal in self.signals}
+        answers = {name: answer for name, answer in worst.items() if answer is not None}
+        if not answers:
             return None
-        worst = events.lasting(memory).findings[:1]
         plain = verdict.plain()
-        first = conclude(plain, findings_of(plain, {"memory": Memory(findings=worst)}))
-        return first if first.subject == "memory" else None
+        first = conclude(plain, findings_of(plain, answers))
+        return first if first.subject != "steps" else None
 
 
 class _LiveRun:

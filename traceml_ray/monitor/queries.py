@@ -143,8 +143,7 @@ class LiveAnswers(Answers):
         return self._judge.answer(run)
 
     def _judged_live(self, asked: OfRun[Any]) -> Any:
-        judged = self._judge.signal_answers.get(type(asked))
-        return judged(asked.run) if judged else None
+        return self._judge.judged_now(asked)
 
     @contextmanager
     def _history(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:

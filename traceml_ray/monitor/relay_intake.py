@@ -6,7 +6,7 @@ Each message is taken once, by its number, and so is each batch of a rank in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,7 @@ from traceml_ray.monitor.rank_numbering import AttemptTracker, Groups
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
-from traceml_ray.signals.memory.live import LiveMemory
-from traceml_ray.signals.memory.records import MEMORY
+from traceml_ray.signals.live import LiveSignal
 from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.throughput.records import SIZES
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess
@@ -68,7 +67,7 @@ class RelayIntake:
         writer: of the session file.
         recent: keeps the newest spans and samples of nodes.
         steps: the histories of the live runs.
-        memory: takes samples of memory, and collectives.
+        signals: what is judged beside the steps; takes records and spans.
         judge: takes events of rank processes.
         bundling: takes events,
         profiling: and these with what ranks say of their captures.
@@ -80,7 +79,7 @@ class RelayIntake:
     writer: SessionWriter
     recent: Recent
     steps: LiveSteps
-    memory: LiveMemory
+    signals: Sequence[LiveSignal]
     judge: LiveJudge
     bundling: Bundling
     profiling: Profiling
@@ -93,7 +92,7 @@ class RelayIntake:
         self._groups, self._restarts = Groups(processes), AttemptTracker(processes)
         self._clocks = NodeClocks(self.writer)
         self._uses: dict[str, Callable[[Any, Any], None]] = {
-            MEMORY.name: self.memory.add,
+            **{signal.kind.name: signal.add for signal in self.signals},
             SIZES.name: self.recent.add_sizes,
             EXPERTS.name: self.recent.add_tokens,
             NODE.name: self.recent.add_sample,
@@ -204,7 +203,8 @@ class RelayIntake:
         for span in batch.spans:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)
-            self.memory.add_span(process.id, span)
+            for signal in self.signals:
+                signal.add_span(process.id, span)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
         self._begin_requests(batch.requests)

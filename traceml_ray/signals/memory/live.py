@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from traceml_ray.signals.live import Ranks
+from traceml_ray.signals.memory.answer import GetMemory
+from traceml_ray.signals.memory.events import KIND, MemoryEvents
 from traceml_ray.signals.memory.findings import RankFindings, rank_findings
 from traceml_ray.signals.memory.judge import compare
 from traceml_ray.signals.memory.limits import MEMORY
-from traceml_ray.signals.memory.recordings import UNCOMPARED_BOUND_NS
+from traceml_ray.signals.memory.records import MEMORY as MEMORY_SAMPLES
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.shapes import NO_STEP, Collective, Float, Int64, Memory, Series
 from traceml_ray.signals.memory.stored import is_collective, when
-from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.samples import MemoryColumns
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 
 FIELDS = (
@@ -154,6 +155,8 @@ SLICE_S = 0.05
 """CPU time of one round of judging, in s; a slow last rank may exceed it."""
 MAX_PLACES = 8192
 """Rank processes and devices whose samples are kept; beyond, those that came first go."""
+MAX_RESUMED = 200_000
+"""Largest number of memory samples of a run that are read after a restart."""
 MAX_FRESH = 32
 """Up to this many ranks with new samples, a question is answered by judging them immediately."""
 Place = tuple[int, int | None]
@@ -184,38 +187,19 @@ class _Run:
     rounds: int = 0
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Who is who in a run."""
-
-    processes: Mapping[int, RankProcess]
-    """Rank processes by id."""
-    labels: Mapping[int, str]
-    """Labels of their nodes, by process id."""
-    world: int | None
-    clocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Offset of each node's clock and its largest error, in ns, by node id; only where known."""
-
-    def clock(self, process: RankProcess) -> tuple[int, int]:
-        """Return that of a process's node; of one that is not known, nothing, and what clocks differ by."""
-        node = process.identity.node_id if process.identity else None
-        return self.clocks.get(node or "", (0, UNCOMPARED_BOUND_NS if self.several_nodes else 0))
-
-    @cached_property
-    def several_nodes(self) -> bool:
-        """Whether there are clocks that may differ."""
-        return len({self.labels.get(process) for process in self.processes}) > 1
-
-
 class LiveMemory:
     """
-    `add` is called with the writer's lock, all else by any thread.
+    See `LiveSignal`: `add` and `add_span` are called with the writer's lock, all else by any thread.
 
     Args:
         lock: the writer's.
         clock: monotonic seconds.
         busy: CPU seconds of the thread that judges.
     """
+
+    name = "memory"
+    question = GetMemory
+    kind = MEMORY_SAMPLES
 
     def __init__(
         self,
@@ -229,6 +213,7 @@ class LiveMemory:
         self._of_process: dict[int, list[Place]] = {}
         self._spans: dict[int, dict[tuple[str, str | None], _Use]] = {}
         self._runs: dict[str, _Run] = {}
+        self._events: dict[str, MemoryEvents] = {}
         self._due = 0.0
 
     def add(self, process: int, sample: MemorySample) -> None:
@@ -242,9 +227,15 @@ class LiveMemory:
             self._of_process.setdefault(process, []).append(place)
         kept.add(sample)
 
-    def resume(self, samples: Iterable[MemoryColumns]) -> None:
-        """Take the samples that are stored of rank processes, before any other."""
-        for columns in samples:
+    def resume(
+        self, run: str, file: SessionFile, processes: Collection[int], events: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Take the stored samples of a run, before any other, and which findings were events."""
+        reported = self._events.setdefault(run, MemoryEvents())
+        for event in events:
+            if event["kind"] == KIND:
+                reported.resume(event["data"])
+        for columns in file.memory_samples(processes, most=MAX_RESUMED)[0]:
             if len(self._kept) < MAX_PLACES:
                 place = columns.process, columns.device
                 self._kept[place] = SampleBuffer.from_arrays(columns.t_ns, columns.step, columns.columns)
@@ -295,13 +286,24 @@ class LiveMemory:
             self._due = self._clock() + (self._busy() - began) / SHARE
             return finished
 
-    def get(self, run: str) -> Memory | None:
+    def events(self, run: str, now_ns: int) -> list[tuple[int, wire.Event]]:
+        """Return the events of what was found last in a run, each with its rank."""
+        memory = self.latest(run)
+        return self._events.setdefault(run, MemoryEvents()).of(memory, now_ns) if memory is not None else []
+
+    def latest(self, run: str) -> Memory | None:
         """Return what was found last; None before the first time."""
         state = self._runs.get(run)
         return state.memory if state is not None else None
 
+    def worst(self, run: str) -> Memory | None:
+        """Return the most severe finding that lasts, alone; None where there is none."""
+        memory, events = self.latest(run), self._events.get(run)
+        findings = events.lasting(memory).findings[:1] if memory is not None and events is not None else []
+        return Memory(findings=findings) if findings else None
+
     def fresh(self, run: str, ranks: Ranks) -> Memory | None:
-        """Return what is found now, where few ranks have new samples; else as `get`."""
+        """Return what is found now, where few ranks have new samples; else as `latest`."""
         with self._lock:
             state = self._runs.setdefault(run, _Run())
             changed = self._changed(state, ranks)
@@ -315,6 +317,8 @@ class LiveMemory:
     def _keep(self, runs: Mapping[str, Ranks]) -> None:
         for run in self._runs.keys() - runs.keys():
             del self._runs[run]
+        for run in self._events.keys() - runs.keys():
+            del self._events[run]
 
     def _collectives(self, ranks: Ranks) -> list[Collective]:
         """Return which collectives the ranks were in, and when, as far as samples tell when steps were."""

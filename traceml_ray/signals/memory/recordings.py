@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traceml_ray import text
+from traceml_ray.analysis.node_clock import UNCOMPARED_BOUND_NS
 from traceml_ray.signals.memory.shapes import NO_STEP, Collective, Series
 
 Ints = npt.NDArray[np.int64]
@@ -86,8 +87,6 @@ def column(values: Iterable[float | None]) -> Floats:
 
 
 _Number = TypeVar("_Number", np.float64, np.int64)
-UNCOMPARED_BOUND_NS = 1_000_000_000
-"""Error bound that is assumed for clocks of several nodes that were not compared."""
 
 
 @dataclass
