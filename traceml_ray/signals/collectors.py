@@ -22,4 +22,4 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "output": OutputTap.of_rank,
     "experts": RouterCollector,
 }
-"""By what is counted of them when they fail, in the order in which they collect."""
+"""Collectors by the name under which their failures are counted, in the order in which they collect."""

@@ -20,9 +20,9 @@ from traceml_ray.wire.codec import Part, encode_part
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, NODE)
 }
-"""In the order in which they have a place in a batch."""
+"""Kinds of records by name, in the order in which they have a place in a batch."""
 OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}
-"""By the struct."""
+"""Kind of each record struct."""
 
 
 def encoded(records: Iterable[Part]) -> dict[str, list[msgspec.Raw]]:

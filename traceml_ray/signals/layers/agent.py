@@ -32,7 +32,10 @@ from traceml_ray.wire.codec import ready
 from traceml_ray.wire.commands import LayersCommand
 
 MAX_SHARE = 0.012
-"""Of a step, that measuring may cost by its own count: of 3 % that are promised, since it sees about half."""
+"""
+Largest cost of measuring by its own count, as a share of a step. 3 % are promised; the count
+sees about half.
+"""
 _MOST_SHARE = 0.015
 """Once a window has cost more than this of its time, nothing is measured until it has not."""
 _FIRST_EVERY = 8

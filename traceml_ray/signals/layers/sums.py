@@ -13,11 +13,14 @@ from traceml_ray.signals.layers.table import LayerTable
 from traceml_ray.wire import messages as wire
 
 _UNSEEN_NS = 1000
-"""About what torch takes to call one of our hooks,"""
+"""Approximate time that torch takes to call one of our hooks, in ns."""
 _IDLE_NS = 250
-"""and a call of a module, to pass our wrapper in a step that is not measured."""
+"""
+Approximate time that a call of a module takes to pass our wrapper in a step that is not
+measured, in ns.
+"""
 _MAX_BYTES = 24 * 1024
-"""Of a window as it is sent: of layers with long names fewer are listed."""
+"""Largest size of a window as it is sent, in bytes. With long names, fewer layers are listed."""
 
 
 class MeasuredStep(NamedTuple):

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from traceml_ray.signals.layers.records import Region
 
 MAX_MODULES = 1000
-"""Of a larger model those nearest to the root; what is inside them is their own time."""
+"""
+Largest number of modules that are measured, nearest to the root. What is inside them counts as their own
+time.
+"""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """What a module that wraps another one calls that; names are without."""
 _MAX_NAME, _MAX_KIND = 120, 60

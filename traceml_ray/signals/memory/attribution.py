@@ -75,9 +75,12 @@ class _Use:
     op: str
     group: str | None
     firsts: Int64
-    """(n,) ns, ascending: when each time in which it was used began (one time of a whole run, or n marks),"""
+    """
+    Beginning of each time in which it was used (n,), in ns, ascending: one time of a whole run,
+    or n marks.
+    """
     lasts: Int64
-    """and when that, or one before it, ended."""
+    """Latest end of these times so far (n,), in ns."""
     bytes: int | None
 
     @property

@@ -40,17 +40,20 @@ _NOISY = 3
 """Where noise moves the beginning by more samples than that, a fit to all samples tells it better."""
 _NEAR_TOP = 0.9
 _BENT = 0.7
-"""Growth is bent where its first half takes less than this share of the time that the same takes later,"""
+"""Growth is bent if its first half takes less than this share of the time that its second half takes."""
 _BENT_ERROR = 0.25
-"""and when it began is then known to within this share of the time of its first half."""
+"""Error of the beginning of bent growth, as a share of the time of its first half."""
 _MARGIN = 0.1
 """A rise takes the time from this share of it to the same share below its top."""
 _LATE = 0.25
-"""How a rise ends is told by its slope in this last part of its time,"""
+"""Last part of a rise, as a share of its time. Its slope shows how the rise ends."""
 _LATE_SAMPLES = 8
-"""of so many samples at least,"""
+"""Least number of samples in that last part."""
 _OVER, _SLOWING = 0.16, 0.65
-"""over that of the whole: it is over up to the first, and slows down up to the second (a root has 0.54)."""
+"""
+Slope of the last part over that of the whole: up to the first value the rise is over, up to the second it
+slows down (a root has 0.54).
+"""
 End = Literal["step", "grows", "slows", "over"]
 
 
@@ -59,18 +62,18 @@ class Rise:
     """One growth of one counter."""
 
     at_ns: int
-    """When it began,"""
+    """Time at which it began, in ns."""
     spread_ns: int
-    """to within so much, by noise over slope."""
+    """Error of `at_ns` in ns, from noise over slope."""
     delta: float
-    """Bytes."""
+    """Size of the rise, in bytes."""
     threshold: float
-    """From so many bytes on it counts."""
+    """Size from which on it counts, in bytes."""
     from_start: bool
-    """It grew from its first settled sample on: when that began is not known."""
+    """Whether it grew from its first settled sample on. Then its beginning is not known."""
     step: int | None
     end: End = "grows"
-    """It came at once, still grows, grows more slowly than before, or grew for some time and is over."""
+    """How it ends: it came at once, still grows, grows more slowly than before, or is over."""
 
 
 @dataclass(frozen=True)

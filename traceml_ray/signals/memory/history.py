@@ -26,9 +26,9 @@ from traceml_ray.wire.messages import Event, Value
 MAX_ENTRIES = 20_000
 """Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""
 MAX_FILES = 3
-"""Of one process,"""
+"""Largest number of files of one process."""
 PAUSE_S = 60.0
-"""and so long between two: a script may catch the error and try again in every step."""
+"""Least time between two files, in s: a script may catch the error and try again in every step."""
 _MISSING = "memory history"
 
 

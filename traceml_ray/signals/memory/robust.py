@@ -11,15 +11,15 @@ from traceml_ray.signals.memory.shapes import Float
 
 Index = np.ndarray[Any, np.dtype[np.intp]]
 TO_SIGMA = 1.4826
-"""From a median absolute deviation to the standard deviation of a Gaussian."""
+"""Factor from a median absolute deviation to the standard deviation of a Gaussian."""
 _FEW = 8
-"""Values that Python sorts sooner than numpy."""
+"""Number of values up to which Python sorts faster than numpy."""
 _STARTS = 8
-"""A ramp may begin at each eighth of the points, up to"""
+"""Number of parts of the points. A ramp may begin at each part, up to `_LATEST`."""
 _LATEST = 6
-"""this one."""
+"""Last part that a ramp may begin at."""
 _HINGES = 48
-"""Times that are tried for the beginning of a growth."""
+"""Number of times that are tried for the beginning of a growth."""
 _FITTED = 20
 """Fewest samples that tell it."""
 _SIGMAS = 3.0

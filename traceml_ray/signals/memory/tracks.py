@@ -17,21 +17,24 @@ LEAST_TOTAL = float(1 << 20)
 """Anything smaller is no device, and no limit."""
 _HOST = ("rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes")
 _WARM_STEPS = 2
-"""Steps after the first that are still warm-up,"""
+"""Number of steps after the first that still are warm-up."""
 _WARM_SHARE = 5
-"""up to one in so many of the samples."""
+"""Warm-up is at most one in so many of the samples."""
 _QUARTER = 4
 _REACHED = 0.9
 _BLOCKS = 20
-"""Where no steps are known, loading ends at the first level that is held for two of so many blocks,"""
+"""
+Number of blocks of samples. If no steps are known, loading ends at the first level that is held for two of
+them.
+"""
 _BLOCK = 4
-"""each of so many samples at least,"""
+"""Least number of samples in such a block."""
 _LEVEL = 0.02
-"""within this share of it,"""
+"""Share within which a level must be held."""
 _NOISE = 6.0
-"""or so many standard deviations of the noise."""
+"""Number of standard deviations of the noise within which a level may be held instead."""
 _TAIL_S = 30.0
-"""A last step that is no longer may be the end of the process, in which it lets go of its memory."""
+"""Longest time of a last step that may be the end of the process, in which it releases its memory, in s."""
 _FALL = 0.05
 """What falls by this share in it is not the level of the run."""
 

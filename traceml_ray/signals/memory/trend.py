@@ -38,14 +38,20 @@ _FILLING = (1.0, 0.5, 0.25)
 _QUICKENING = (1.0, 0.5, 0.25)
 """Time constants of logarithms and exponentials, as shares of the time of growth."""
 _REST = 0.5
-"""A bent shape must leave at most this share of the variance that the best line leaves,"""
+"""Largest share of the variance left by the best line that a bent shape may leave."""
 _EVIDENCE = 12.0
-"""and of few points less: n points that fit both equally well differ by chance."""
+"""
+Evidence that a bent shape needs with n points: it may leave at most exp(−this ÷ n) of what the line leaves,
+because two shapes that fit equally well differ by chance.
+"""
 SLOWER = 0.8
 _FASTER = 1.25
-"""And the slope of the last third must differ from the whole's by this factor."""
+"""Factor by which the slope of the last third must differ from the whole's."""
 _STRAIGHT = 0.85
-"""Of a straight part the second half's slope is at least this share of the first half's, beyond its error."""
+"""
+Share of the first half's slope that the second half's must reach, beyond its error, for a part to be
+straight.
+"""
 _Rows = tuple[slice, slice, slice]
 
 

@@ -59,11 +59,11 @@ class NodeSample(Part, frozen=True):
     gpus: Annotated[list[GpuSample], FEW] | None = None
     swap_in_bytes: Count | None = None
     psi_cpu: float | None = None
-    """Share (0..1) of the time since the sample before in which some task waited for a CPU,"""
+    """Share (0..1) of the time since the last sample in which some task waited for a CPU."""
     psi_memory: float | None = None
-    """for memory,"""
+    """Share (0..1) of the time since the last sample in which some task waited for memory."""
     psi_io: float | None = None
-    """for the disk."""
+    """Share (0..1) of the time since the last sample in which some task waited for the disk."""
     cpu_throttled_ns: Count | None = None
     """CPU time that the container's quota held back."""
 

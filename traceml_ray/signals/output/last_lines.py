@@ -8,11 +8,11 @@ from traceml_ray.masking import Masker, masked
 from traceml_ray.signals.output.records import Output
 
 LINE_CHARS = 400
-"""Of a line, that are kept: the first ones."""
+"""Largest number of characters kept of a line: the first ones."""
 MOST_BYTES = 6000
-"""Of the lines of one stream in one batch: the newest that fit."""
+"""Largest size of the lines of one stream in one batch, in bytes: the newest that fit."""
 _RAW_CHARS = 2000
-"""Of a line, that are looked at."""
+"""Largest number of characters of a line that are examined."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """How a terminal is told of colours, titles, and where to write."""
 

@@ -24,9 +24,9 @@ from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 from traceml_ray.wire.messages import SpanSum
 
 _READ_S = 60.0
-"""A model that seems to be the same is read again after so long,"""
+"""Interval at which a model that seems unchanged is read again, in s."""
 _SEND_S = 10.0
-"""and what its steps have moved is sent so often."""
+"""Interval at which the traffic of its steps is sent, in s."""
 _FIRST_STEPS = 3
 """It is read after each of the first steps: the first makes the optimizer's state."""
 _MAX_NAMED = 3
