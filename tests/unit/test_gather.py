@@ -13,7 +13,8 @@ from stormlog_example import MIB, events, write
 
 from traceml_ray.importers.gather import gather
 from traceml_ray.signals.memory.records import MemorySample
-from traceml_ray.store.bundles import Manifest, cut
+from traceml_ray.store.bundles import Manifest
+from traceml_ray.store.excerpt import cut
 
 
 def session(folder: Path, ranks: int = 2) -> Path:

@@ -32,7 +32,8 @@ from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS
 from traceml_ray.stages import STAGES
-from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, cut, making, new_name, prune
+from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, making, new_name, prune
+from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
