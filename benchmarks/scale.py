@@ -29,8 +29,8 @@ from ray_cluster import actor_processes, fake_cluster
 
 from traceml_ray.identity import RankIdentity
 from traceml_ray.live_session import Session
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.ray.aggregator import ensure_aggregator
-from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import (

@@ -27,7 +27,7 @@ from urllib.parse import urlencode
 import waitress
 
 from traceml_ray.launchers.cluster import free_port
-from traceml_ray.launchers.dashboard import LINGERS
+from traceml_ray.launchers.view_processes import LINGERS
 from traceml_ray.printing import exit_now, exit_soon, show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings

@@ -16,7 +16,7 @@ from dash import fingerprint
 from dash.exceptions import DependencyException
 from flask import Flask, Response, jsonify, request
 
-from . import app, downloads, layer_requests, metrics, profile_files
+from . import app, endpoints, metrics
 from .security import Guard
 from .session_pages import SessionPages
 
@@ -41,9 +41,9 @@ def create_app(
     server.after_request(_pack)
     server.add_url_rule("/health", view_func=lambda: jsonify(metrics.health(session)))
     server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(session))
-    downloads.serve(server, session)
-    profile_files.serve(server, session)
-    layer_requests.serve(server, session)
+    endpoints.serve_bundles(server, session)
+    endpoints.serve_profiles(server, session)
+    endpoints.serve_layers(server, session)
     server.register_error_handler(DependencyException, lambda _: ("", 404))  # of a file that does not exist
     dashboard = app.build(session, server=server, poll_s=poll_s)
     guard.scripts = dashboard.csp_hashes()

@@ -22,7 +22,7 @@ from picture import draw_head  # noqa: E402
 from played import QUIET, Played  # noqa: E402
 from sessions import MS  # noqa: E402
 
-from traceml_ray.agent.size_log import packed  # noqa: E402
+from traceml_ray.agent.batch_size import packed  # noqa: E402
 from traceml_ray.signals.nodes.records import NodeSample  # noqa: E402
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT  # noqa: E402
 from traceml_ray.wire import messages as wire  # noqa: E402

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from traceml_ray.ray.config import ActorConfig, Attachment
+from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.ray.connection import attach
 from traceml_ray.wire.codec import ready
 
@@ -92,8 +92,8 @@ def _make_actors(request: HelperRequest) -> None:
     attach(where, request.deadline_s - 1, lambda _ray: until_joined(request.temp_dir) if joins else None)
     import ray
 
+    from traceml_ray.ray.actors import find_aggregator
     from traceml_ray.ray.aggregator import ensure_aggregator
-    from traceml_ray.ray.discovery import find_aggregator
 
     actors = request.actors
     node_id, made = ray.get_runtime_context().get_node_id(), list[Any]()

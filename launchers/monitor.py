@@ -1,5 +1,6 @@
 """
-One launch's monitor: its session folder, its Ray, its actors, and their end.
+One launch's monitor: its session folder, its Ray, its actors, and their end; the folder in which its ranks,
+and their relay, leave rows that are not known to be stored.
 
 Nothing here may hurt the run. Before the ranks start, a session that cannot be had is an error; from
 then on whatever goes wrong is one line on stderr.
@@ -28,8 +29,8 @@ from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, OfflineRequest
 from traceml_ray.printing import say
-from traceml_ray.ray.config import FILE as ATTACHMENT
-from traceml_ray.ray.config import ActorConfig, Attachment
+from traceml_ray.ray.actors import FILE as ATTACHMENT
+from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
@@ -43,16 +44,38 @@ from traceml_ray.store.session import (
     write_live,
 )
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import SUFFIX
 
+from .arguments import Nodes
 from .bring_up import BringUp
 from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
-from .dashboard import DashboardProcess
 from .guard import at_the_end, guarded, in_time
 from .helper import HelperRequest
-from .live import LiveView, terminal
-from .nodes import Nodes
-from .spool_folder import make_spool, report_undelivered_rows
+from .view_processes import DashboardProcess, LiveView, terminal
+
+
+def make_spool(runtime: Path, session: SessionFolder | None) -> Path:
+    """
+    Make the folder, below the private one of the launch: on the disk of the session, a rank that ends would
+    hang when that disk does. A link in it leads to where their large files go. Raises OSError.
+    """
+    spool = runtime / "spool"
+    spool.mkdir(mode=0o700)
+    if session is not None:
+        (session.path / SNAPSHOTS).mkdir(mode=0o700)
+        (spool / SNAPSHOTS).symlink_to(session.path / SNAPSHOTS)
+    return spool
+
+
+def report_undelivered_rows(spool: Path, why: str = "") -> bool:
+    """Print how many ranks have undelivered rows, and the path of `spool`; return whether any has."""
+    left = len({path.name.partition(".")[0] for path in spool.glob(f"*{SUFFIX}")})
+    if left:
+        because = f" ({why})" if why else ""
+        say(f"rows of {left} ranks could not be delivered{because}; they are in {spool}")
+    return left > 0
+
 
 _MAX_ALSO = 6
 """So many findings are printed beside the first one."""

@@ -27,12 +27,22 @@ from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
 from traceml_ray.wire import messages as wire
 
-from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
+from .arguments import (
+    Nodes,
+    NotGiven,
+    UsageError,
+    add_flags,
+    check_floors,
+    command_text,
+    dashboard_of,
+    marked,
+    settings_of,
+    unmarked,
+)
+from .arguments import read as read_nodes
 from .cluster import free_port
 from .guard import at_the_end
 from .monitor import Monitor, monitor_of
-from .nodes import Nodes, NotGiven, UsageError
-from .nodes import read as read_nodes
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000

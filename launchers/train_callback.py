@@ -23,15 +23,14 @@ import msgspec
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 
-from traceml_ray.agent import bootstrap, ending
+from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.masking import masked
 from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WORD_S
-from traceml_ray.ray.config import ActorConfig, configure, current_config
-from traceml_ray.ray.discovery import find_aggregator
+from traceml_ray.ray.actors import ActorConfig, configure, current_config, find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
@@ -411,7 +410,7 @@ def _ending(agent: Any) -> wire.Event:
     error = runner.get_error()
     kind = "stopped" if runner.is_running() else "exit"
     opened = agent.recorder.open_stage()
-    return ending.event(opened, getattr(error, "_base_exc", error), kind)  # as the loop raised it
+    return bootstrap.event(opened, getattr(error, "_base_exc", error), kind)  # as the loop raised it
 
 
 def _in_a_line(error: Exception) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from traceml_ray.agent.device import DeviceApi, DeviceClock
-from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.steps import STREAMED
 
 EPSILON_NS = 5_000
 """What an idle stream takes to come to an event."""

@@ -6,7 +6,7 @@ import struct
 
 import msgspec
 
-from traceml_ray.agent.size_log import packed
+from traceml_ray.agent.batch_size import packed
 from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.kinds import encoded

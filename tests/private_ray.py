@@ -24,7 +24,7 @@ from traceml_ray.launchers.cluster import PrivateRay
 from traceml_ray.launchers.cluster import members as session_members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.session import DATABASE

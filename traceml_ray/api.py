@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from traceml_ray.agent import bootstrap, ending
+from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.watched import watched
@@ -243,7 +243,7 @@ class capture_oom:  # noqa: N801
         try:
             if is_out_of_memory(error_text(error)):
                 agent.collector(MemoryHistory).write()
-                agent.add_event(ending.out_of_memory(agent.recorder.open_stage(), error, str(self._where)))
+                agent.add_event(bootstrap.out_of_memory(agent.recorder.open_stage(), error, str(self._where)))
         except Exception as failure:
             agent.instrumentation.failed("capture_oom", failure)
 

@@ -27,8 +27,15 @@ from traceml_ray.launchers.min_versions import FLOORS, too_old
 from traceml_ray.launchers.ray_train import watch_trainers
 from traceml_ray.live_session import START_S, Session, StartError
 from traceml_ray.monitor.finish import EXIT_S
-from traceml_ray.ray.config import ActorConfig, configure, current_config, remember
-from traceml_ray.ray.discovery import DEFAULT_SESSION, cluster_nodes, find_aggregator
+from traceml_ray.ray.actors import (
+    DEFAULT_SESSION,
+    ActorConfig,
+    cluster_nodes,
+    configure,
+    current_config,
+    find_aggregator,
+    remember,
+)
 from traceml_ray.settings import Settings, given, known_keywords
 
 

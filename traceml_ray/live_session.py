@@ -21,17 +21,20 @@ import psutil
 
 from traceml_ray import __version__, printing, text
 from traceml_ray.errors import cause_of
-from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import unwatch_trainers
+from traceml_ray.launchers.view_processes import DashboardProcess
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
-from traceml_ray.ray.config import About, ActorConfig, current_config, forget
-from traceml_ray.ray.discovery import (
+from traceml_ray.ray.actors import (
+    About,
+    ActorConfig,
     answers,
     cluster_nodes,
+    current_config,
     find_aggregator,
     find_relay,
     find_relays,
+    forget,
     is_same_actor,
     relay_folder,
     relay_nodes,

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from fake_device import FakeDevice  # type: ignore[import-not-found]
 
 from traceml_ray.agent.device_use import DeviceUse
-from traceml_ray.agent.exchange import STREAMED
+from traceml_ray.agent.steps import STREAMED
 
 EXCHANGE_NS = 1_000_000
 

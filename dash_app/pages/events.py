@@ -1,4 +1,7 @@
-"""Everything that happened, newest first; search, filters and page are in the URL."""
+"""
+Everything that happened, newest first; search, filters and page are in the URL. The bundles of a session, as
+pages list them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
+from urllib.parse import quote
 
 from dash import html
 
 from traceml_ray import text
 from traceml_ray.document.model import SIGNS
 from traceml_ray.reports.headlines import brief, hours_of, named
+from traceml_ray.store import query
+from traceml_ray.store.results import BundleInfo
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
 
-from .. import bundles, listing, zone
+from .. import listing, zone
 from ..components import (
     Columns,
+    aria,
     marked,
     panel,
     part,
@@ -29,6 +36,36 @@ from ..components import (
 )
 from ..route import Route
 from ..session_cache import SessionCache
+
+BUNDLES_PATH = "/bundles/"
+
+
+def bundles_of(cache: SessionCache) -> Sequence[BundleInfo]:
+    """Return the bundles, the newest first."""
+    return (cache.ask(query.GetBundles()) or [])[::-1]
+
+
+def bundle_table(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any:
+    """Return the bundles as a table; of a session that is `live`, with a button that asks for one."""
+    session = f"?session={quote(name)}" if (name := route.get("session")) else ""
+    columns: Columns = {
+        "began": lambda one: when(one.time),
+        "reason": lambda one: one.reason,
+        ">rank": lambda one: rank_link(one.rank, route),
+        ">step": lambda one: step_link(one.step, route),
+        "why": lambda one: marked(one.why),
+        ">size": lambda one: text.size(one.bytes),
+        "download": lambda one: html.A(
+            one.name, href=f"{BUNDLES_PATH}{quote(one.name)}.tar{session}", download=f"{one.name}.tar"
+        ),
+    }
+    none = "None: no rank has died, hung or run out of memory."
+    shown = [table(columns, bundles, empty=none, label="Bundles")]
+    if live and not session:
+        ask = html.Button("Keep the last minutes now", className="chip")
+        shown.append(html.Form(ask, action=BUNDLES_PATH.rstrip("/"), method="post", **aria(label="Bundles")))
+    return part(html.Div(shown, id="bundles"))
+
 
 NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _SHOWN = 200
@@ -59,7 +96,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
         "brief": brief(verdict.get("brief") or NO_BRIEF),
         "share_of": "of the run" if verdict.get("about") == "run" else "of its time",
-        "bundles": bundles.data(cache),
+        "bundles": bundles_of(cache),
     }
 
 
@@ -79,7 +116,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             panel("Episodes, the costliest first", part(_episodes(view, route))),
             panel(
                 "Bundles: the last minutes of every rank",
-                bundles.rows(view["bundles"], route, view["state"] == "live"),
+                bundle_table(view["bundles"], route, view["state"] == "live"),
             ),
             html.Div([html.H2("All events"), listing.field(route, "events")], className="title-row"),
             part(html.Div(_filters(view, route), id="event-filter")),

@@ -26,7 +26,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
 from traceml_ray.views.tables import memory_columns
 
-from .. import axis, bundles, figures, listing
+from .. import axis, figures, listing
 from ..components import (
     Chart,
     Columns,
@@ -43,6 +43,7 @@ from ..components import (
 )
 from ..route import Route
 from ..session_cache import SessionCache
+from . import events
 
 
 def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
@@ -109,7 +110,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "wrong": wrong,
         "lines": _lines(run, drawn, samples),
         "axis": spine,
-        "bundles": bundles.data(cache),
+        "bundles": events.bundles_of(cache),
         "sharding": divided,
     }
 
@@ -184,7 +185,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     body.append(
         panel(
             "Bundles: the last minutes of every rank",
-            bundles.rows(view["bundles"], route, view["state"] == "live"),
+            events.bundle_table(view["bundles"], route, view["state"] == "live"),
         )
     )
     return html.Div(body)

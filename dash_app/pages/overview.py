@@ -1,8 +1,11 @@
-"""The first screen: what a step takes, who is late since when, where the time goes, nodes, events."""
+"""
+The first screen: what a step takes, who is late since when, where the time goes, nodes, events. The numbers
+at its top each have a line and a scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -15,16 +18,17 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
 from traceml_ray.reports.current_episode import change
-from traceml_ray.signals.views import POLLED
+from traceml_ray.reports.tiles import tiles
+from traceml_ray.signals.views import POLLED, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
 from traceml_ray.views.ranks import nodes
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import by_stage
+from traceml_ray.views.values import by_stage, number, rounded
 from traceml_ray.wire.codec import ready
 
-from .. import axis, figures, heatmap, tiles
+from .. import axis, figures, heatmap
 from ..components import (
     CLICKED,
     Chart,
@@ -38,11 +42,51 @@ from ..components import (
     numbers,
     panel,
     part,
+    spark,
     table,
 )
 from ..route import Route
 from ..session_cache import SessionCache
 from .events import event_table
+
+
+def tile_data(
+    times: Mapping[str, Any], columns: Mapping[str, Any], signals: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the numbers at the top, each with a sparkline."""
+    return [
+        {
+            "key": tile.key,
+            "label": tile.label,
+            "value": number(tile.value),
+            "unit": tile.unit,
+            "text": tile.about,
+            "series": rounded(tile.line),
+            "title": tile.title,
+        }
+        for tile in tiles(times, columns, signal_numbers(signals))
+    ]
+
+
+def tile_box(tile: Mapping[str, Any]) -> html.Div:
+    """Return the elements of a tile."""
+    value = [html.Span(text.number(tile["value"]), className="value")]
+    if tile["value"] is not None:
+        value.append(html.Span(tile["unit"], className="unit"))
+    values = [v for v in tile["series"] if v is not None]
+    first, last = (text.number(values[index]) if values else "" for index in (0, -1))
+    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if values else ""
+    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"], className="text")
+    drawn = [spark(tile["series"], alt), *_ends(values)] if len(values) > 1 else []
+    line = html.Div(drawn, className="spark-box")
+    return html.Div([label, html.Div(value), line, under], className="tile", title=tile["title"] or None)
+
+
+def _ends(values: Sequence[float]) -> list[html.Span]:
+    """Return the scale of a sparkline: its highest and its lowest value."""
+    high, low = text.number(max(values)), text.number(min(values))
+    return [html.Span(high, className="high"), *([html.Span(low, className="low")] if low != high else [])]
+
 
 _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
@@ -72,7 +116,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if not times or not columns or not len(columns["first"]):
         return {**view, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**view, "tiles": tiles.data(times, columns, signals), "heat": heat, "columns": columns}
+    return {**view, "tiles": tile_data(times, columns, signals), "heat": heat, "columns": columns}
 
 
 def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
@@ -140,7 +184,7 @@ def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    shown = part(html.Div([tiles.box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
+    shown = part(html.Div([tile_box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
     cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
     rows = event_table(view["events"][:_LISTED], route, "time", "severity", "kind", ">rank", "what")
     listed = part(html.Div(rows, id="event-list"))

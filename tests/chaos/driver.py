@@ -35,7 +35,7 @@ def loop(config: dict[str, Any]) -> None:
 
 def speak(folder: Path, session: str) -> None:
     """Call the relays with what the test has written down, once that is there."""
-    from traceml_ray.ray.discovery import find_relays
+    from traceml_ray.ray.actors import find_relays
 
     while not (folder / "messages").exists():
         time.sleep(0.05)

@@ -25,8 +25,8 @@ from fake_device import CALLS, FakeDevice
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
-from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.agent.steps import STREAMED
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES

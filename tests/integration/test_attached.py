@@ -24,7 +24,7 @@ from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
-from traceml_ray.ray.config import FILE, ActorConfig, Attachment
+from traceml_ray.ray.actors import FILE, ActorConfig, Attachment
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire

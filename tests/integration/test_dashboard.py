@@ -20,7 +20,7 @@ from sessions import Clock, Rank, Relay, aggregation, watch
 
 from traceml_ray.dash_app import run
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.launchers.view_processes import DashboardProcess
 from traceml_ray.views.source import open_source
 
 

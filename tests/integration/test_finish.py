@@ -21,9 +21,8 @@ from ray_cluster import FakeCluster, fake_cluster, until
 from sessions import check_ledger
 
 from traceml_ray.launchers.control import ask_finish
+from traceml_ray.ray.actors import NAMESPACE, ActorConfig
 from traceml_ray.ray.aggregator import ensure_aggregator
-from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.discovery import NAMESPACE
 from traceml_ray.ray.membership import ensure_relay
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, holder, prepare

@@ -225,7 +225,7 @@ def test_terminal_is_given_back_while_the_launcher_is_stopped_and_when_it_is_kil
 
 
 def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from traceml_ray.launchers.live import terminal; print(terminal())"
+    code = "from traceml_ray.launchers.view_processes import terminal; print(terminal())"
     command, ours = [sys.executable, "-c", code], pty.openpty()
     for name, out, shown in (("dumb", ours[1], "None"), ("xterm", ours[1], "2"), ("xterm", None, "None")):
         monkeypatch.setenv("TERM", name)

@@ -26,7 +26,7 @@ from unit.sample_windows import align, judge
 import traceml_ray
 from traceml_ray.agent import bootstrap, mark_log
 from traceml_ray.agent.patch import backward as backward_patch
-from traceml_ray.agent.patch import ray_data
+from traceml_ray.agent.patch import data_waits
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import (
@@ -436,7 +436,7 @@ def test_rows_are_kept_while_another_thread_holds_the_recorder_lock(monkeypatch:
                 loops.plain(job)  # one step and, where the outer block ends, an empty one
             assert list(traceml_ray.watch([1, 2])) == [1, 2]
             failed = job.instrumentation.failed
-            assert list(ray_data._timed((n for n in [3]), 1, job.recorder, failed)) == [3]
+            assert list(data_waits._timed((n for n in [3]), 1, job.recorder, failed)) == [3]
             loops.plain(job)
             assert job.rows() == []
         loops.plain(job)

@@ -36,8 +36,7 @@ from ray_cluster import FakeCluster, fake_cluster, until
 import traceml_ray
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook
 from traceml_ray.live_session import Session
-from traceml_ray.ray.config import current_config
-from traceml_ray.ray.discovery import find_aggregator
+from traceml_ray.ray.actors import current_config, find_aggregator
 
 BATCHES = 60
 

@@ -36,7 +36,8 @@ from sessions import (
 )
 from snapshot import Snapshot
 
-from traceml_ray.monitor import relay_intake, relay_pace
+from traceml_ray.monitor import aggregator as aggregator_module
+from traceml_ray.monitor import relay_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_runs import MAX_UNKNOWN, LiveRanks
 from traceml_ray.monitor.offline import finish_offline
@@ -732,7 +733,7 @@ OPERATIONS = ["rows", "open", "final", "restart", "unknown", "node", "lost", "en
 def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_pace, "MANY_NODES", 1)
+    monkeypatch.setattr(aggregator_module, "MANY_NODES", 1)
     clock = Clock()
     aggregator = aggregation(tmp_path, clock)
     relays, ranks = [Relay(0), Relay(1), Relay(2)], [Rank(0), Rank(1)]

@@ -15,9 +15,9 @@ from captured_rank import Rank
 from torch.autograd import profiler
 from torch.distributed import rpc
 
-from traceml_ray.agent import all_threads
-from traceml_ray.agent.all_threads import AllThreadsProfiler
+from traceml_ray.agent import torch_profiler
 from traceml_ray.agent.capture import CaptureAgent
+from traceml_ray.agent.torch_profiler import AllThreadsProfiler
 
 
 def work(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rpc.shutdown()
     made_rank.captures.abandon()
     made_rank.patches.remove()
-    before = all_threads.AllThreadsProfiler._last
+    before = torch_profiler.AllThreadsProfiler._last
     if before is not None:
         before._end()
     assert not ours.errors and not ours.missing and not profiler._is_profiler_enabled

@@ -10,7 +10,7 @@ from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.ray import config
+from traceml_ray.ray import actors
 from traceml_ray.reports.baseline import checked
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
@@ -126,10 +126,10 @@ class TestChecked:
             checked(Settings(baseline="godo", out=str(tmp_path)))
 
     def test_baseline_is_checked_when_a_driver_starts_a_session(self, tmp_path: Path, good: Path) -> None:
-        made = config.configure(Settings(baseline=good.name, out=str(tmp_path)))
+        made = actors.configure(Settings(baseline=good.name, out=str(tmp_path)))
         assert made.settings.baseline == str(good)
         with pytest.raises(SettingError, match="no session 'godo'"):
-            config.configure(Settings(baseline="godo", out=str(tmp_path)))
+            actors.configure(Settings(baseline="godo", out=str(tmp_path)))
 
     def test_baseline_session_of_too_few_steps_is_refused(self, tmp_path: Path) -> None:
         feed(aggregation(tmp_path / "short"), Relay(), [Rank(0), Rank(1)], 100, BALANCED)

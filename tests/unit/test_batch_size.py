@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 
 import traceml_ray
 from traceml_ray.agent import bootstrap
-from traceml_ray.agent.batch_size import BatchSizes, understood, written
+from traceml_ray.agent.batch_size import ROOM, BatchSizes, Counted, SizeLog, packed, understood, written
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import BATCHES
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.size_log import ROOM, SizeLog, packed
-from traceml_ray.agent.work_sums import Counted
 from traceml_ray.analysis.step_sizes import amounts, unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings

@@ -15,7 +15,7 @@ import pytest
 from traceml_ray.launchers import bring_up
 from traceml_ray.launchers.bring_up import BringUp
 from traceml_ray.launchers.helper import HelperRequest
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import MonitorState
 

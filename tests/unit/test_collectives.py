@@ -13,8 +13,7 @@ from unit.test_recorder import Loop
 
 from traceml_ray.agent.patch.collectives import Collectives
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.recorder import Recorder, Spans
 
 ONE = torch.ones(1)
 

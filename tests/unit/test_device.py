@@ -18,13 +18,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from unit.test_recorder import MARKS, Loop, WrittenLoop, play
 
-from traceml_ray.agent.cuts import Cut
-from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, ClockOffset, DeviceClock, late_below, masks
+from traceml_ray.agent.device import (
+    EVENT_SLOTS,
+    MAX_ROWS_BEHIND,
+    ClockOffset,
+    Cut,
+    DeviceClock,
+    late_below,
+    masks,
+)
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
 from traceml_ray.agent.patch import sharded_waits
 from traceml_ray.agent.patch.collectives import Collectives
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.recorder import Spans
 from traceml_ray.stages import (
     BACKWARD,
     DATA,

@@ -11,7 +11,7 @@ from fake_device import FakeDevice
 from torch import nn
 from unit.test_rank_agent import Pipe, make, push
 
-from traceml_ray.agent.cuts import Cut
+from traceml_ray.agent.device import Cut
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.stages import FORWARD
 from traceml_ray.wire import messages as wire

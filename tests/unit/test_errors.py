@@ -25,13 +25,13 @@ OTHERWISE = {
     "errors.py error_text": "its kind is in the text",
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
-    "agent/sampler.py sample": "the value is null then, which says so",
+    "agent/rank_agent.py sample": "the value is null then, which says so",
     "signals/memory/history.py _turn_on": "there is no record then, and `missing` has the reason",
     "signals/memory/samplers.py _try": "the value is null then, and `missing` has the reason",
     "signals/memory/samplers.py _of_torch": "the same",
     "signals/memory/samplers.py _read": "the same",
     "agent/batch_size.py mark": "the size is not known then, and `missing` has the reason",
-    "agent/ending.py _traceback": "the value is null then; the error itself is in the event",
+    "agent/bootstrap.py _traceback": "the value is null then; the error itself is in the event",
     "launchers/guard.py run": "raised again by the thread that waits",
     "launchers/helper.py _attempt": "it is the answer",
     "monitor/offline_process.py main": "it is the answer",
@@ -80,7 +80,7 @@ def test_broad_exception_handlers_are_never_silent(package: str) -> None:
 
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
 FIXED = {
-    "agent/batch_draft.py _size_of": "the name of a field",
+    "agent/unsent.py _size_of": "the name of a field",
     "agent/rank_agent.py guard": "its callers' are looked at",
     "agent/rank_agent.py tick": "the name of a collector",
     "monitor/live_verdict.py judge": "the name of a signal that is judged live",

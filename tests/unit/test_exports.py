@@ -20,7 +20,7 @@ from measured_layers import window
 from played import Played
 from sessions import MS, Rank
 
-from traceml_ray.agent.size_log import packed
+from traceml_ray.agent.batch_size import packed
 from traceml_ray.cli import main
 from traceml_ray.exports import step_trace
 from traceml_ray.exports.tables import TABLES

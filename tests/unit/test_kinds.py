@@ -14,8 +14,7 @@ from messages import RECORDS
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation
 
-from traceml_ray.agent.batch_draft import BatchDraft
-from traceml_ray.agent.unsent import Unsent
+from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.exports.tables import TABLES

@@ -15,19 +15,19 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from traceml_ray.launchers import command, live, torchrun
+from traceml_ray.launchers import command, torchrun, view_processes
 from traceml_ray.launchers import monitor as monitors
+from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.bring_up import BringUp
 from traceml_ray.launchers.cluster import PrivateRay
-from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.launchers.command import Forwarder
 from traceml_ray.launchers.helper import HelperRequest
 from traceml_ray.launchers.monitor import Monitor, monitor_of
-from traceml_ray.launchers.nodes import Nodes
-from traceml_ray.launchers.signals import Forwarder
+from traceml_ray.launchers.view_processes import DashboardProcess
 from traceml_ray.monitor import offline_process
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.monitor.offline_process import OfflineEnd, OfflineRequest, Reply
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
 from traceml_ray.wire import messages as wire
@@ -71,7 +71,7 @@ class InThisProcess:
 
 
 OF_THE_END = {
-    "the live view": (live.LiveView, "end"),
+    "the live view": (view_processes.LiveView, "end"),
     "the dashboard": (DashboardProcess, "end"),
     "the dashboard, at last": (DashboardProcess, "kill"),
     "the helper": (BringUp, "end"),

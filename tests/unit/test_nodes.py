@@ -16,7 +16,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray import membership
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings

@@ -17,11 +17,11 @@ from plotly.io.json import to_json_plotly
 from profiled import events, stored
 from recorded import written
 
-from traceml_ray.dash_app import breakdowns, shell, trace_job
+from traceml_ray.dash_app import session_cache, shell, trace_job
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.breakdowns import FILE, Breakdowns, traces_of
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_cache import FILE, Breakdowns, traces_of
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
 from traceml_ray.store import profiles, query
@@ -149,7 +149,7 @@ def test_traces_on_another_node_are_fetched_in_pieces(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = aimed(played)
-    monkeypatch.setattr(breakdowns, "_PIECE", 100)
+    monkeypatch.setattr(session_cache, "_PIECE", 100)
     here = query.ask_one(played.source.reply, query.GetProfiles()).done[0]
     away = msgspec.structs.replace(here, path="/nowhere/profiles/x")
     with traces_of(played.source, away) as folder:

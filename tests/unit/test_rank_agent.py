@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from sessions import identity, records_of
 from torch import nn
 
-from traceml_ray.agent import bootstrap, ending, rank_agent
-from traceml_ray.agent.batch_draft import BatchDraft
+from traceml_ray.agent import bootstrap, rank_agent
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.agent.unsent import Unsent
+from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
@@ -658,14 +657,14 @@ def test_exception_without_a_printable_message_is_reported_by_its_kind() -> None
             raise ValueError
 
     opened = make(Pipe()).recorder.open_stage()
-    assert ending.event(opened, SilentError()).message == "SilentError"
-    assert ending.event(opened, KeyError("\udc80")).message.startswith("KeyError")
-    assert wire.size_of(ending.event(opened, ValueError("\udc80")))
+    assert bootstrap.event(opened, SilentError()).message == "SilentError"
+    assert bootstrap.event(opened, KeyError("\udc80")).message.startswith("KeyError")
+    assert wire.size_of(bootstrap.event(opened, ValueError("\udc80")))
 
 
 def test_secrets_in_an_exception_are_hidden() -> None:
     opened = make(Pipe()).recorder.open_stage()
-    for report in ending.event, lambda *how: ending.out_of_memory(*how, "step"):
+    for report in bootstrap.event, lambda *how: bootstrap.out_of_memory(*how, "step"):
         event = report(opened, ValueError("refused:\nAuthorization: Bearer hush-1\nhttps://me:hush-2@host/x"))
         assert "hush" not in event.message + str(event.data)
         assert "refused:\nAuthorization: ***" in event.message

@@ -34,8 +34,8 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
 from traceml_ray.monitor.finish import OTHERS_S
-from traceml_ray.ray import config
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray import actors
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, PREPARE
 from traceml_ray.wire import messages as wire
@@ -45,7 +45,7 @@ CONFIG = ActorConfig("s", Settings(session="s"))
 
 @pytest.fixture(autouse=True)
 def _a_driver_that_started_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_used", [])
+    monkeypatch.setattr(actors, "_used", [])
 
 
 def sent(callback: Any) -> Any:

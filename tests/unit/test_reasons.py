@@ -12,7 +12,7 @@ from played import QUIET, Played
 from sessions import LIMITS, MS
 from unit.sample_windows import of_ms, window
 
-from traceml_ray.agent.size_log import packed
+from traceml_ray.agent.batch_size import packed
 from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.reasons import with_reason
 from traceml_ray.analysis.uneven_work import Reason

@@ -22,7 +22,7 @@ import yaml
 from ray.runtime_env import RuntimeEnv
 
 from traceml_ray.launchers import arguments, torchrun
-from traceml_ray.launchers.nodes import read as read_nodes
+from traceml_ray.launchers.arguments import read as read_nodes
 from traceml_ray.settings import Settings, check_session_name
 
 RECIPES = Path(__file__).parents[2] / "launchers/recipes"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from traceml_ray.agent import partition
+from traceml_ray.agent import rows as rows_module
 from traceml_ray.agent.marks import (
     BACKWARD_BEGIN,
     COST,
@@ -24,10 +24,10 @@ from traceml_ray.agent.marks import (
     SYNC_BEGIN,
     SYNC_END,
     SYNCED_BACKWARD_END,
+    SpanSums,
 )
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -973,7 +973,7 @@ class HeldUpLoop(WrittenLoop):
 def span_ns(marks: list[tuple[str, int]], most: int) -> dict[str, int]:
     """Return what spans took in all, where more than `most` that are over are handed out early."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_MAX_CLOSED", most)
+        patch.setattr(rows_module, "_MAX_CLOSED", most)
         loop = Loop()
         play(loop, marks)
         for _ in range(2):

@@ -31,13 +31,12 @@ from sessions import Relay as SentRelay
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor import aggregator, rank_intake
 from traceml_ray.monitor import rank_connections as peers
-from traceml_ray.monitor import rank_intake, relay_pace
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.aggregator_link import LISTEN_S, LOOK_S, RESEND_S
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
 from traceml_ray.monitor.offline import finish_offline
-from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.outbox import LISTEN_S, LOOK_S, RESEND_S, Outbox
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
@@ -423,7 +422,7 @@ def test_failed_call_is_repeated_as_soon_as_there_is_an_aggregator(bench: Bench)
 def test_relay_of_many_nodes_sends_once_all_its_ranks_have_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_pace, "MANY_NODES", 0)
+    monkeypatch.setattr(aggregator, "MANY_NODES", 0)
     for seq in range(2):
         for name in "ab":
             bench.relay.accept(rank_batch(name, seq))

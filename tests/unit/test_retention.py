@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
-from traceml_ray.agent.size_log import packed
+from traceml_ray.agent.batch_size import packed
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from traceml_ray.launchers.signals import Forwarder
+from traceml_ray.launchers.command import Forwarder
 
 
 class Command:

@@ -10,7 +10,7 @@ import pytest
 from played import Played, look
 
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.ray.config import Attachment
+from traceml_ray.ray.actors import Attachment
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.store import query, session
 from traceml_ray.store.session import Live, SessionError, write_live

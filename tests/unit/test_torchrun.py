@@ -18,7 +18,8 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from traceml_ray.launchers import arguments, nodes, torchrun
+from traceml_ray.launchers import arguments, torchrun
+from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.cluster import (
     PrivateRay,
     cluster_token,
@@ -27,7 +28,6 @@ from traceml_ray.launchers.cluster import (
     wait_for_idle_core,
     yield_cores,
 )
-from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.ray.connection import _lacks_token, find_token, node_address
 from traceml_ray.settings import check_session_name
@@ -134,7 +134,7 @@ def test_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixtur
         args = torchrun._parse(["--master-port", str(port), SCRIPT])
         torchrun._check(args, Nodes())
         several = torchrun._parse(["--master-port", str(port), "--nnodes", "2", SCRIPT])
-        torchrun._check(several, nodes.read(several, None))
+        torchrun._check(several, arguments.read(several, None))
     assert several.master_port == port  # the other nodes know it, too
     assert args.master_port != port
     assert f"master port {port} is in use" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_free_master_port_is_kept() -> None:
 
 
 def read(*argv: str, address: str | None = None) -> Nodes:
-    return nodes.read(torchrun._parse([*argv, SCRIPT]), address)
+    return arguments.read(torchrun._parse([*argv, SCRIPT]), address)
 
 
 def test_nodes_of_a_job_find_the_same_head_and_session() -> None:
@@ -228,10 +228,10 @@ def test_ray_token_is_the_given_one_for_several_nodes_and_generated_for_one(
 
 def test_job_info_of_several_nodes_is_known_where_their_number_is_fixed() -> None:
     args = torchrun._parse(["--nnodes", "2", "--nproc-per-node", "4", SCRIPT])
-    info = torchrun._info(args, nodes.read(args, None))
+    info = torchrun._info(args, arguments.read(args, None))
     assert (info["nnodes"], info["world_size"]) == (2, 8)
     elastic = torchrun._parse(["--nnodes", "2:3", "--nproc-per-node", "4", "--node-rank", "0", SCRIPT])
-    info = torchrun._info(elastic, nodes.read(elastic, None))
+    info = torchrun._info(elastic, arguments.read(elastic, None))
     assert (info["nnodes"], info["world_size"]) == (None, None)
 
 

@@ -1,7 +1,8 @@
 """
 How large a batch is, from its tensors: samples (dimension 0) and tokens (all that `input_ids` holds, padding
 included); of a batch that says its size itself, from that (see `batch_objects`). Where that would be a guess
-it is not known, and a script can tell it (`traceml_ray.count`).
+it is not known, and a script can tell it (`traceml_ray.count`). Sizes are kept step by step, and summed up,
+until they are sent.
 
 What the batches of a loader look like is found out with the first one; each of the others is then read in a
 fraction of a microsecond, by the training thread.
@@ -15,11 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, itemgetter
-from typing import Any
+from sys import byteorder
+from typing import Any, NamedTuple
 
 from traceml_ray.agent.marks import BATCHES
+from traceml_ray.agent.rows import DataWaits
+from traceml_ray.signals.throughput.records import MAX_SIZES, StepSizes
 
 Size = Callable[[Any], int]
 """Returns the samples of an object of one kind."""
@@ -340,3 +347,167 @@ def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
     if len(ids.shape) == 1:
         return read_flat
     return read if hasattr(ids, "numel") else read_array
+
+
+ROOM = 4 * MAX_SIZES
+"""Steps that are kept: beyond it the oldest is dropped, and counted."""
+_UNKNOWN = -1
+_LARGEST = (1 << 63) - 1
+
+
+class SizeLog:
+    """Of one process, in bounded memory; under the lock of the log of marks."""
+
+    __slots__ = ("_entries", "lost")
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, int, int]] = deque(maxlen=ROOM)
+        """Step, samples, tokens; -1 is not known."""
+        self.lost = 0
+        """Steps whose sizes were dropped, as nothing was sent for so long."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, step: int, samples: int | None, tokens: int | None) -> None:
+        """Note the sizes of a step, which comes after the others."""
+        self.lost += len(self._entries) == ROOM
+        self._entries.append((step, _known(samples), _known(tokens)))
+
+    def drain(self) -> list[tuple[int, int, int]]:
+        """Return all that is kept, the oldest first, and keep nothing."""
+        entries = [*self._entries]
+        self._entries.clear()
+        return entries
+
+
+def packed(entries: list[tuple[int, int, int]]) -> list[StepSizes]:
+    """Return what `SizeLog.drain` returned as it is sent; steps without a batch are not known."""
+    pieces: list[list[tuple[int, int, int]]] = []
+    for entry in entries:
+        if not pieces or not 0 < entry[0] - pieces[-1][0][0] < MAX_SIZES:
+            pieces.append([])
+        pieces[-1].append(entry)
+    return [_piece(piece) for piece in pieces]
+
+
+def _piece(entries: list[tuple[int, int, int]]) -> StepSizes:
+    first, last = entries[0][0], entries[-1][0]
+    steps = last - first + 1
+    values = array("q", [_UNKNOWN]) * (2 * steps)
+    for step, samples, tokens in entries:
+        values[step - first], values[steps + step - first] = samples, tokens
+    if byteorder == "big":
+        values.byteswap()
+    return StepSizes(first, last, zlib.compress(values.tobytes(), 1))
+
+
+def _known(size: int | None) -> int:
+    return size if size is not None and 0 <= size <= _LARGEST else _UNKNOWN
+
+
+class Counted(NamedTuple):
+    """Of `steps` steps from `first` to `last`; None is not known."""
+
+    first: int
+    last: int
+    steps: int
+    batches: int
+    samples: int | None
+    tokens: int | None
+
+
+Sizes = tuple[int, int | None, int | None]
+"""Batches, their samples, and their tokens."""
+_NONE: Sizes = 0, 0, 0
+
+
+class WorkSums:
+    """Of one process, under the lock of the log. A batch counts for the backward that it comes before."""
+
+    __slots__ = ("_data", "_declared", "_now", "_step", "_sum", "_waiting", "sizes")
+
+    def __init__(self, data: DataWaits) -> None:
+        self._data = data
+        self.sizes = SizeLog()
+        self._step = 0
+        self._now = _NONE
+        self._declared: tuple[int | None, int | None] = None, None
+        """What the script has said of the open step: samples and tokens."""
+        self._sum: Counted | None = None
+        self._waiting: dict[int, Sizes] = {}
+        """Batches of each loader that no backward has followed yet."""
+
+    def batch(self, size: int) -> None:
+        """Note the size of the batch that was waited for last, see `marks.BATCHES`."""
+        if not self._data.depth:  # else of a loader inside a loader
+            loader = self._data.loader
+            self._waiting[loader] = _added(self._waiting.get(loader, _NONE), (1, *understood(size)))
+
+    def commit(self, step: int) -> None:
+        """
+        Take it that the loaders waited for on the way to this backward feed training, see `DataWaits`: their
+        batches are of `step`, and those of others of no training.
+        """
+        self._data.commit()
+        self._go_to(step)
+        for loader in self._data.training:
+            if (sizes := self._waiting.pop(loader, None)) is not None:
+                self._now = _added(self._now, sizes)
+        self._waiting.clear()
+
+    def declare(self, step: int, samples: int | None, tokens: int | None) -> None:
+        """Add to what `step` is trained on, as the script says."""
+        self._go_to(step)
+        before = self._declared
+        self._declared = _sum_declared(before[0], samples), _sum_declared(before[1], tokens)
+
+    def drain(self, step: int) -> Counted | None:
+        """Return the sums of the steps before `step`; None without any."""
+        if step > self._step:
+            self._go_to(step)
+        counted, self._sum = self._sum, None
+        return counted
+
+    def _go_to(self, step: int) -> None:
+        """Sum up the open step, if another one follows."""
+        if step == self._step:
+            return
+        (batches, samples, tokens), declared, last = self._now, self._declared, self._step
+        self._now, self._declared, self._step = _NONE, (None, None), step
+        if not batches and declared == (None, None):
+            return
+        counted = Counted(
+            last,
+            last,
+            1,
+            batches,
+            declared[0] if declared[0] is not None else samples if batches else None,
+            declared[1] if declared[1] is not None else tokens if batches else None,
+        )
+        self.sizes.add(last, counted.samples, counted.tokens)
+        before = self._sum
+        self._sum = counted if before is None else _joined(before, counted)
+
+
+def _sum_declared(before: int | None, more: int | None) -> int | None:
+    return before if more is None else (before or 0) + more
+
+
+def _plus(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
+def _added(one: Sizes, other: Sizes) -> Sizes:
+    return one[0] + other[0], _plus(one[1], other[1]), _plus(one[2], other[2])
+
+
+def _joined(one: Counted, other: Counted) -> Counted:
+    return Counted(
+        one.first,
+        other.last,
+        one.steps + other.steps,
+        one.batches + other.batches,
+        _plus(one.samples, other.samples),
+        _plus(one.tokens, other.tokens),
+    )

@@ -1,5 +1,5 @@
 """
-How the agent gets into a training process, and out of it.
+How the agent gets into a training process, and out of it: how the process ends, and what is sent of that.
 
 The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It waits for
 `import torch` and nothing else: a process that never imports torch never loads this module.
@@ -9,22 +9,85 @@ A process has one agent at most.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing.util
 import os
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
-from traceml_ray.errors import error_text, is_out_of_memory
+from traceml_ray.errors import error_text, is_out_of_memory, sendable
 from traceml_ray.identity import RankIdentity, resolve
+from traceml_ray.masking import masked_text
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.history import MemoryHistory
+from traceml_ray.stages import DATA
 from traceml_ray.wire import messages as wire
+
+_CALLS = 30
+"""Largest number of calls of a traceback that are sent: the last ones."""
+_TRACEBACK_CHARS = 6000
+_MESSAGE_CHARS = 2000
+_WHERE_CHARS = 64
+_OF_DATA = "traceml_ray.agent.patch.data_waits"
+"""Module whose frames wait for batches."""
+
+
+def event(
+    opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: wire.Value
+) -> wire.Event:
+    """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
+    message, stage = "", opened.stage
+    if error is not None:
+        stage = _raised_in(error, stage)
+        kind, data = "exception", {"type": type(error).__name__, "traceback": _traceback(error)}
+        message = masked_text(error_text(error)[:_MESSAGE_CHARS])
+    return wire.Event(kind, time.time_ns(), opened.step, stage, message, data)
+
+
+def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> wire.Event:
+    """Return event `oom`: memory ran out in `where`, and the script may go on."""
+    data: dict[str, wire.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
+    data["traceback"] = _traceback(error)
+    message = masked_text(error_text(error)[:_MESSAGE_CHARS])
+    return wire.Event("oom", time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def _raised_in(error: BaseException, opened: int) -> int:
+    """Return in which stage `error` was raised: one that came through a loader has left `data` by now."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == _OF_DATA:
+            return DATA
+    return opened
+
+
+def _traceback(error: BaseException) -> str | None:
+    """Return its last calls, as Python prints them; None where they cannot be had."""
+    try:
+        lines = traceback.format_exception(error, limit=-_CALLS)
+    except Exception:  # the script's own classes may answer with anything
+        return None
+    text = sendable("".join(lines))[-2 * _TRACEBACK_CHARS :]
+    return masked_text(text)[-_TRACEBACK_CHARS:]
+
+
+def end_as_interrupted() -> None:
+    """
+    Have a process that an unhandled KeyboardInterrupt ends die of SIGINT, as it would have without us.
+
+    Python notes that such an exception came out of the code of a whole file or string; any `exec` of a string
+    at exit (a dataclass that is imported then) makes it forget that, and exit with 1.
+    """
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
 RANK_PID = "TRACEML_RANK_PID"
@@ -194,10 +257,10 @@ def _at_exit() -> None:
         agent.collector(MemoryHistory).write()
     agent.guard("profile", agent.captures.abandon)
     recorder = agent.recorder
-    end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
+    end = agent.guard("exit", lambda: event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
     agent.ended_in = end.stage if end and error is not None else None
     agent.guard("exit", lambda: agent.close([end] if end else []))
-    ending.end_as_interrupted()
+    end_as_interrupted()
 
 
 def _in_child() -> None:

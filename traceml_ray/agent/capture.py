@@ -26,13 +26,16 @@ from typing import Literal
 
 import msgspec
 
-from traceml_ray.agent import all_threads
-from traceml_ray.agent.all_threads import AllThreadsProfiler, CannotRecordError
+from traceml_ray.agent import torch_profiler
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch import rpc
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.spans import Spans
-from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
+from traceml_ray.agent.recorder import Recorder, Spans
+from traceml_ray.agent.torch_profiler import (
+    AllThreadsProfiler,
+    CannotRecordError,
+    ProfilerBusyError,
+    TorchProfiler,
+)
 from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.text import size as size_text
 from traceml_ray.wire import messages as wire
@@ -485,7 +488,7 @@ class CaptureAgent:
     def _profiler(self, wanted: wire.ProfileCommand) -> Callable[[Callable[[], object]], TorchProfiler]:
         """Return what makes the profiler, of a function that is called when the script starts its own."""
         options = bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes)
-        if self._calls is None or not rpc.is_on() or not all_threads.is_possible():
+        if self._calls is None or not rpc.is_on() or not torch_profiler.is_possible():
             return functools.partial(TorchProfiler, *options)
         return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 

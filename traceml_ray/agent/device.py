@@ -5,9 +5,9 @@ Events are numbered; number n is in slot n of a ring, which is used again once n
 device cannot time (a capture, no free event, an error, too late) keeps its times on the CPU's clock alone,
 and is counted. Any error ends the clock for good; rows then go on as on the CPU's clock.
 
-A row by its events: times per stage, and how far its host was ahead. Pure; times in ns.
-
-How far the device's clock is from the CPU's, from events recorded on an idle stream (beats).
+Which events bound the stages of the open row follows from what `Partition` does (`Cuts`). A row by its
+events: times per stage, and how far its host was ahead. Pure; times in ns. How far the device's clock is from
+the CPU's is measured by events recorded on an idle stream (beats).
 """
 
 from __future__ import annotations
@@ -19,22 +19,96 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from traceml_ray.agent.cuts import NO_EVENT, Cut, first_event
 from traceml_ray.agent.marks import EVENTS
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import error_text
 from traceml_ray.stages import (
     BACKWARD,
+    DATA,
     FLAG_DEVICE_CLOCK,
     FLAG_EXCLUDED,
     FLAG_INSEPARABLE,
+    FORWARD,
     LEAD_BYTES,
     LEAD_UNKNOWN,
     N_STAGES,
     POST_SYNC,
+    PREPARE,
     SEGMENT_BITS,
     SYNC_WAIT,
 )
+
+NO_EVENT = -1
+FOREIGN = N_STAGES
+"""Provisional stage: a data wait that may turn out to belong to an evaluation."""
+SAMPLED = N_STAGES + 1
+"""Not a stage: marks a row in which every wait inside forward and backward has its own events."""
+
+
+class Cut(NamedTuple):
+    """A stretch of a stage between two events, by number; NO_EVENT where none could be recorded."""
+
+    stage: int
+    since: int
+    until: int
+
+
+class Cuts:
+    """Follows the switch from stage to stage."""
+
+    __slots__ = ("_sampled", "last", "list")
+
+    def __init__(self) -> None:
+        self.list: list[Cut] = []
+        self._sampled = False
+        self.last = NO_EVENT
+        """The event at the last mark."""
+
+    def to(self, stage: int, event: int) -> None:
+        """End a stretch of `stage` at `event`."""
+        if event != self.last or event == NO_EVENT:
+            self.list.append(Cut(stage, self.last, event))
+        self.last = event
+
+    def sample(self) -> None:
+        """Note that the row is SAMPLED."""
+        if not self._sampled:
+            self.list.append(Cut(SAMPLED, self.last, self.last))
+            self._sampled = True
+
+    def pop(self) -> list[Cut]:
+        """Return the cuts of the row that ends, and begin a new one."""
+        taken, self.list, self._sampled = _relabelled(self.list, FOREIGN, DATA), [], False
+        return taken
+
+    def foreign(self) -> None:
+        """The data wait that just ended was for a loader that does not feed training."""
+        if self.list and self.list[-1].stage == DATA:
+            self.list[-1] = self.list[-1]._replace(stage=FOREIGN)
+
+    def commit(self) -> None:
+        """All data waits of this row were for loaders that feed training."""
+        self.list = _relabelled(self.list, FOREIGN, DATA)
+
+    def reclassify(self) -> None:
+        """See `Partition.reclassify`."""
+        for stage in (FOREIGN, PREPARE, FORWARD):
+            self.list = _relabelled(self.list, stage, POST_SYNC)
+
+
+def without_forward(cuts: list[Cut]) -> list[Cut]:
+    """Return the cuts of a row that has no forward mark: forward starts where the data wait ended."""
+    return _relabelled(cuts, PREPARE, FORWARD)
+
+
+def first_event(cuts: list[Cut]) -> int:
+    """Return the oldest event of `cuts`; NO_EVENT if there is none."""
+    return next((event for cut in cuts for event in cut[1:] if event != NO_EVENT), NO_EVENT)
+
+
+def _relabelled(cuts: list[Cut], stage: int, becomes: int) -> list[Cut]:
+    return [cut._replace(stage=becomes) if cut.stage == stage else cut for cut in cuts]
+
 
 _KEPT_NS = 60_000_000_000
 _FEW = 3

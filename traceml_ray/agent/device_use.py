@@ -11,11 +11,11 @@ from typing import Any
 
 from traceml_ray.agent.cuda import CudaApi, cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
-from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.steps import STREAMED
 from traceml_ray.errors import error_text
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK, OpenStage
 

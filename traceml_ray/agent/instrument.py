@@ -11,25 +11,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from traceml_ray.agent.marks import MAX_NAME_CHARS
 from traceml_ray.agent.patch import (
     backward,
     checkpoint,
     collectives,
     data_parallel,
-    dataloader,
-    distributed_autograd,
+    data_waits,
     model_parallel,
     optimizer,
-    process_group,
-    ray_data,
     root_modules,
     rpc,
 )
 from traceml_ray.agent.patch.data_parallel import HYBRID
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.span_sums import MAX_NAME_CHARS
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.recorder import Recorder, Spans
 from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import INFERRED
 from traceml_ray.wire.messages import Placement
@@ -106,7 +102,7 @@ class Instrumentation:
         """Return (name, patch) of what is patched at once."""
         patcher, recorder = self.patcher, self.recorder
         return (
-            ("data", lambda: dataloader.patch(patcher, recorder)),
+            ("data", lambda: data_waits.patch_dataloader(patcher, recorder)),
             ("backward", lambda: backward.patch(patcher, recorder)),
             ("optimizer", lambda: optimizer.patch(patcher, recorder, self.roots, self._first_step)),
             ("grad_scaler", lambda: optimizer.patch_grad_scaler(patcher, recorder)),
@@ -128,16 +124,20 @@ class Instrumentation:
             (model_parallel.TENSOR_MODULE, "tp", self.model_parallel.patch_tensor),
             (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),
-            (ray_data.MODULE, "ray_data", lambda: ray_data.patch(patcher, self.recorder)),
             (
-                distributed_autograd.MODULE,
-                "backward",
-                lambda: distributed_autograd.patch(patcher, self.recorder),
+                data_waits.RAY_DATA_MODULE,
+                "ray_data",
+                lambda: data_waits.patch_ray_data(patcher, self.recorder),
             ),
             (
-                distributed_autograd.OPTIMIZER_MODULE,
+                rpc.AUTOGRAD_MODULE,
+                "backward",
+                lambda: rpc.patch_autograd(patcher, self.recorder),
+            ),
+            (
+                rpc.OPTIMIZER_MODULE,
                 "optimizer",
-                lambda: distributed_autograd.patch_optimizer(patcher, self.recorder),
+                lambda: rpc.patch_optimizer(patcher, self.recorder),
             ),
             (rpc.MODULE, "rpc", lambda: self.rpc.patch(patcher)),
             (checkpoint.MODULE, "checkpoint", lambda: checkpoint.patch(patcher, self.spans)),
@@ -150,7 +150,7 @@ class Instrumentation:
 
     def _patch_process_group(self) -> None:
         if self._is_rank is not None:
-            process_group.patch(self.patcher, self._note_rank)
+            model_parallel.patch_process_group(self.patcher, self._note_rank)
 
     def _note_rank(self) -> None:
         then, self._is_rank = self._is_rank, None

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
-from traceml_ray.agent.cuts import NO_EVENT, first_event
-from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.device import NO_EVENT, DeviceClock, first_event
 from traceml_ray.agent.marks import BATCHES, COST, END, EVENTS, OPTIMIZERS
 from traceml_ray.agent.steps import Steps
 

@@ -3,16 +3,23 @@ Batches of a rank that are not known to be stored.
 
 They are offered in order, and all again after a connection was lost or made: what went into the one before
 may be lost. The aggregator knows each batch by its number and keeps one.
+
+What a rank has reported before its relay is there lies in a file: Ray takes long to start where ranks take
+every core. A rank that is killed until then, or ended by a launcher whose other rank has failed, leaves
+nothing else.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from traceml_ray.agent.channel import Channel
+from traceml_ray.files import remove
+from traceml_ray.wire.spool import SUFFIX, add_to_spool
 
 
 class Batch(msgspec.Struct, gc=False):
@@ -120,3 +127,47 @@ class RankOutbox:
     def frames(self) -> list[bytes]:
         """Return the batches that are kept, for the spool."""
         return [batch.data for batch in self._batches]
+
+
+NAME = f".+{SUFFIX}"
+"""Sorts before the other spool files of the process, which go on where this one ends."""
+
+
+class EarlyCopy:
+    """
+    The copy of one rank process; nothing here runs on the training thread.
+
+    Args:
+        spool: the folder; None: there is none.
+        most: bytes; what comes after these is not copied.
+    """
+
+    def __init__(self, spool: str | None, most: int) -> None:
+        self._spool, self._most = spool, most
+        self._path: Path | None = None
+        """Path of the file, once there is one."""
+        self._last = self._bytes = 0
+        """Number of the newest batch in the file; `_bytes` is the size of all of them."""
+
+    def tick(self, process_id: str, outbox: RankOutbox) -> None:
+        """
+        Copy new batches. Remove the file once there is a relay and everything is stored. Raises
+        OSError.
+        """
+        if outbox.connected:
+            if self._path is not None and not outbox.holds(self._last):
+                self.remove()
+            return
+        new = [batch for batch in outbox.after(self._last) if batch.data]
+        size = sum(len(batch.data) for batch in new)
+        if self._spool is None or not new or self._bytes + size > self._most:
+            return
+        self._path = Path(self._spool) / f"{process_id}{NAME}"
+        add_to_spool(self._path, [batch.data for batch in new])
+        self._last, self._bytes = new[-1].seq, self._bytes + size
+
+    def remove(self) -> None:
+        """Remove the file: what is in it is stored, or in another one."""
+        if self._path is not None:
+            remove([self._path])
+            self._path = None

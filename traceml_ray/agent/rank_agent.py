@@ -5,36 +5,39 @@ Once an interval it drains the ring, samples the process, and offers one `RankBa
 channel. What is not known to be stored is kept, within a bound, and offered again to a relay that
 comes anew; beyond it the oldest batch is dropped, and counted where no relay has taken it. Nothing here
 runs on the training thread but `close`.
+
+`ProcessSampler` takes a cheap look at the process. What it runs with is sent once, as its reader wants to
+know after it has died.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import platform
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from traceml_ray import __version__
 from traceml_ray import identity as identities
 from traceml_ray.agent import stacks
-from traceml_ray.agent.batch_draft import BatchDraft
 from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
-from traceml_ray.agent.early_copy import EarlyCopy
-from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
-from traceml_ray.agent.outbox import Batch, RankOutbox
+from traceml_ray.agent.outbox import Batch, EarlyCopy, RankOutbox
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.sampler import ProcessSampler
-from traceml_ray.agent.unsent import Unsent
+from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.errors import sendable
 from traceml_ray.identity import rank_filter
 from traceml_ray.settings import Settings
@@ -42,6 +45,52 @@ from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.messages import ProcessSample
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_CHARS = 300
+
+
+def environment() -> dict[str, str]:
+    """
+    Return versions, and the configuration of torch's allocator, of what this process
+    has imported already.
+    """
+    values = {"traceml_ray": __version__, "python": platform.python_version()}
+    if (torch := sys.modules.get("torch")) is not None:
+        values["torch"] = str(torch.__version__)
+        for name in ("cuda", "hip"):
+            if version := getattr(torch.version, name, None):
+                values[name] = str(version)
+    if (ray := sys.modules.get("ray")) is not None:
+        values["ray"] = str(getattr(ray, "__version__", ""))
+    values |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {name: sendable(value)[:_CHARS] for name, value in values.items() if value}
+
+
+class ProcessSampler:
+    """CPU, memory, threads and I/O of this process; what cannot be read is `None`."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process: Any = psutil.Process()
+        self._process.cpu_percent(None)  # the first call only sets the starting point
+
+    def sample(self) -> ProcessSample:
+        """Return one sample; about 0.2 ms."""
+        read = written = None
+        with self._process.oneshot():
+            cpu = self._process.cpu_percent(None)
+            rss = self._process.memory_info().rss
+            threads = self._process.num_threads()
+            try:
+                counters = self._process.io_counters()
+                read, written = counters.read_bytes, counters.write_bytes
+            except Exception:  # not readable in some containers: the value is then null, which says so
+                pass
+        return ProcessSample(time.time_ns(), cpu, rss, threads, read, written)
+
 
 MANY_RANKS = 256
 """Number of ranks from which on an agent reports half as often: the aggregator has as much to receive."""

@@ -1,5 +1,6 @@
 """
-The marks of a training thread, as the patches and the API make them.
+The marks of a training thread, as the patches and the API make them; named spans inside a stage, and waits
+for peers, as that thread begins and ends them.
 
 The marks of the usual step are only written down (see `mark_log`), where the patches can do so by
 themselves; the methods here are for whatever cannot be, or need not be fast. What marks mean: see `steps`.
@@ -14,13 +15,11 @@ from time import perf_counter_ns
 from typing import Any
 
 from traceml_ray.agent import marks
-from traceml_ray.agent.batch_size import BatchSizes
-from traceml_ray.agent.exchange import GradientExchange
+from traceml_ray.agent.batch_size import BatchSizes, Counted
 from traceml_ray.agent.mark_log import LOCK_S, Deferred, MarkLog, immediate_mark
+from traceml_ray.agent.marks import MAX_NAME_CHARS, SpanSums
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.span_sums import SpanSums
-from traceml_ray.agent.steps import Steps
-from traceml_ray.agent.work_sums import Counted
+from traceml_ray.agent.steps import GradientExchange, Steps
 from traceml_ray.wire.messages import OpenStage
 
 SILENT_OWNER_NS = 5_000_000_000
@@ -360,3 +359,55 @@ class Recorder(MarkLog):
 
 
 _BEGIN_WAIT = unwrap(Recorder._begin_wait)
+
+
+Begun = tuple[int, str | None]
+"""The number of a span's name, and the name of the span around it."""
+
+
+class Spans:
+    """Begins and ends spans on the training thread; raises nothing."""
+
+    def __init__(self, recorder: Recorder, failed: Callable[[str, BaseException], None]) -> None:
+        self.innermost: str | None = None
+        """The name of the span that the training thread is in; `end` puts back that of the one around it."""
+        self._recorder = recorder
+        self._failed = failed
+
+    def begin(self, name: str, group: str | None = None) -> Begun | None:
+        """Begin a span, a collective in a process group; None when there is none to end: another thread."""
+        try:
+            if not self._recorder.mine():
+                return None
+            name = str(name)[:MAX_NAME_CHARS]
+            number = self._recorder.sums.number(name, group)
+            if number is None or not self._recorder.span_begin(number):
+                return None
+            outer, self.innermost = self.innermost, name
+            return number, outer
+        except Exception as error:
+            self._failed("span", error)
+            return None
+
+    def end(self, begun: Begun, size: int = 0) -> None:
+        """End what `begin` began; `size` bytes were moved."""
+        try:
+            number, self.innermost = begun
+            self._recorder.span_end(number, size)
+        except Exception as error:
+            self._failed("span", error)
+
+    def sync_begin(self) -> bool:
+        """Begin a wait for peers; True when `sync_end` has to follow."""
+        try:
+            return self._recorder.sync_begin()
+        except Exception as error:
+            self._failed("sync", error)
+            return False
+
+    def sync_end(self) -> None:
+        """End what `sync_begin` began."""
+        try:
+            self._recorder.sync_end(True)
+        except Exception as error:
+            self._failed("sync", error)

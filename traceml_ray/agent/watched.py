@@ -10,8 +10,7 @@ from typing import Any
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.importlib_bootstrap import uncounted
-from traceml_ray.agent.patch.iterators import new_iterator, timed_next
-from traceml_ray.agent.patch.ray_data import is_timed
+from traceml_ray.agent.patch.data_waits import is_timed, new_iterator, timed_next
 
 _PLACE = "watch"
 _BY_TYPE = (

@@ -1,10 +1,11 @@
 """
 The relay of one node, free of Ray: takes the rank batches of its node (`rank_intake`) and forwards them to
-the aggregator (`aggregator_link`) until they are known to be stored.
+the aggregator (`outbox`) until they are known to be stored.
 
-One thread calls `poll` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
+One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
 over the same socket that the ranks use; of a job of several nodes, each launcher does. The relay has stored
-what it holds, or leaves it in a file, and passes on what the aggregator, which owns the end, replies.
+what it holds, or leaves it in a file, and passes on what the aggregator, which owns the end, replies. What
+agents have left in files it takes from there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -24,19 +26,83 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.importers import v1
 from traceml_ray.monitor import private_folders
-from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
 from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
-from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.outbox import WAITING, AggregatorLink, Outbox, Transport
 from traceml_ray.monitor.output_files import OutputFiles
+from traceml_ray.monitor.private_folders import spooled
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.monitor.rank_intake import RankIntake
-from traceml_ray.monitor.relay_spool import RelaySpool
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
 from traceml_ray.signals.nodes.sampler import SamplerThread, xid_events
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.spool import SUFFIX, write_spool
+
+
+@dataclass(eq=False)
+class RelaySpool:
+    """
+    Used with the relay's lock held, except `salvage`.
+
+    Args:
+        folder: where the files are; None: there are none.
+        outbox: has what is not known to be stored.
+        intake: takes batches.
+        errors: counts what cannot be read.
+        lock: the relay's.
+    """
+
+    folder: Path | None
+    outbox: Outbox
+    intake: RankIntake
+    errors: Errors
+    lock: threading.RLock
+    _taken: list[Path] = field(default_factory=list)
+    """Files that can go once what was in them is stored."""
+    _seen: set[Path] = field(default_factory=set)
+
+    def collect(self, all_stored: Callable[[], bool]) -> None:
+        """Take what agents have left since; remove the files before, once all is stored."""
+        if self._taken and all_stored():
+            remove(self._taken)
+            self._seen.difference_update(self._taken)
+            self._taken = []
+        self._taken += self._read(self._seen)
+
+    def read(self) -> list[Path]:
+        """Take what agents left; return the files that can go once it is stored."""
+        return self._read(set())
+
+    def _read(self, seen: set[Path]) -> list[Path]:
+        """Take what is in files not `seen`; return these."""
+        read = []
+        for path, batches in spooled(self.folder, self.errors, seen) if self.folder else ():
+            for batch, frame in batches:
+                try:
+                    self.intake.accept(batch, frame)
+                except wire.WireError as error:
+                    self.errors.note("spool", error)
+            read.append(path)
+        return read
+
+    def salvage(self) -> list[Path]:
+        """Leave what is not known to be stored; return the files. Any thread may. Raises OSError."""
+        if self.folder is None:
+            return []
+        with self.lock:
+            packets, waiting = self.outbox.salvage()
+        packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
+        frames: dict[str, list[bytes]] = {}
+        for frame in [*packed, *waiting]:
+            frames.setdefault(wire.decode(frame, wire.RankBatch).process_id, []).append(frame)
+        # An agent's own file, which begins later or goes further, sorts after this one.
+        files = {self.folder / f"{process}.0{SUFFIX}": held for process, held in frames.items()}
+        for path, held in files.items():
+            write_spool(path, held)
+        return [*files]
+
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""

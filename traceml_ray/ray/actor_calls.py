@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from traceml_ray.errors import Errors
-from traceml_ray.ray.discovery import bare, find_aggregator, find_relay
+from traceml_ray.ray.actors import bare, find_aggregator, find_relay
 
 LOOK_UP_S = 1.0
 MAX_IN_FLIGHT = 4

@@ -20,8 +20,9 @@ import ray
 
 from traceml_ray import __version__
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S, failed
-from traceml_ray.ray.config import About, ActorConfig
-from traceml_ray.ray.discovery import (
+from traceml_ray.ray.actors import (
+    About,
+    ActorConfig,
     aggregator_name,
     end_myself,
     find_relays,

@@ -24,9 +24,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from traceml_ray.agent.ending import end_as_interrupted
+from traceml_ray.agent.bootstrap import end_as_interrupted
 from traceml_ray.errors import Errors
-from traceml_ray.ray.config import FILE, Attachment
+from traceml_ray.ray.actors import FILE, Attachment
 from traceml_ray.ray.connection import attach, raylet_answers, set_environ
 from traceml_ray.store.session import read_json
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 
-from traceml_ray.ray.config import Attachment
-from traceml_ray.ray.discovery import NAMESPACE
+from traceml_ray.ray.actors import NAMESPACE, Attachment
 
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""

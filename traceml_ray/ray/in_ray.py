@@ -8,7 +8,7 @@ import msgspec
 import ray
 
 from traceml_ray.identity import RankIdentity
-from traceml_ray.ray.discovery import DEFAULT_SESSION, relay_folder
+from traceml_ray.ray.actors import DEFAULT_SESSION, relay_folder
 from traceml_ray.settings import Settings
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray.errors import Errors
-from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.discovery import NAMESPACE, cluster_nodes, relay_name, relay_nodes
+from traceml_ray.ray.actors import NAMESPACE, ActorConfig, cluster_nodes, relay_name, relay_nodes
 
 _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2, "bulk": 1}}
 

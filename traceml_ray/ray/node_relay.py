@@ -15,8 +15,7 @@ import ray
 
 from traceml_ray.monitor.finish import HAND_OVER_S
 from traceml_ray.ray.actor_calls import ActorCalls
-from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
+from traceml_ray.ray.actors import ActorConfig, end_myself, find_aggregator, is_restarted, relay_folder
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 

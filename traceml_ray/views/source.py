@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.ray.config import FILE as ATTACHMENT
-from traceml_ray.ray.config import Attachment
+from traceml_ray.ray.actors import DEFAULT_SESSION, Attachment, find_aggregator
+from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.connection import attach
-from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.store.query import QueryError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceml_ray.agent.patch.patcher import Make, Patcher
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.recorder import Spans
 
 MODULE = "torch.distributed.checkpoint"
 _FUNCTIONS = {"save": "checkpoint", "async_save": "checkpoint", "load": "checkpoint load"}

@@ -14,10 +14,9 @@ from threading import get_ident
 from typing import Any
 from weakref import ref
 
+from traceml_ray.agent.marks import MAX_NAME_CHARS
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.span_sums import MAX_NAME_CHARS
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.recorder import Recorder, Spans
 
 WORLD = "world"
 """The process group of all ranks."""

@@ -10,14 +10,12 @@ import sys
 import weakref
 from typing import Any
 
-from traceml_ray.agent.exchange import STREAMED, GradientExchange
 from traceml_ray.agent.patch.collectives import group_name
-from traceml_ray.agent.patch.forward_memory import ForwardMemory
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
-from traceml_ray.agent.patch.shard_traffic import ShardTraffic, groups_of, part_of_fsdp2
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.patch.shard_traffic import ForwardMemory, ShardTraffic, groups_of, part_of_fsdp2
+from traceml_ray.agent.recorder import Recorder, Spans
+from traceml_ray.agent.steps import STREAMED, GradientExchange
 
 _REDUCES = (
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce"),

@@ -1,16 +1,26 @@
 """
-Jobs that are not only data parallel: where a rank is in its device mesh and its pipeline, and whether its
-waits for ranks that do other work are seen.
+Process groups: when this process joins one, then it is a rank. Jobs that are not only data parallel: where a
+rank is in its device mesh and its pipeline, and whether its waits for ranks that do other work are seen.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.agent.exchange import GradientExchange
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.steps import GradientExchange
 from traceml_ray.wire import messages as wire
+
+
+def patch_process_group(patcher: Patcher, joined: Callable[[], None]) -> None:
+    """Have `joined` called after `torch.distributed.init_process_group`."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        patcher.replace(dist, "init_process_group", patcher.after("rank", lambda *_: joined()))
+
 
 TENSOR_MODULE = "torch.distributed.tensor.parallel"
 PIPELINE_MODULE = "torch.distributed.pipelining.stage"

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from traceml_ray.agent.batch_size import Counted, packed
 from traceml_ray.agent.patch.root_modules import RootModules
 from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.size_log import packed
-from traceml_ray.agent.work_sums import Counted
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.signals.collector import Collector, Rank

@@ -1,21 +1,27 @@
 """
-The dashboard of a session as a process of its own: it never takes this one along. It ends with this one, or
-stays on the stored session while a browser watches.
+The dashboard of a session, and the live view beneath a job's output (`--live`), each as a process of its own:
+it never takes this one along. The dashboard ends with this one, or stays on the stored session while a
+browser watches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from traceml_ray.monitor.finish import KILL_S
+from traceml_ray.terminal.codes import LEAVE
 
 _PREFIX = "Dashboard: "
 LINGERS = "Stays while a browser watches."
 """Line printed by a dashboard that stays when its parent closes stdin."""
-_END_S = 1.0
+_DASHBOARD_END_S = 1.0
 _DECIDE_S = 1.0
 """How long the dashboard process may take to print that, in s."""
 
@@ -84,7 +90,7 @@ class DashboardProcess:
             return
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+            self._process.wait(_DASHBOARD_END_S)
 
     def _listen(self) -> None:
         """Read its output until it ends, so that it never waits for a reader."""
@@ -106,3 +112,60 @@ class DashboardProcess:
         self._known.set()
         if not self._ending:
             self._on_text(f"no dashboard: {self.last_line}")
+
+
+_LIVE_END_S = 0.3
+"""How long the child may take to restore the terminal, in s; then it is restored for it."""
+
+
+def terminal() -> int | None:
+    """Return the descriptor that the job's output goes to a terminal by; None where it goes to none."""
+    if os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return None
+    return next((fd for fd in (1, 2) if _is_terminal(fd)), None)
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False
+
+
+class LiveView:
+    """
+    Args:
+        folder: of the session.
+        fd: the terminal.
+        environ: what the process has in its environment.
+
+    Raises OSError when there can be no process.
+    """
+
+    def __init__(self, folder: Path, fd: int, environ: Mapping[str, str]) -> None:
+        self._fd = fd
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "traceml_ray.terminal.live", str(folder)],
+            cwd="/",  # the user's folder may hold files named like modules
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,  # the process ends when this is closed, as it is when we are gone
+            stdout=fd,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def end(self) -> None:
+        """Have it give the terminal back; returns when it has."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            clean = self._process.wait(_LIVE_END_S) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the disk of the session may hang
+                self._process.wait(KILL_S)
+            clean = False
+        if not clean:
+            with contextlib.suppress(OSError):
+                os.write(self._fd, LEAVE.encode())

@@ -1,20 +1,56 @@
-"""The wait for a batch of a `DataLoader` counts as `data`."""
+"""
+The wait for a batch counts as `data`: of a `DataLoader`, and of Ray Data's `iter_batches` and
+`iter_torch_batches`. Those of Ray Data and of `traceml_ray.watch` are marked one call at a time.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from threading import get_ident
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 from traceml_ray.agent.importlib_bootstrap import uncounted
 from traceml_ray.agent.marks import COLLATED, DATA_BEGIN, DATA_END
-from traceml_ray.agent.patch.iterators import LOADER
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder
 
+LOADER = "_traceml_loader"
+"""Attribute of an iterator: the id of the loader or dataset that it reads."""
 
-def patch(patcher: Patcher, recorder: Recorder) -> None:
+
+def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:
+    """Tell the recorder that an iterator was made."""
+    try:
+        recorder.new_iterator()
+    except Exception as error:
+        failed(place, error)
+
+
+@uncounted
+def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:
+    """Return the next of `items`, with the wait for it counted as `data` of `loader`."""
+    began = got = False
+    try:
+        began = recorder.data_begin(loader)
+    except Exception as error:
+        failed(place, error)
+    try:
+        item = next(items)
+        got = True
+        return item
+    finally:
+        try:
+            if began:
+                recorder.data_end(got)
+                if got:
+                    recorder.batch(item)
+        except Exception as error:
+            failed(place, error)
+
+
+def patch_dataloader(patcher: Patcher, recorder: Recorder) -> None:
     """Patch the iterators of all DataLoaders; raises what does not fit this torch."""
     from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
@@ -113,3 +149,64 @@ def _mark_collate(iterator: Any, recorder: Recorder) -> None:
         return collate(samples)
 
     fetcher.collate_fn = marked
+
+
+RAY_DATA_MODULE = "ray.data.iterator"
+_METHODS = ("iter_batches", "iter_torch_batches")
+
+
+def patch_ray_data(patcher: Patcher, recorder: Recorder) -> None:
+    """
+    Patch Ray's iterable, whose module has been imported; raises what does not fit.
+
+    What the methods return stays Ray's own object, which Ray and others ask for its type; on it is noted
+    which dataset it reads, and its class's `__iter__` times the iterators of those that are noted.
+    """
+    from ray.data.iterator import DataIterator, _IterableFromIterator
+
+    def make_batches(original: Any) -> Any:
+        def batches(source: Any, *args: Any, **kwargs: Any) -> Any:
+            iterator = original(source, *args, **kwargs)
+            try:
+                iterator.__dict__[LOADER] = id(source)
+            except Exception as error:
+                patcher.failed("ray_data", error)
+            return iterator
+
+        return batches
+
+    def make_iter(original: Any) -> Any:
+        def __iter__(iterable: Any) -> Any:  # noqa: N807
+            items, loader = original(iterable), iterable.__dict__.get(LOADER)
+            if loader is None or type(items) is not GeneratorType:
+                return items
+            return _timed(items, loader, recorder, patcher.failed)
+
+        return __iter__
+
+    patcher.replace(_IterableFromIterator, "__iter__", make_iter)
+    for name in _METHODS:
+        patcher.replace(DataIterator, name, make_batches)
+
+
+def is_timed(iterable: Any) -> bool:
+    """Return whether `iterable` is one of Ray's whose iterators are timed."""
+    return LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == RAY_DATA_MODULE
+
+
+@uncounted
+def _timed(
+    items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
+) -> Generator[Any, None, None]:
+    """Yield from `items`, which nothing else reads, with each wait counted as `data` of `loader`."""
+    iterator = SimpleNamespace(**{LOADER: loader})  # iterators come and go with the epochs
+    new_iterator(recorder, failed, "ray_data")
+    try:
+        while True:
+            try:
+                item = timed_next(items, iterator, recorder, failed, "ray_data")
+            except StopIteration:
+                return
+            yield item
+    finally:
+        items.close()
