@@ -96,7 +96,7 @@ def live(ranks: int, seconds: int) -> list[Figure]:
             if memory.judge({"run": who}):
                 rounds, ended = rounds + 1, now - _BEFORE_S
         judged += time.thread_time() - cpu
-    answer = memory.get("run")
+    answer = memory.latest("run")
     interval = f"{ended / rounds:.0f} s" if rounds else f"more than {seconds} s"
     return [
         Figure("live", f"judging {ranks:,} ranks", f"{100 * judged / seconds:.1f} % of a core", "< 5 %"),
