@@ -82,16 +82,19 @@ class MemoryFinding(_Shape, frozen=True, kw_only=True):
     kind: Kind
     rank: int
     node: str
+    """Label of the rank's node."""
     device: int | None
-    """None: the host's memory."""
+    """Index of the device as the process sees it. None: the host's memory."""
     severity: Severity
     confidence: Confidence
     from_ns: int
+    """Time at which it began (ns, aggregator's clock)."""
     to_ns: int
+    """Time at which it was seen last (ns, aggregator's clock)."""
     evidence: dict[str, Value]
-    """Numbers by name; the ends of the names are units."""
+    """Numbers by name. The end of a name is its unit."""
     next: list[str]
-    """What to do, one to three lines."""
+    """What to do, in one to three lines."""
     why: str
     """One sentence for a person."""
 
@@ -101,11 +104,15 @@ class Incident(_Shape, frozen=True, kw_only=True):
 
     rank: int
     node: str
+    """Label of the rank's node."""
     device: int | None
+    """Index of the device as the process sees it. None: the host's memory."""
     at_ns: int
-    """When it left its level."""
+    """Time at which the memory left its level (ns, aggregator's clock)."""
     delta_bytes: int
+    """Growth above the baseline, in bytes."""
     counter: Counter
+    """The counter that grew."""
 
 
 class FirstCause(_Shape, frozen=True, kw_only=True):
@@ -113,52 +120,65 @@ class FirstCause(_Shape, frozen=True, kw_only=True):
 
     rank: int
     node: str
+    """Label of the rank's node."""
     device: int | None
+    """Index of the device as the process sees it. None: the host's memory."""
     at_ns: int
+    """Time at which the memory left its level (ns, aggregator's clock)."""
     lead_ns: int | None
-    """By how much before the second rank; None: no other rank grew."""
+    """Time until the second rank grew, in ns. None: no other rank grew."""
     lead_bound_ns: int | None
-    """Error bound of `lead_ns`: clocks and sampling; a shorter lead names nobody."""
+    """Error bound of `lead_ns`, from clocks and sampling. A shorter lead names nobody."""
     delta_bytes: int
+    """Growth above the baseline, in bytes."""
     counter: Counter
+    """The counter that grew."""
     confidence: Confidence
     coverage: float
     """Share of the expected ranks that were observed when it began, 0..1."""
     why: str
+    """One or two sentences for a person."""
     next: list[str]
+    """What to do, in one to three lines."""
 
 
 class CollectiveOnset(_Shape, frozen=True, kw_only=True):
     """Several ranks grew at once, as far as clocks and sampling can tell: no rank is the cause."""
 
     at_ns: int
+    """Time at which the first of them left its level (ns, aggregator's clock)."""
     bound_ns: int | None = None
-    """To within so much they began at the same time: clocks, sampling and noise; None: not known."""
+    """Error bound within which the ranks began at the same time, in ns. None: not known."""
     ranks: list[int]
     delta_bytes: int
-    """The largest of theirs,"""
+    """Largest growth of one of the ranks, in bytes."""
     counter: Counter
-    """and what grew there."""
+    """The counter that grew most."""
     why: str
+    """One or two sentences for a person."""
 
 
 class Attribution(_Shape, frozen=True, kw_only=True):
-    """A finding about hidden memory that stands with communication."""
+    """A finding about hidden memory that coincides with communication."""
 
     kind: AttributionKind
     rank: int
     device: int | None
+    """Index of the device as the process sees it. None: the host's memory."""
     finding: Kind
-    """The kind of the finding that it explains,"""
+    """Kind of the finding that the communication explains."""
     from_ns: int
-    """and when that began."""
+    """Time at which that finding began (ns, aggregator's clock)."""
     op: str | None
+    """Name of the collective. None: not known."""
     group: str | None
-    """Torch's name of the process group; `world`: that of all ranks."""
+    """Torch's name of the process group. `world`: that of all ranks."""
     bytes: int | None
-    """Of the hidden memory that it explains."""
+    """Size of the hidden memory that it explains, in bytes."""
     evidence: dict[str, Value]
+    """Numbers by name. The end of a name is its unit."""
     why: str
+    """One sentence for a person."""
 
 
 class RankMemory(_Shape, frozen=True, kw_only=True):
@@ -166,38 +186,54 @@ class RankMemory(_Shape, frozen=True, kw_only=True):
 
     rank: int
     node: str
+    """Label of the rank's node."""
     process: str
+    """Id of the rank process. Two attempts of a rank are two processes."""
     device: int | None
+    """Index of the device as the process sees it. None: the host's memory."""
     samples: int
+    """Number of samples."""
     allocated_growth_bytes: int | None
-    """From its settled baseline to now, as are the others."""
+    """Growth of the memory that torch has allocated, from its settled baseline to now, in bytes."""
     reserved_growth_bytes: int | None
+    """Growth of the memory that torch has reserved, from its settled baseline to now, in bytes."""
     rss_growth_bytes: int | None
+    """Growth of the resident memory of the process, from its settled baseline to now, in bytes."""
     gap_bytes: int | None
-    """Now: used by the process on the device and not by torch's allocator."""
+    """Memory that the process uses on the device now, and torch's allocator does not count, in bytes."""
     used_bytes: int | None
-    """Now: of the device (at least, where the driver was not asked), or of the host's limit,"""
+    """
+    Used part of `total_bytes` now: of the device (a lower bound where the driver was not asked), or of the
+    host's limit.
+    """
     total_bytes: int | None
-    """of so much."""
+    """Memory of the device, or the host's limit, in bytes."""
     forecast_steps: int | None
-    """When memory runs out at the present slope, where it grows."""
+    """Number of steps until memory runs out at the present slope. None: it does not grow."""
     forecast_s: float | None
+    """Seconds until memory runs out at the present slope. None: it does not grow."""
     anomaly: Kind | None
-    """Its most severe finding."""
+    """Kind of its most severe finding."""
     severity: Severity | None
+    """Severity of its most severe finding."""
     rise_bytes: int | None = None
-    """By how much the newest sample is above the first half: what a rank that died had taken at the end."""
+    """Excess of the newest sample over the first half, in bytes: what a dead rank had taken at its end."""
 
 
 class Memory(_Shape, frozen=True, kw_only=True):
     """What can be said about the memory of a run."""
 
     first_cause: FirstCause | None = None
+    """The rank whose memory grew first. None: no rank is named."""
     collective_onset: CollectiveOnset | None = None
+    """Growth of several ranks at once. None: there was none."""
     findings: list[MemoryFinding] = []
     """The most severe first, then what fills memory soonest, then the earliest."""
     collectives: list[Attribution] = []
+    """Findings about hidden memory that coincide with communication."""
     incidents: list[Incident] = []
     """Every growth above a rank's baseline, the earliest first."""
     ranks: list[RankMemory] = []
+    """Each rank process on each device in numbers, by rank and device."""
     missing_ranks: list[int] = []
+    """Expected ranks of which there is no sample."""
