@@ -171,8 +171,8 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, mem
                 while (left := due - time.monotonic()) > 0:
                     collect(sent, waits, min(left, 0.002))
                     if named_after is None and second > late_from and time.monotonic() - asked > 0.2:
-                        verdict, asked = session.verdict() or {}, time.monotonic()
-                        if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
+                        verdict, asked = session.verdict(), time.monotonic()
+                        if verdict and (verdict.label, verdict.rank) == ("straggler", late):
                             named_after = asked - began - late_from - ON_TIME / STEPS_A_SECOND
                 sent.append((time.monotonic(), aggregator.ingest.remote(message)))
                 while len(sent) > 2048:
@@ -182,9 +182,9 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, mem
         used = (sum(process.cpu_times()[:2]) - cpu) / elapsed
         memory = process.memory_info().rss / 2**20
         time.sleep(2)
-        ledger = session.status()["ledger"]
+        ledger = session.status().ledger
         session.stop(20)
-    lost = len(nodes) * min(PER_NODE, ranks) * seconds * STEPS_A_SECOND - ledger["stored"]
+    lost = len(nodes) * min(PER_NODE, ranks) * seconds * STEPS_A_SECOND - ledger.stored
     waits_ms = np.percentile(np.array(waits) * 1e3, [50, 99])
     named = "not named" if named_after is None else f"{named_after:.1f} s"
     return (

@@ -514,21 +514,21 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
         ledger = stored.ledger()
         doubled = doubled_rows(stored)
         errors = stored.meta().get("errors", {})
-    counted, dropped = soak.counted(), ledger["dropped"]
-    total = ledger["stored"] + sum(dropped.values())
+    counted, dropped = soak.counted(), msgspec.structs.asdict(ledger.dropped)
+    total = ledger.stored + sum(dropped.values())
     aimed = soak.args.ranks * soak.args.rate * soak.args.seconds
     lines = [
         f"Rows: {counted} made by the ranks ({counted / aimed:.1%} of the rate asked for), "
-        f"{ledger['stored']} stored; dropped: {', '.join(f'{name} {n}' for name, n in dropped.items())}.",
+        f"{ledger.stored} stored; dropped: {', '.join(f'{name} {n}' for name, n in dropped.items())}.",
         f"Errors counted by the aggregator: {errors or 'none'}.",
     ]
     bars = [
         Bar(
             "produced = what the ranks counted",
-            f"{ledger['produced']}, {counted}",
-            ledger["produced"] == counted,
+            f"{ledger.produced}, {counted}",
+            ledger.produced == counted,
         ),
-        Bar("produced = stored + dropped", f"{ledger['produced']}, {total}", ledger["produced"] == total),
+        Bar("produced = stored + dropped", f"{ledger.produced}, {total}", ledger.produced == total),
         Bar("no row is in the file twice", str(doubled), doubled == 0),
     ]
     return lines, bars

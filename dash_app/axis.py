@@ -58,7 +58,7 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
         return Range(newest=True)
     if first is not None or last is not None:
         return Range(first or 0, last if last is None else max(last, (first or 0) + 1))
-    if cache.source.stored or cache.status.get("status", "running") != "running":
+    if cache.source.stored or cache.is_over:
         return Range()
     episode, newest = current_episode(run.verdict), run.last_step or 0
     if episode is None or newest - episode["from_step"] < MAX_BINS:

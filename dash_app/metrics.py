@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import asdict
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
@@ -78,12 +79,14 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     poll = quantiles(np.array(session.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
     about = "Time to bring the session up to date."
     yield _gauge("dashboard_poll", about, ["quantile"], _by_quantile(poll), "seconds")
-    errors, aggregator = session.errors, session.status.get("errors") or {}
+    errors, aggregator = session.errors, session.status.errors if session.status else {}
     yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(errors))
     yield _counter("aggregator_errors", "Errors of the aggregator, by place.", ["place"], _by_key(aggregator))
-    ledger: Mapping[str, Any] = session.status.get("ledger") or {}
-    rows = {name: ledger[name] for name in ("produced", "stored") if name in ledger}
-    rows |= {f"dropped_{name}": count for name, count in ledger.get("dropped", {}).items()}
+    rows = dict[str, int]()
+    if session.status is not None:
+        ledger = session.status.ledger
+        rows = {"produced": ledger.produced, "stored": ledger.stored}
+        rows |= {f"dropped_{name}": count for name, count in asdict(ledger.dropped).items()}
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
     if (run := session.newest) is not None:
         yield from _run_metrics(run)

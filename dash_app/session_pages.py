@@ -83,7 +83,7 @@ class SessionPages(SessionCache):
             pages, what = self._other(route.get("session")) or self, "run"
             run = pages.selected(route.get("run"))
         except QueryError as error:
-            runs = [entry["name"] for entry in reversed(pages.runs)]
+            runs = [entry.name for entry in reversed(pages.runs)]
             name, names = str(route.get(what)), runs if what == "run" else sessions.names(self.source.out)
             others = (other for other in names if other != name)
             return pages, None, shell.missing(pages, what, name, str(error), others)
@@ -110,7 +110,7 @@ class SessionPages(SessionCache):
 
         Raises QueryError for one that is not there, or cannot be read.
         """
-        if name is None or name in (self.status.get("session"), self.source.target):
+        if name is None or name in (self.status and self.status.session, self.source.target):
             return None
         if name not in sessions.names(self.source.out):
             with self.lock:
@@ -127,7 +127,7 @@ class SessionPages(SessionCache):
                 while len(self._others) > _MAX_OTHERS:
                     self._others.popitem(last=False)
         other.poll()
-        if not other.status:
+        if other.status is None:
             raise SourceError(other.trouble)
         return other
 

@@ -10,11 +10,11 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.document.model import SIGNS
-from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import beside, cost, line_of, lost, named, part_of, wasted
 from traceml_ray.reports.severity import sign_of, tone_of
 from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.store.profiles import Profile
+from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
 from traceml_ray.views.events import incident
 from traceml_ray.views.findings import first_of, found_in
@@ -107,7 +107,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
 def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     return {
         **session_facts(cache, run),
-        "runs": [{name: entry[name] for name in ("id", "name", "status")} for entry in cache.runs],
+        "runs": [{name: getattr(entry, name) for name in ("id", "name", "status")} for entry in cache.runs],
     }
 
 

@@ -42,8 +42,19 @@ ERRORS = {
     "traceml_ray/identity.py": ("IdentityError", "RankFilterError"),
 }
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
-RATES = {"traceml_ray/store/step_shapes.py": ("ThroughputNumbers", "Throughput")}
-OUTPUT = {"traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine")}
+PARTS = {
+    "traceml_ray/analysis/verdict.py": ("Suspect", "Stack"),
+    "traceml_ray/analysis/uneven_work.py": ("Reason",),
+    "traceml_ray/analysis/anomalies.py": ("Anomaly",),
+    "traceml_ray/analysis/roles.py": ("RoleShare",),
+    "traceml_ray/analysis/track.py": ("Episode",),
+    "traceml_ray/analysis/episodes.py": ("Brief",),
+    "traceml_ray/analysis/first_steps.py": ("FirstSteps",),
+    "traceml_ray/analysis/experts.py": ("ExpertLoad",),
+    "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput"),
+    "traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine"),
+}
+"""Structs of other modules that answers are made of."""
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
@@ -87,8 +98,7 @@ def page() -> str:
     for path in RESULTS:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
-    parts += [shape(node, default=False) for path, names in RATES.items() for node in found(path, names)]
-    parts += [shape(node) for path, names in OUTPUT.items() for node in found(path, names)]
+    parts += [shape(node) for path, names in PARTS.items() for node in found(path, names)]
     parts.append("## What is found\n")
     parts += [shape(node) for path, names in FINDINGS.items() for node in found(path, names)]
     parts.append("## What files say about memory\n")

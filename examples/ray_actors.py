@@ -113,9 +113,9 @@ def main() -> None:
                 for rank, trainer in enumerate(trainers)
             ]
         )
-        verdict = session.summary()["verdict"]
+        verdict = session.summary().verdict
         print(f"loss {losses[0]:.4f}")
-        print(f"{verdict['label']}: {verdict['why']}\n{verdict['next']}")
+        print(f"{verdict.label}: {verdict.why}\n{verdict.next}")
         print(f"Report: {session.folder / 'report.txt'}")
 
 

@@ -83,10 +83,10 @@ def main() -> None:
             ),
             run_config=RunConfig(name="gpt", storage_path=results),
         ).fit()
-    verdict = session.summary()["verdict"]
+    verdict = session.summary().verdict
     print(f"validation loss {result.return_value:.4f}")
-    print(f"{verdict['label']}: {verdict['why']}")
-    print(f"{verdict['next']}\nReport: {session.folder / 'report.txt'}")
+    print(f"{verdict.label}: {verdict.why}")
+    print(f"{verdict.next}\nReport: {session.folder / 'report.txt'}")
     session.stop()
 
 

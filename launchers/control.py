@@ -9,7 +9,6 @@ import socket
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from traceml_ray import printing
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
@@ -74,7 +73,7 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     _running(folder)
     try:
         with SessionFile(folder / DATABASE) as file:
-            runs: Any = runs_of(file)
+            runs = runs_of(file)
     except SessionFileError:  # it is just starting
         return
     if why := why_over(runs, run):

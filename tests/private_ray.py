@@ -70,7 +70,8 @@ class Session:
         if not (self.folder / DATABASE).exists():
             return {}
         with SessionFile(self.folder / DATABASE) as file:
-            return file.ledger()
+            count: dict[str, Any] = msgspec.to_builtins(file.ledger())
+            return count
 
     def keys(self, rank: int = 0) -> list[int]:
         with SessionFile(self.folder / DATABASE) as file:

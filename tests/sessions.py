@@ -27,7 +27,9 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store import query
+from traceml_ray.store.results import LiveVerdict, to_builtins
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import Summary
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import encode_part
 
@@ -221,10 +223,15 @@ def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> 
 
 
 def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
-    """The answer to a question of `store.query`, by its name; of those with a cursor, the items."""
+    """
+    The answer to a question of `store.query`, by its name; of those with a cursor, the items. Verdicts and
+    summaries are plain, as JSON has them.
+    """
     kinds = {kind.__struct_config__.tag: kind for kind in QUESTIONS}
     request: Any = kinds[what.title().replace("_", "")](**fields)
     answer = query.ask_one(aggregator.query, request)
+    if isinstance(answer, (LiveVerdict, Summary)):
+        return to_builtins(answer)
     return answer.items if isinstance(answer, query.Page) else answer
 
 
@@ -241,11 +248,11 @@ def confirmed(reply: bytes) -> int:
 def check_ledger(folder: Path) -> dict[str, Any]:
     """Check that every produced row is accounted for, and that the stored ones are in the file once."""
     with SessionFile(folder / "session.sqlite") as session:
-        count = session.ledger()
+        count: dict[str, Any] = msgspec.to_builtins(session.ledger())
         for part in (count, *count["per_rank"].values()):
             assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
             assert min(part["in_flight"], *part["dropped"].values()) >= 0
-        runs = [run["ledger"] for run in session.runs()]
+        runs = [msgspec.to_builtins(run["ledger"]) for run in session.runs()]
         for part in runs:
             assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
         assert sum(part["produced"] for part in runs) + _unknown(session) == count["produced"]

@@ -55,6 +55,7 @@ from traceml_ray.signals.memory.answer import GetMemory, RunMemory
 from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.throughput.answer import GetThroughput
+from traceml_ray.signals.throughput.judge import Throughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.store.results import (
@@ -67,7 +68,6 @@ from traceml_ray.store.results import (
 )
 from traceml_ray.store.runs import of_run, why_over
 from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, holder
-from traceml_ray.store.step_shapes import Throughput
 from traceml_ray.store.summary_shape import Summary
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.wire import messages as wire
@@ -271,7 +271,7 @@ class SessionCalls:
     def is_finished(self) -> bool:
         """Return whether its files are written to the end. Raises EndedError where they are not here."""
         self.check_file()
-        return self._status()["status"] != "running" and SessionFolder(self.folder).summary_json.is_file()
+        return self._status().status != "running" and SessionFolder(self.folder).summary_json.is_file()
 
     def _file(self, ended: EndedError) -> Answers:
         """Return what answers from its file. Raises `ended`, or another one, where that is not here."""
@@ -280,7 +280,7 @@ class SessionCalls:
         if not (self.folder / DATABASE).is_file():
             raise EndedError(f"session {self.name!r} has ended, and its folder {self.folder} is gone")
         try:
-            started_at = self._status().get("started_at")
+            started_at = self._status().started_at
         except query.QueryError as error:
             raise EndedError(f"session {self.name!r} has ended, and cannot be read: {error}") from None
         if started_at != self._started_at:
@@ -309,10 +309,10 @@ class Session:
     in the same way: its file answers, where that is on this node. What a session can only do while it runs
     (`dump`, `profile`, `download`, …) then raises StartError at once.
 
-    Answers are structs or plain dicts, with the fields, and units, of `traceml_ray.store.results` and
-    `traceml_ray.store.summary_shape`. `findings`, `memory`, `layers`, `compare`, `profile` and `profiles`
-    return objects with fields, and some values of `throughput` are arrays. `traceml_ray.to_builtins` makes
-    plain dicts of any of them: `json.dumps(traceml_ray.to_builtins(session.memory()))`.
+    Answers are structs, with the fields, and units, of `traceml_ray.store.results` and
+    `traceml_ray.store.summary_shape`: `session.verdict().label`, `print(session.status())`. Some values of
+    `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts and lists of any answer:
+    `json.dumps(traceml_ray.to_builtins(session.memory()))`.
 
     `run`: a run's id or name (`RunInfo`); default: the newest that has rows.
 

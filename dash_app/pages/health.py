@@ -7,6 +7,7 @@ from typing import Any
 
 from dash import html
 
+from traceml_ray.store.results import WholeLedger
 from traceml_ray.views import health
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import ERRORS, RELAYS, ledger_columns, slowest_relays
@@ -49,12 +50,12 @@ def _relays(relays: Collection[Mapping[str, Any]], route: Route) -> html.Div:
     return html.Div([rows, html.P(more, className="hint")], id="health-relays")
 
 
-def _ledger(ledger: Mapping[str, Any] | None, over: bool, route: Route) -> html.Div:
+def _ledger(ledger: WholeLedger | None, over: bool, route: Route) -> html.Div:
     """Return the ledger of rows: of all ranks together, then of each rank that lost rows or was cut short."""
     if ledger is None:
         missing = html.P("Not known while the aggregator does not answer.", className="empty")
         return html.Div(missing, id="health-ledger")
-    rows = [("all", {**ledger, "unreported": 0}), *health.losing(ledger, over)[:_MOST]]
+    rows = [("all", ledger), *health.losing(ledger, over)[:_MOST]]
     shown = table(cells_of(ledger_columns(over), route), rows, label="Ledger")
     note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
     return html.Div([shown, html.P(note, className="hint")], id="health-ledger")

@@ -49,7 +49,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "now": answer.now if answer else None,
         "ranks": route.get("ranks") or profiles.offered(run),
         "wrong": wrong,
-        "names": {entry["id"]: entry["name"] for entry in cache.runs},
+        "names": {entry.id: entry.name for entry in cache.runs},
         "of_run": run.id,
     }
 

@@ -70,8 +70,9 @@ def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, 
 
 def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
     """Return one of two sessions that are compared: its newest run from its first step on."""
-    status: Mapping[str, Any] = cache.status
-    facts = {name: status.get(name) for name in _FACTS} | {"ranks": run.world or None}
+    status = cache.status
+    facts = {name: getattr(status, name, None) for name in _FACTS} | {"ranks": run.world or None}
+    settings = (status and status.settings) or {}
 
     def still_holds(sample: StepSample) -> bool:  # of a run that goes on it is drawn anew now and then only
         return (run.last_step or 0) <= _ANEW * (sample["last"] or 0)
@@ -84,7 +85,7 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
         "processes": run.ranks,
         "sample": cache.ask(query.GetStepSample(run.id), still_holds),
         "samples": cache.ask(comparison.memory_question(run.ranks)),
-        "facts": facts | {f"setting {name}": value for name, value in (status.get("settings") or {}).items()},
+        "facts": facts | {f"setting {name}": value for name, value in settings.items()},
     }
 
 

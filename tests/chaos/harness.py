@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from chaos.stopwatch import stalls_s
@@ -266,7 +267,7 @@ class Run:
             "\n".join(stderr),
         )
         with contextlib.suppress(SessionFileError), SessionFile(self.session / "session.sqlite") as file:
-            outcome.ledger = file.ledger()
+            outcome.ledger = msgspec.to_builtins(file.ledger())
             outcome.doubled = doubled_rows(file)
             flags = b"".join(chunk for (chunk,) in file._all("SELECT flags FROM chunk"))
             outcome.on_device = sum(bool(flag & FLAG_DEVICE_CLOCK) for flag in flags)

@@ -86,7 +86,7 @@ def answer(session: AggregatorCore, request: bytes) -> dict[str, Any]:
 def test_query_of_any_shape_is_answered(session: AggregatorCore, requests: Any) -> None:
     answer(session, message(requests))
     assert len(list(session.folder.path.glob("snapshot-*"))) <= 8
-    assert ask(session, "status")["ledger"]["stored"] == 60
+    assert ask(session, "status").ledger.stored == 60
 
 
 @pytest.mark.parametrize("kind", REQUESTS)

@@ -257,7 +257,7 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
         aggregator.finish(wire.Finish(wire.VERSION, 0))
         aggregator.close()
         with SessionFile(Path(folder) / "session.sqlite") as stored:
-            count = stored.ledger()
+            count = msgspec.to_builtins(stored.ledger())
         assert stored_records(Path(folder) / "session.sqlite") == +expected.stored
         for part in (count, *count["per_rank"].values()):
             assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())

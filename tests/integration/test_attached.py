@@ -208,7 +208,7 @@ def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: s
         assert time.monotonic() < deadline
         time.sleep(0.2)
         with SessionFile(node.folder / "run" / "session.sqlite") as file:
-            stored = file.ledger()["stored"]
+            stored = file.ledger().stored
     assert stored == result["steps"]
 
 

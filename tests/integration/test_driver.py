@@ -78,7 +78,7 @@ def names_of(session: str) -> list[str]:
 
 def rows_of(folder: Path) -> int:
     with SessionFile(folder / "session.sqlite") as file:
-        return int(file.ledger()["stored"])
+        return int(file.ledger().stored)
 
 
 def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     assert not folder.exists()
     until(lambda: not actor_processes("NodeRelay") and not actor_processes("Aggregator"), "processes end")
     session.stop()  # it has ended already
-    assert again.status()["status"] == "finished"
+    assert again.status().status == "finished"
     with pytest.raises(traceml_ray.StartError, match=r"has ended, its files are in /.*/found$"):
         again.dump()
     assert (tmp_path / "found" / "summary.json").exists()
     with traceml_ray.start("found", out=tmp_path) as other:
         session.stop()  # what has its name by now is another one
-        assert other.wait_ready().status()["status"] == "running"
+        assert other.wait_ready().status().status == "running"
         with pytest.raises(traceml_ray.StartError, match="moved aside"):
             session.status()
 
@@ -149,8 +149,8 @@ def test_sessions_on_one_cluster_stay_apart(tmp_path: Path) -> None:
         assert ray.get(worker.attach.remote("two"))
         ray.get(worker.train.remote(20))
         ray.get(worker.detach.remote())
-        until(lambda: two.status()["ledger"]["stored"] == 20, "rows of two")
-        assert one.status()["ledger"]["produced"] == 0
+        until(lambda: two.status().ledger.stored == 20, "rows of two")
+        assert one.status().ledger.produced == 0
         ray.kill(worker)
 
 
@@ -160,13 +160,13 @@ def test_actors_without_ranks_form_a_group_by_name(tmp_path: Path) -> None:
         assert all(ray.get([worker.attach.remote("plain") for worker in workers]))
         ray.get([worker.train.remote(60, 5 + 25 * number) for number, worker in enumerate(workers)])
         ray.get([worker.detach.remote() for worker in workers])
-        until(lambda: session.status()["ledger"]["stored"] == 120, "all rows")
-        summary = session.summary()
+        until(lambda: session.status().ledger.stored == 120, "all rows")
+        summary = traceml_ray.to_builtins(session.summary())
         assert sorted(rank["name"] for rank in summary["ranks"].values()) == ["learner-0", "learner-1"]
         assert summary["session"]["world_size"] == 2
         assert summary["verdict"]["label"] == "accounting_only"  # nobody waits for anybody
         [run] = session.runs()
-        assert run["id"] == ray.get_runtime_context().get_job_id()
+        assert run.id == ray.get_runtime_context().get_job_id()
         for worker in workers:
             ray.kill(worker)
 
@@ -179,10 +179,10 @@ def test_actor_with_explicit_ranks_keeps_them(tmp_path: Path) -> None:
         assert ray.get(worker.attach.remote("explicit", **who))
         ray.get(worker.train.remote(5))
         ray.get(worker.detach.remote())
-        until(lambda: session.status()["ledger"]["stored"] == 5, "rows")
-        assert list(session.summary()["ranks"]) == ["3"]
-        assert session.summary()["session"]["world_size"] == 4
-        assert [run["id"] for run in session.runs()] == ["mine"]
+        until(lambda: session.status().ledger.stored == 5, "rows")
+        assert list(session.summary().ranks) == ["3"]
+        assert session.summary().session.world_size == 4
+        assert [run.id for run in session.runs()] == ["mine"]
         with pytest.raises(ray.exceptions.RayTaskError, match="must be given together"):
             ray.get(Worker.remote().attach.remote("explicit", rank=1))
 
@@ -191,7 +191,7 @@ def test_rows_wait_for_a_session_that_starts_late(worker: Any, tmp_path: Path) -
     assert ray.get(worker.attach.remote("late"))
     ray.get(worker.train.remote(30))
     with traceml_ray.start("late", out=tmp_path) as session:
-        until(lambda: session.status()["ledger"]["stored"] == 30, "rows of before")
+        until(lambda: session.status().ledger.stored == 30, "rows of before")
         ray.get(worker.detach.remote())
 
 
@@ -213,8 +213,8 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp
         # Killed for good, as by `ray.kill`: it is made anew.
         ray.kill(live_session.find_relay("killed", ray.get_runtime_context().get_node_id()), no_restart=True)
         until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay")
-        ledger = session.status()["ledger"]
-        assert (ledger["produced"], ledger["stored"]) == (120, 120)
+        ledger = session.status().ledger
+        assert (ledger.produced, ledger.stored) == (120, 120)
 
 
 def test_aggregator_that_ends_by_itself_meanwhile_needs_no_end() -> None:
@@ -263,7 +263,7 @@ def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: P
     ray.get(worker.detach.remote())
     session.stop()
     with SessionFile(session.folder / "session.sqlite") as file:
-        assert file.ledger()["stored"] == file.ledger()["produced"] == 50
+        assert file.ledger().stored == file.ledger().produced == 50
     assert (session.folder / "report.txt").exists()
     assert not list(relay_folder(session.id, ray.get_runtime_context().get_node_id()).glob("*.spool"))
 
@@ -273,7 +273,7 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
         ray.get(worker.attach.remote("far"))
         ray.get(worker.train.remote(60, 2.0))
         ray.get(worker.detach.remote())
-        until(lambda: session.status()["ledger"]["stored"] == 60, "rows")
+        until(lambda: session.status().ledger.stored == 60, "rows")
         here = session.download(tmp_path / "here")
         assert rows_of(here) == 60
         assert b"traceml-ray" in (here / "report.html").read_bytes()

@@ -189,7 +189,7 @@ def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(
     assert (session["status"], session["launcher"]) == ("finished", "torchrun")
     assert str(bench.out / "live") in err
     with SessionFile(bench.out / "live" / "session.sqlite") as file:
-        assert file.ledger()["stored"] == 1
+        assert file.ledger().stored == 1
         assert file.meta()["launcher"] == "torchrun"
         assert [event["kind"] for event in file.events()[0]].count("relay_start") == 1
     assert "without" not in err
@@ -284,7 +284,7 @@ def test_concurrent_launches_stay_apart_and_a_signal_ends_everything(bench: Benc
     assert second.poll() is None
     control.stop(bench.out / "two")
     with SessionFile(bench.out / "two" / "session.sqlite") as file:
-        assert file.ledger()["stored"] == 1
+        assert file.ledger().stored == 1
     with pytest.raises(control.ControlError, match=r"(does|did) not answer"):
         control.stop(bench.out / "two")
     second.send_signal(signal.SIGHUP)
@@ -311,7 +311,7 @@ def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) 
     assert (session["status"], session["world_size"], session["nnodes"]) == ("finished", 4, 2)
     assert [node["ranks"] for node in session["nodes"]] == [[0], [2]]
     with SessionFile(folder / "session.sqlite") as file:
-        assert file.ledger()["stored"] == 2
+        assert file.ledger().stored == 2
         assert [event["kind"] for event in file.events()[0]].count("relay_start") == 2
     bench.assert_nothing_is_left()
 
@@ -471,7 +471,7 @@ def test_actors_that_hang_at_the_end_and_resume_change_nothing(
 
         def stored() -> int:
             with contextlib.suppress(SessionFileError), SessionFile(session / "session.sqlite") as file:
-                return int(file.ledger()["stored"])
+                return int(file.ledger().stored)
             return 0
 
         until(lambda: stored() == 5, "the first rows")

@@ -74,8 +74,8 @@ def fit(workers: int, ms: list[float], stop: Path, storage: Path, failures: int 
 
 
 def label(session: Any) -> tuple[Any, ...]:
-    verdict = session.verdict() or {}
-    return verdict.get("label"), verdict.get("stage"), verdict.get("rank")
+    verdict = session.verdict()
+    return (verdict.label, verdict.stage, verdict.rank) if verdict else ()
 
 
 def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluste
         stop.touch()
         result = running.result(60)
         assert result.error is None
-        summary = session.summary()
+        summary = traceml_ray.to_builtins(session.summary())
         check_ledger(summary)
-        assert [run["status"] for run in session.runs()] == ["finished"]
+        assert [run.status for run in session.runs()] == ["finished"]
         kinds = [event["kind"] for event in summary["events"]]
         assert kinds.count("node_joined") == 2
         assert kinds.count("node_lost") == 1
@@ -150,7 +150,7 @@ def test_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
         until(lambda: _attempt_rows(session) > 50, "its rows", 60)
         stop.touch()
         assert running.result(60).error is None
-        summary = session.summary()
+        summary = traceml_ray.to_builtins(session.summary())
         check_ledger(summary)
         assert {rank["attempt"] for rank in summary["ranks"].values()} == {1}
         assert summary["verdict"]["label"] not in ("rank_lost", "telemetry_limited")
@@ -182,7 +182,7 @@ def _node(session: Any, node_id: str) -> Any:
 
 
 def _stored(session: Any) -> int:
-    return int(session.status()["ledger"]["stored"])
+    return int(session.status().ledger.stored)
 
 
 def _attempt_rows(session: Any) -> int:

@@ -37,6 +37,7 @@ import traceml_ray
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook
 from traceml_ray.live_session import Session
 from traceml_ray.ray.actors import current_config, find_aggregator
+from traceml_ray.store.results import RunInfo
 
 BATCHES = 60
 
@@ -176,8 +177,8 @@ def trainer(loop: Any, folder: Path, name: str, workers: Any = 2, **more: Any) -
     )
 
 
-def run_named(session: Session, name: str) -> dict[str, Any]:
-    (run,) = (run for run in session.runs() if run["name"] == name)
+def run_named(session: Session, name: str) -> RunInfo:
+    (run,) = (run for run in session.runs() if run.name == name)
     return run
 
 
@@ -206,8 +207,8 @@ def test_driver_that_only_started_a_session_gets_verdict_and_restart(
     assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
     run = run_named(session, "zero code")
     fields = ("status", "launcher", "world_size", "nnodes", "attempts", "label")
-    assert [run[name] for name in fields] == ["finished", "ray_train", 2, 1, 2, "straggler"]
-    assert summary["run"] == run["id"]
+    assert [getattr(run, name) for name in fields] == ["finished", "ray_train", 2, 1, 2, "straggler"]
+    assert summary["run"] == run.id
     assert {rank["ended"] for rank in summary["ranks"].values()} == {"finished"}
     assert summary["session"]["strategy"] == "ddp"
     assert {rank["attempt"] for rank in summary["ranks"].values()} == {1}
@@ -229,16 +230,16 @@ def test_exception_in_the_loop_is_unchanged_and_the_headline(session: Session, t
     error = getattr(failure[1], "_base_exc", failure[1])  # Ray 2.51 has it inside one of its own
     assert (failure[0], type(error), str(error)) == (1, ValueError, "planted\nin the loop")
     assert "traceml" not in str(raised.value)
-    summary = session.summary()
-    assert summary["run"] == run_named(session, "raises")["id"]
-    assert run_named(session, "raises")["status"] == "failed"
-    assert [run["name"] for run in session.runs()].count("raises") == 1
+    summary = traceml_ray.to_builtins(session.summary())
+    assert summary["run"] == run_named(session, "raises").id
+    assert run_named(session, "raises").status == "failed"
+    assert [run.name for run in session.runs()].count("raises") == 1
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1)
     assert verdict["exit_reason"] == "ValueError: planted"
     assert {rank["processes"] for rank in summary["ranks"].values()} == {1}
     (last,) = summary["output"]
-    assert {"last line of rank 1", "and of C"} <= {line.text for line in last.lines}
+    assert {"last line of rank 1", "and of C"} <= {line["text"] for line in last["lines"]}
     kinds = {event["kind"]: event for event in summary["events"]}
     assert kinds["stopped"]["rank"] == 0
     assert kinds["worker_failure"]["message"] == "rank 1: ValueError: planted"
@@ -325,10 +326,8 @@ def test_trainer_that_grows_continues_as_another_attempt(
     cluster: FakeCluster, session: Session, tmp_path: Path
 ) -> None:
     def room_for_another() -> None:
-        until(lambda: any(run["name"] == "grows" for run in session.runs()), "the run")
-        until(
-            lambda: any(r["name"] == "grows" and r["ledger"]["stored"] > 20 for r in session.runs()), "steps"
-        )
+        until(lambda: any(run.name == "grows" for run in session.runs()), "the run")
+        until(lambda: any(r.name == "grows" and r.ledger.stored > 20 for r in session.runs()), "steps")
         cluster.add(cpus=2)
 
     threading.Thread(target=room_for_another, daemon=True).start()
@@ -339,10 +338,10 @@ def test_trainer_that_grows_continues_as_another_attempt(
         (1, 2),
         scaling={"resources_per_worker": {"CPU": 2}, "elastic_resize_monitor_interval_s": 0.5},
     ).fit()
-    summary = session.summary()
+    summary = traceml_ray.to_builtins(session.summary())
     run = run_named(session, "grows")
-    assert [run[name] for name in ("status", "attempts", "world_size", "nnodes")] == ["finished", 2, 2, 2]
-    assert (summary["run"], set(summary["ranks"])) == (run["id"], {"0", "1"})
+    assert [run.status, run.attempts, run.world_size, run.nnodes] == ["finished", 2, 2, 2]
+    assert (summary["run"], set(summary["ranks"])) == (run.id, {"0", "1"})
     assert summary["steps"]["count"] == 40
     events = {event["kind"]: event for event in summary["events"]}
     assert events["resize"]["message"] == "Ray Train goes from 1 to 2 workers"

@@ -18,7 +18,6 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.text import render
 from traceml_ray.store import query
 from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
 from traceml_ray.store.session_file import SessionFile
@@ -89,9 +88,10 @@ def test_bundle_is_read_as_a_session_is(played: Played) -> None:
     (bundle,) = settled(played)
     answers = Answers(bundle.path, played.aggregator.settings.thresholds)
     summary = query.ask_one(answers.reply, query.GetSummary())
+    text = answers.report_text()
     answers.close()
-    assert summary["steps"]["count"] == 30
-    third, *_, files = render(summary, bundle.path).splitlines()[2:]
+    assert summary.steps.count == 30
+    third, *_, files = text.splitlines()[2:]
     assert third.startswith("bundle of 20") and "UTC: memory ran out on rank 1" in third
     assert files.split(" · ") == [f"{'':11}manifest.json", "session.sqlite"]
 
@@ -390,7 +390,7 @@ def test_bundle_that_cannot_be_written_is_counted_and_changes_nothing(played: Pl
     send(played, 1, raised(played.clock.now, kind="oom"))
     assert settled(played) == []
     finish(played)
-    assert ask(played.aggregator, "status")["status"] == "finished"
+    assert ask(played.aggregator, "status").status == "finished"
     errors = {name: n for name, n in played.aggregator.errors.items() if n}
     assert errors == ({} if how == "no bundles" else {"bundle: FileExistsError": 1})
 

@@ -109,7 +109,7 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
     assert session.holder(tmp_path / "s") is None
     assert _attachment(tmp_path / "s") is None
     assert entries(str(tmp_path))[0].label is None
-    assert query.ask(StoredSource(tmp_path / "s").reply, [query.GetVerdict()])[0]["label"] == "healthy"
+    assert query.ask(StoredSource(tmp_path / "s").reply, [query.GetVerdict()])[0].label == "healthy"
     with pytest.raises(OSError, match="not a regular file"):
         read_file(tmp_path / "s" / "x", 10)
     (tmp_path / "y").write_bytes(b"x" * 11)
@@ -141,7 +141,7 @@ def test_sessions_are_listed_though_one_is_moved_away_and_one_is_very_old(
 def test_foreign_summary_is_ignored(tmp_path: Path, summary: str) -> None:
     (stored(tmp_path / "s") / "summary.json").write_text(summary)
     assert entries(str(tmp_path))[0].label is None
-    assert query.ask(StoredSource(tmp_path / "s").reply, [query.GetVerdict()])[0]["label"] == "healthy"
+    assert query.ask(StoredSource(tmp_path / "s").reply, [query.GetVerdict()])[0].label == "healthy"
 
 
 @pytest.mark.parametrize("given", ["\n", "\x1b[2J", "x" * 5000, "caf\udce9"])

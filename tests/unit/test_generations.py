@@ -205,7 +205,7 @@ def test_job_of_another_size_is_judged_by_its_new_ranks(
         [str(rank) for rank in range(after)],
     )
     assert (summary["verdict"]["label"], summary["session"]["silent_ranks"]) == ("healthy", [])
-    assert ask(to, "runs")[0]["world_size"] == after
+    assert ask(to, "runs")[0].world_size == after
 
 
 # -- what is no restart --------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_record_that_cannot_be_read_costs_itself_and_is_counted(tmp_path: Path) 
     assert dict(aggregator.errors) == {"sizes of batches: malformed": 1, "records: unknown_kind": 4}
     with SessionFile(tmp_path / "session.sqlite") as file:
         assert [one for _, _, one in file.records(WORK)] == [work] and [*file.records(NODE)] == []
-        assert file.ledger()["stored"] == 5
+        assert file.ledger().stored == 5
 
 
 def test_record_of_a_newer_version_is_read_without_its_last_fields(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from played import Played, look
 from plotly.io.json import to_json_plotly
@@ -526,14 +525,14 @@ def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Pat
     assert page.index("Last output") < page.index("Stages, against") and "7 more lines" in page
     played.end(1)
     (last,) = ask(played.aggregator, "summary")["output"]
-    assert (last.rank, [line.text for line in last.lines]) == (1, printed[0].lines)
+    assert (last["rank"], [line["text"] for line in last["lines"]]) == (1, printed[0].lines)
     report = (tmp_path / "report.txt").read_text()
     assert (
         "Last output of rank 1\n          … 7 more lines\n  stderr  Fatal error\n  stderr  no room\n"
         in report
     )
     (bundle,) = (tmp_path / "bundles").iterdir()
-    assert json.loads((bundle / "manifest.json").read_text())["output"] == [msgspec.to_builtins(last)]
+    assert json.loads((bundle / "manifest.json").read_text())["output"] == [last]
     with SessionFile(bundle / "session.sqlite") as file:
         assert len(lines_of(file, [1, 2], 9)) == 2
 

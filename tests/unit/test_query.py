@@ -26,6 +26,7 @@ from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.sharding.answer import GetSharding
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
+from traceml_ray.store.results import to_builtins
 from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.wire import messages as wire
 
@@ -72,6 +73,8 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
     """Say where two answers are not the same, arrays and all."""
+    if isinstance(one, msgspec.Struct) and type(one) is type(other):
+        one, other = msgspec.structs.asdict(one), msgspec.structs.asdict(other)
     if isinstance(one, dict) and isinstance(other, dict):
         yield from (f"{where}.{name}: in one only" for name in one.keys() ^ other.keys())
         for name in (one.keys() & other.keys()) - set(OF_TIME):
@@ -165,12 +168,12 @@ def test_verdict_of_a_session_that_is_over_is_that_of_its_report(tmp_path: Path)
     played.end()
     summary = msgspec.json.decode(SessionFolder(played.folder).summary_json.read_bytes())
     for send in (played.aggregator.query, stored(played.folder)):
-        verdict: Any = query.ask_one(send, query.GetVerdict())
+        verdict: Any = to_builtins(query.ask_one(send, query.GetVerdict()))
         assert {name: verdict[name] for name in summary["verdict"]} == summary["verdict"]
         assert sum(verdict["exposed_ms"]) == pytest.approx(verdict["mean_step_ms"], rel=1e-3)
         assert (verdict["episodes"], verdict["brief"]) == (summary["episodes"], summary["brief"])
         status = query.ask_one(send, query.GetStatus())
-        assert (status["verdict"], status["status"]) == (verdict["label"], "finished")
+        assert (status.verdict, status.status) == (verdict["label"], "finished")
     played.aggregator.close()
 
 
@@ -210,7 +213,7 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
         played.begin(job_id=run)
         played.play(5)
     for send in (played.aggregator.query, stored(played.folder)):
-        run_names = [query.ask_one(send, query.GetSummary(run))["run"] for run in ("job", "a", "fit", None)]
+        run_names = [query.ask_one(send, query.GetSummary(run)).run for run in ("job", "a", "fit", None)]
         assert run_names == ["job", "a", "b", "b"]
         for asked in questions("x"):
             if isinstance(asked, query.OfRun):

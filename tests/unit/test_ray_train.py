@@ -365,7 +365,7 @@ def test_undelivered_events_go_with_the_next_message(monkeypatch: pytest.MonkeyP
     assert [e.message for run in aggregator.got[1:] for e in run.events] == ["a"]
     assert aggregator.got[-1].status == "finished"
     (run,) = ask(aggregator.core, "runs")
-    assert (run["name"], run["status"], run["ledger"]["stored"]) == ("run", "finished", 3)
+    assert (run.name, run.status, run.ledger.stored) == ("run", "finished", 3)
     assert [event["message"] for event in ask(aggregator.core, "events")] == ["a"]
     assert made.errors == {"run: RuntimeError": 1}
 
@@ -379,7 +379,7 @@ def test_end_waits_for_delivering_ranks_for_a_bounded_time(
     aggregator = Aggregator(tmp_path / "hears nothing", last=1 << 30)
     assert reporter(monkeypatch, aggregator).end("failed")
     assert OTHERS_S / 0.5 < len(aggregator.got) < OTHERS_S / 0.5 + 3
-    assert [run["status"] for run in ask(aggregator.core, "runs")] == ["failed"]
+    assert [run.status for run in ask(aggregator.core, "runs")] == ["failed"]
 
 
 @pytest.mark.parametrize("events", [[event("a")], []], ids=["with an event", "without"])

@@ -78,7 +78,7 @@ def killed_in_a_transaction(folder: Path, to: Path) -> None:
 def stored(folder: Path) -> int:
     with SessionFile(folder / DATABASE) as session:
         rows = sum(len(keys) for _, _, keys, *_ in session.chunks()) // 8
-        assert session.ledger()["stored"] == rows
+        assert session.ledger().stored == rows
         return rows
 
 
@@ -160,4 +160,4 @@ def test_copies_are_bounded(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with first, nothing_may_be_written(out / "b"):
         assert stored(out / "b") == 30
         assert len([*(out / "tmp").iterdir()]) == 1
-        assert first.ledger()["stored"] == 30  # still open
+        assert first.ledger().stored == 30  # still open

@@ -21,6 +21,7 @@ from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
+from traceml_ray.store.results import to_builtins
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -64,7 +65,7 @@ class Uneven(Played):
     def live(self) -> dict[str, Any]:
         verdict = query.ask_one(self.aggregator.query, query.GetVerdict())
         assert verdict is not None
-        return dict(verdict)
+        return dict(to_builtins(verdict))
 
     def stored(self) -> dict[str, Any]:
         """The verdict in the summary of the session, which ends."""

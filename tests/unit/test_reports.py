@@ -118,7 +118,7 @@ def test_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
     run.steps(5)
     summary = run.finish()
     with SessionFile(tmp_path / "session.sqlite") as session:
-        assert json.loads(json.dumps(summarize(session, Thresholds()))) == summary
+        assert msgspec.to_builtins(summarize(session, Thresholds())) == summary
 
 
 def test_memory_system_and_overhead_are_in_the_summary(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -407,7 +407,9 @@ def test_ranks_listed_of_many_are_the_worst(tmp_path: Path) -> None:
 
 
 def test_empty_summary_has_no_none_or_nan_in_its_text(tmp_path: Path) -> None:
-    text = render(Run(tmp_path, 1).finish(), tmp_path)
+    Run(tmp_path, 1).finish()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        text = render(summarize(session, Thresholds()), tmp_path)
     assert "None" not in text
     assert "nan" not in text
 

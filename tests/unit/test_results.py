@@ -1,45 +1,28 @@
-"""What a session answers has the shapes that `traceml_ray.store.results` and `summary_shape` say."""
+"""What a session answers are structs, and `summary.json` is one of them."""
 
 from __future__ import annotations
 
-import types
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 from unit.test_reports import Run
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.live_session import Session
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.summary import runs_of, summarize
 from traceml_ray.stages import DATA
 from traceml_ray.store import query, results, summary_shape
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.results import to_builtins
 from traceml_ray.wire import messages as wire
 
-
-def faults(value: Any, kind: Any, where: str = "") -> Iterator[str]:
-    """Say where `value` is not of `kind`: another type, or a dict with other keys."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if value is not None or type(None) not in get_args(kind):
-            yield from faults(value, next(one for one in get_args(kind) if one is not type(None)), where)
-    elif is_typeddict(kind):
-        hints = get_type_hints(kind)
-        wrong = set(value) ^ set(hints) if kind.__total__ else set()
-        yield from (f"{where}.{name}: in one only" for name in sorted(wrong))
-        for name in hints.keys() & value.keys():
-            yield from faults(value[name], hints[name], f"{where}.{name}")
-    elif get_origin(kind) in (list, dict):
-        items = enumerate(value) if get_origin(kind) is list else value.items()
-        for name, item in items:
-            yield from faults(item, get_args(kind)[-1], f"{where}[{name}]")
-    else:
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            yield f"{where}: {error}"
+ANSWERED = [
+    *("nodes", "ranks", "runs", "summary", "verdict", "memory", "findings", "throughput"),
+    *("output", "compare", "bundles", "dump", "profile", "profiles", "layers", "status"),
+]
 
 
 @pytest.fixture(params=[False, True], ids=["healthy", "with everything"])
@@ -52,32 +35,42 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     return run
 
 
-def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
-    asked = query.GetStatus(), query.GetVerdict(), query.GetSummary()
-    answers = Answers(run.folder, Thresholds()), run.aggregator._answers
+def test_answers_are_of_their_types_live_as_from_the_file(run: Run) -> None:
     run.aggregator.judge()
     run.aggregator.commit()
-    for asked_of in answers:
-        reply = query.encode([asked_of.answer(request) for request in asked])
-        status, verdict, summary = msgspec.msgpack.decode(reply)["answers"]
-        assert list(faults(status, results.Status)) == []
-        assert list(faults(verdict, results.LiveVerdict)) == []
-        assert list(faults(summary, summary_shape.Summary)) == []
+    kinds = {
+        query.GetStatus(): results.Status,
+        query.GetVerdict(): results.LiveVerdict,
+        query.GetLedger(): results.WholeLedger,
+        query.GetSummary(): summary_shape.Summary,
+    }
+    for answers in (Answers(run.folder, Thresholds()), run.aggregator._answers):
+        for request, kind in kinds.items():
+            answer = answers.answer(request)
+            assert type(answer) is kind
+            assert query.ask_one(lambda _, a=answer: query.encode([a]), request) == answer
 
 
-def test_stored_summary_and_runs_have_their_shapes(run: Run) -> None:
+def test_summary_json_is_the_struct_byte_for_byte(run: Run) -> None:
     run.finish(1, run.failure(3, 1, 0.5, "ValueError: no"))
-    with SessionFile(run.folder / "session.sqlite") as session:
-        assert list(faults(summarize(session, Thresholds()), summary_shape.Summary)) == []
-        assert list(faults(runs_of(session), list[results.RunInfo])) == []
+    written = (run.folder / "summary.json").read_text()
+    summary = summary_shape.summary_of(json.loads(written))
+    assert json.dumps(summary_shape.plain(summary), indent=2) + "\n" == written
+    assert to_builtins(summary) == json.loads(written)
 
 
-def test_shapes_are_all_reached_from_what_a_session_returns() -> None:
-    modules = results, summary_shape
-    named = {name for module in modules for name, value in vars(module).items() if is_typeddict(value)}
-    text = "".join(Path(str(module.__file__)).read_text() for module in modules)
-    roots = {"LiveVerdict", "Status", "Summary"}
-    assert {name for name in named - roots if text.count(name) < 2} == set()
+def _leaves(kind: Any) -> Iterator[Any]:
+    """The types that a type is made of: of `list[A] | None` A and None."""
+    if not (parts := get_args(kind)):
+        yield kind
+    for part in parts:
+        yield from _leaves(part)
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_what_a_session_returns_is_a_struct(name: str) -> None:
+    kinds = {*_leaves(get_type_hints(getattr(Session, name))["return"])} - {type(None)}
+    assert kinds and all(issubclass(kind, msgspec.Struct) for kind in kinds)
 
 
 def test_block_of_a_summary_that_this_version_does_not_know_is_passed_on(run: Run) -> None:
@@ -86,6 +79,6 @@ def test_block_of_a_summary_that_this_version_does_not_know_is_passed_on(run: Ru
     written = {**msgspec.json.decode(path.read_bytes()), "energy": {"joules": [1.5, None]}}
     path.write_bytes(msgspec.json.encode(written))
     answers = Answers(run.folder, Thresholds())
-    assert dict(answers._reported(written["run"])) == written
+    assert to_builtins(answers._reported(written["run"])) == written
     reply = query.encode([written])
-    assert query.ask_one(lambda _: reply, query.GetSummary()) == written
+    assert to_builtins(query.ask_one(lambda _: reply, query.GetSummary())) == written

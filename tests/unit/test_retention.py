@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
@@ -159,14 +160,14 @@ def test_folded_rows_add_up(job: Job) -> None:
 def test_statistics_and_ledger_include_folded_rows(job: Job) -> None:
     job.run(400)
     ledger = ask(job.aggregator, "ledger")
-    assert ledger["stored"] == ledger["produced"] == 400 * 20 * 4
-    assert 0 < ledger["folded"] < ledger["stored"]
+    assert ledger.stored == ledger.produced == 400 * 20 * 4
+    assert 0 < ledger.folded < ledger.stored
     with SessionFile(job.aggregator.folder.sqlite) as session:
         summary = summarize(session, Settings().thresholds)
     text = render(summary, job.folder)
-    assert f"the oldest {ledger['folded']:,} stored rows are kept as sums" in text
+    assert f"the oldest {ledger.folded:,} stored rows are kept as sums" in text
     assert "Covers " not in text and "within 0.12 %" in text
-    assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger["stored"], 100, ERROR_PCT, 100, 100]
+    assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger.stored, 100, ERROR_PCT, 100, 100]
 
 
 @pytest.mark.parametrize("kept", ["DELETE FROM kept", "UPDATE kept SET body = x'789c'"])
@@ -182,9 +183,9 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
         summary, ledger = summarize(session, Settings().thresholds), session.ledger()
     covers = summary["steps"]["covers"]
     assert covers["to_step"] == 200 * 20 - 1
-    assert covers["rows"] == ledger["stored"] - ledger["folded"]
+    assert covers["rows"] == ledger.stored - ledger.folded
     assert (covers["rows"], covers["from_step"]) == (left[0], left[1] >> SEGMENT_BITS)
-    assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger["stored"], abs=1e-3)
+    assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger.stored, abs=1e-3)
     assert covers["counted_pct"] == 100
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
     text = " ".join(render(summary, job.folder).split())
@@ -218,7 +219,8 @@ def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def report_of(job: Job) -> dict[str, Any]:
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        return summarize(session, Settings().thresholds)
+        report: dict[str, Any] = msgspec.to_builtins(summarize(session, Settings().thresholds))
+        return report
 
 
 def without_moments(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -561,13 +563,13 @@ def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
 
 def test_folding_goes_on_after_a_restart(job: Job) -> None:
     job.run(300)
-    before = ask(job.aggregator, "ledger")["folded"]
+    before = ask(job.aggregator, "ledger").folded
     job.aggregator.close()
     job.open()
     job.run(100)
     ledger = ask(job.aggregator, "ledger")
-    assert ledger["folded"] > before
-    assert ledger["stored"] == ledger["produced"] == 400 * 20 * 4
+    assert ledger.folded > before
+    assert ledger.stored == ledger.produced == 400 * 20 * 4
     with SessionFile(job.aggregator.folder.sqlite) as session:
         kept = [sample.t_ns for _, sample in session.node_samples(["node-0"], 1 << 20)]
     assert kept == sorted(set(kept))
@@ -577,5 +579,5 @@ def test_folding_goes_on_after_a_restart(job: Job) -> None:
 def test_session_within_its_bound_is_not_folded(job: Job) -> None:
     job.run(20)
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        assert session.ledger()["folded"] == 0
+        assert session.ledger().folded == 0
         assert session._all("SELECT count(*) FROM rollup") == [(0,)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +66,13 @@ def _second(aggregator: AggregatorCore, clock: Clock) -> None:
 
 def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
     with SessionFile(folder / "session.sqlite") as session:
-        return summarize(session, LIMITS, run)
+        summary: dict[str, Any] = msgspec.to_builtins(summarize(session, LIMITS, run))
+        return summary
+
+
+def _text(folder: Path, run: str) -> str:
+    with SessionFile(folder / "session.sqlite") as session:
+        return render(summarize(session, LIMITS, run), folder)
 
 
 # -- what is told of a run -----------------------------------------------------------------------
@@ -128,9 +135,9 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     assert run_message(aggregator, "a", status="failed").pending
     clock.tick(OTHERS_S)
     assert run_message(aggregator, "a", status="failed").ok
-    ledgers = {run["id"]: run["ledger"] for run in ask(aggregator, "runs")}
-    assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
-    assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
+    ledgers = {run.id: run.ledger for run in ask(aggregator, "runs")}
+    assert (ledgers["a"].dropped.relay, ledgers["a"].in_flight) == (10, 0)
+    assert (ledgers["b"].dropped.relay, ledgers["b"].in_flight) == (0, 10)
     with aggregator.stored() as file:
         assert [span["count"] for span in file.for_run("a").spans()] == [5, 5]
     for fit in fits:
@@ -197,14 +204,14 @@ def test_newest_run_with_rows_is_shown_unless_another_is_requested(
     older = ask(aggregator, "summary", run="a")
     assert (older["run"], older["verdict"]["rank"], older["steps"]["count"]) == ("a", 3, 120)
     assert {span["label"] for span in older["verdicts"]} == {"straggler"}
-    assert ask(aggregator, "verdict")["label"] == ask(aggregator, "status")["verdict"] == "healthy"
+    assert ask(aggregator, "verdict")["label"] == ask(aggregator, "status").verdict == "healthy"
     assert ask(aggregator, "verdict", run="a")["ranks"] == [3]
     with pytest.raises(QueryError, match="no run 'x'"):
         ask(aggregator, "verdict", run="x")
     assert len(ask(aggregator, "ranks", run="a")) == 4
-    assert [verdict["label"] for verdict in ask(aggregator, "verdicts", run="a")] == ["straggler"]
-    assert [verdict["label"] for verdict in ask(aggregator, "verdicts")] == ["healthy"]
-    assert [run["id"] for run in ask(aggregator, "runs")] == ["a", "b", "c"]
+    assert [verdict.label for verdict in ask(aggregator, "verdicts", run="a")] == ["straggler"]
+    assert [verdict.label for verdict in ask(aggregator, "verdicts")] == ["healthy"]
+    assert [run.id for run in ask(aggregator, "runs")] == ["a", "b", "c"]
     snapshot("report", render(summary, Path("<folder>")))
     assert "healthy" in render_status(aggregator.query, tmp_path, None, clock())
 
@@ -310,14 +317,14 @@ def test_restart_is_an_event_with_its_cost(tmp_path: Path, clock: Clock, snapsho
     snapshot("report", event["message"])
     assert _summary(tmp_path, "b")["events"] == []
     assert [run["attempts"] for run in _summary(tmp_path)["runs"]] == [2, 1]
-    assert event["message"] in render(_summary(tmp_path, "a"), tmp_path)
+    assert event["message"] in _text(tmp_path, "a")
     with SessionFile(tmp_path / "session.sqlite", run="a") as session:
         assert len(session.ranks()) == 3
     asked = object.__new__(Session)
     asked._ask = lambda request: query.ask_one(aggregator.query, request)  # type: ignore[method-assign]
-    assert [rank["attempt"] for rank in asked.ranks("a")] == [1] * 3
+    assert [rank.attempt for rank in asked.ranks("a")] == [1] * 3
     every = asked.ranks("a", every_attempt=True)
-    assert [rank["attempt"] for rank in every] == [0] * 4 + [1] * 3
+    assert [rank.attempt for rank in every] == [0] * 4 + [1] * 3
 
 
 def test_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path, clock: Clock) -> None:
@@ -415,8 +422,8 @@ def test_nothing_is_written_after_the_end(tmp_path: Path, clock: Clock) -> None:
     aggregator.ingest(late)
     assert aggregator.commit() and aggregator.endings.complete
     assert confirmed(aggregator.ingest(late)) == 2  # its relay need not keep it
-    assert ask(aggregator, "ledger")["stored"] == 30
-    counted = ask(aggregator, "status")["errors"]
+    assert ask(aggregator, "ledger").stored == 30
+    counted = ask(aggregator, "status").errors
     assert counted == {"node sample: not stored, the session is over": 1}
     aggregator.close()
     restarted = aggregation(tmp_path, clock)  # by Ray, after it was killed

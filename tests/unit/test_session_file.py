@@ -221,7 +221,7 @@ def test_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path)
     aggregator.finish(wire.Finish(wire.VERSION, 0))
     shutil.copy(tmp_path / "session.sqlite", tmp_path / "copy.sqlite")
     with SessionFile(tmp_path / "copy.sqlite") as session:
-        assert session.ledger()["stored"] == 5
+        assert session.ledger().stored == 5
 
 
 def test_rows_stay_pending_within_the_bound_while_the_disk_refuses(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -777,7 +778,10 @@ def test_slow_aggregator_holds_up_only_views_that_need_its_answer(
     played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], kind: Any
 ) -> None:
     pages = followed(played)
-    pages.runs = [*pages.runs, {**pages.runs[0], "id": "a", "name": "a"}]  # one that is not followed yet
+    pages.runs = [
+        *pages.runs,
+        msgspec.structs.replace(pages.runs[0], id="a", name="a"),
+    ]  # one that is not followed yet
     held = Held(played.source, monkeypatch, kind)
     slow = ThreadPoolExecutor(1).submit(look, pages, page, **selection)
     assert held.waits.wait(30)
@@ -787,7 +791,7 @@ def test_slow_aggregator_holds_up_only_views_that_need_its_answer(
     held.go.set()
     page_now = slow.result(30)
     if page == "health":
-        assert page_now["ledger"]["stored"] == look(pages, "health")["ledger"]["stored"] > 0
+        assert page_now["ledger"].stored == look(pages, "health")["ledger"].stored > 0
 
 
 def test_page_that_is_opened_twice_at_once_is_whole_for_both(
@@ -832,7 +836,7 @@ def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
     assert metrics.health(pages) == {"status": "ok", "state": "empty"}
     pages = followed(played)
     page = look(pages, "health")
-    assert page["ledger"]["produced"] == page["ledger"]["stored"] == 8 * 150
+    assert page["ledger"].produced == page["ledger"].stored == 8 * 150
     assert page["overhead"]["training_thread_us_per_step"] == pytest.approx(5, rel=0.1)
     assert [relay["age_s"] for relay in page["relays"]] == [0, 0]
 

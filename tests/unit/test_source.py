@@ -188,7 +188,7 @@ def test_stored_session_answers_queries_like_a_live_one(tmp_path: Path) -> None:
     asked = query.GetRanks(), query.GetEvents(since=3)
     assert query.ask(source.reply, asked) == query.ask(played.source.reply, asked)
     status, verdict = query.ask(source.reply, [query.GetStatus(), query.GetVerdict()])
-    assert (status["status"], verdict["rank"]) == ("finished", 1)
+    assert (status.status, verdict.rank) == ("finished", 1)
     (tmp_path / "demo" / "summary.json").unlink()
     assert query.ask(StoredSource(tmp_path / "demo").reply, [query.GetVerdict()]) == [verdict]
     with pytest.raises(query.QueryError, match="there is no run 'x'"):

@@ -49,8 +49,8 @@ class Job(Played):
         """The answer, which is the same live and stored."""
         asked = GetThroughput("job", whole)
         live, kept = (query.ask_one(send, asked) for send in (self.aggregator.query, stored(self.folder)))
-        for name in live:
-            np.testing.assert_equal(live[name], kept[name], err_msg=name)
+        for name in live.__struct_fields__:
+            np.testing.assert_equal(getattr(live, name), getattr(kept, name), err_msg=name)
         return live
 
     def close(self) -> None:
@@ -70,26 +70,26 @@ def test_rates_are_those_of_all_ranks_as_counted_by_hand(job: Job) -> None:
     for _ in range(20):
         job.second()
     numbers = job.numbers(whole=True)
-    assert numbers["samples_per_s"] == pytest.approx(2 * 4 / STEP_S)
-    assert numbers["tokens_per_s"] == pytest.approx(2 * 64 / STEP_S)
-    assert numbers["rank_tokens_per_s"].tolist() == pytest.approx([64 / STEP_S] * 2)
-    assert (numbers["step_flops"], numbers["flops_from"], numbers["flops_step"]) == (2e12, "counted", 2)
-    assert numbers["mfu_pct"] == pytest.approx(100 * 2e12 / STEP_S / (2 * 989.4e12))
-    assert numbers["efficiency_pct"] == pytest.approx(100)
-    assert numbers["eta_s"] == pytest.approx((1000 - 100) * STEP_S)
-    assert numbers["line_tokens_per_s"].tolist() == pytest.approx([128 / STEP_S] * 99)
-    assert numbers["why"] == {}
+    assert numbers.samples_per_s == pytest.approx(2 * 4 / STEP_S)
+    assert numbers.tokens_per_s == pytest.approx(2 * 64 / STEP_S)
+    assert numbers.rank_tokens_per_s.tolist() == pytest.approx([64 / STEP_S] * 2)
+    assert (numbers.step_flops, numbers.flops_from, numbers.flops_step) == (2e12, "counted", 2)
+    assert numbers.mfu_pct == pytest.approx(100 * 2e12 / STEP_S / (2 * 989.4e12))
+    assert numbers.efficiency_pct == pytest.approx(100)
+    assert numbers.eta_s == pytest.approx((1000 - 100) * STEP_S)
+    assert numbers.line_tokens_per_s.tolist() == pytest.approx([128 / STEP_S] * 99)
+    assert numbers.why == {}
 
 
 def test_rate_is_of_the_newest_steps_and_the_line_of_each(job: Job) -> None:
     for second in range(40):
         job.second(tokens=64 if second < 20 else 32)
-    assert job.numbers(whole=False)["tokens_per_step"] == 64
-    assert job.numbers(whole=True)["tokens_per_step"] == pytest.approx((89 * 128 + 100 * 64) / 189)
-    line = job.numbers(whole=True)["line_tokens_per_s"] * STEP_S
+    assert job.numbers(whole=False).tokens_per_step == 64
+    assert job.numbers(whole=True).tokens_per_step == pytest.approx((89 * 128 + 100 * 64) / 189)
+    line = job.numbers(whole=True).line_tokens_per_s * STEP_S
     assert (line[50], line[150]) == (pytest.approx(128), pytest.approx(64))
     job.play(20, work=[])  # of these steps nothing is said yet
-    assert job.numbers(whole=False)["tokens_per_step"] == 64
+    assert job.numbers(whole=False).tokens_per_step == 64
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_what_would_be_a_guess_is_not_known_and_says_why(
     for _ in range(20):
         job.second(**play)
     numbers = job.numbers(whole=True)
-    assert why in numbers["why"][name]
+    assert why in numbers.why[name]
     known = {"samples": "samples_per_s", "tokens": "tokens_per_s", "mfu": "mfu_pct"}
-    assert numbers[known[name]] is None
+    assert getattr(numbers, known[name]) is None
 
 
 def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -> None:
@@ -134,8 +134,8 @@ def test_ranks_of_one_replica_count_once_where_their_roles_are_known(job: Job) -
     for _ in range(20):
         job.second(strategy="ddp+tp")
     numbers = job.numbers(whole=True)
-    assert (numbers["samples_per_step"], numbers["step_flops"]) == (4, 2e12)
-    assert numbers["line_samples_per_s"].tolist() == pytest.approx([4 / STEP_S] * 99)
+    assert (numbers.samples_per_step, numbers.step_flops) == (4, 2e12)
+    assert numbers.line_samples_per_s.tolist() == pytest.approx([4 / STEP_S] * 99)
 
 
 @pytest.mark.parametrize(("name", "samples"), [("workers", 8), ("dp_shard_cp", None)])
@@ -148,8 +148,8 @@ def test_samples_of_a_mesh_with_a_name_of_its_own_are_those_of_all_ranks_or_not_
     for _ in range(20):
         job.second()
     numbers = job.numbers(whole=True)
-    assert numbers["samples_per_step"] == samples
-    assert samples or f"`{name}` of the device mesh" in numbers["why"]["samples"]
+    assert numbers.samples_per_step == samples
+    assert samples or f"`{name}` of the device mesh" in numbers.why["samples"]
 
 
 def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
@@ -157,8 +157,8 @@ def test_what_was_told_counts_instead_of_what_was_counted(job: Job) -> None:
     for _ in range(10):
         job.second()
     numbers = job.numbers(whole=True)
-    assert (numbers["step_flops"], numbers["flops_from"], numbers["devices"]) == (1e10, "told", 1)
-    assert numbers["mfu_pct"] == pytest.approx(100 * 1e10 / STEP_S / 0.5e12)
+    assert (numbers.step_flops, numbers.flops_from, numbers.devices) == (1e10, "told", 1)
+    assert numbers.mfu_pct == pytest.approx(100 * 1e10 / STEP_S / 0.5e12)
 
 
 def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(job: Job) -> None:
@@ -171,9 +171,9 @@ def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(jo
     with SessionFile(job.folder / "session.sqlite") as file:
         summary = summarize(file, LIMITS)
     block = summary["throughput"]
-    assert block["tokens_per_s"] == pytest.approx(live["tokens_per_s"], abs=1e-4)
+    assert block["tokens_per_s"] == pytest.approx(live.tokens_per_s, abs=1e-4)
     assert block["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
-    assert block["eta_s"] is None and job.numbers()["eta_s"] is None
+    assert block["eta_s"] is None and job.numbers().eta_s is None
     report = render(summary, job.folder)
     assert "6,400 tokens/s, 400 samples/s of all ranks" in report
     assert "5.1 % of the 1,979 TFLOP/s in bfloat16 of 2 × NVIDIA H200: 2 TFLOPs a step, counted in" in report
@@ -188,8 +188,8 @@ def test_session_file_without_work_opens_and_goes_on(tmp_path: Path) -> None:
     with sqlite3.connect(job.folder / "session.sqlite") as connection:
         connection.execute("DROP TABLE step_work")
     numbers = query.ask_one(stored(job.folder), GetThroughput())
-    assert (numbers["samples_per_s"], numbers["mfu_pct"]) == (None, None)
-    assert numbers["steps_per_s"] == pytest.approx(1 / STEP_S)
+    assert (numbers.samples_per_s, numbers.mfu_pct) == (None, None)
+    assert numbers.steps_per_s == pytest.approx(1 / STEP_S)
     again = Job(job.folder)
     again.second()
     assert again.aggregator.errors == {}
@@ -207,8 +207,8 @@ def test_nonsense_in_the_file_is_said_to_be_damage(job: Job) -> None:
 def test_of_a_job_without_steps_nothing_is_known_and_it_says_why(job: Job) -> None:
     def why(run: str | None = "job") -> str:
         numbers = query.ask_one(job.aggregator.query, GetThroughput(run))
-        assert numbers["steps"] == 0 and numbers["samples_per_s"] is None
-        return str(numbers["why"]["steps"])
+        assert numbers.steps == 0 and numbers.samples_per_s is None
+        return str(numbers.why["steps"])
 
     assert why(None) == "no rank has reported a step yet"
     job.play(0)
@@ -226,7 +226,7 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     job.play(0)
     monkeypatch.setattr(job.aggregator, "judge", lambda: None)
     asked = GetThroughput("job")
-    assert query.ask_one(job.aggregator.query, asked)["steps"] == 0
+    assert query.ask_one(job.aggregator.query, asked).steps == 0
     for _ in range(20):
         job.second()
     finals = [rank.batch(0, final=True) for rank in job.ranks]
@@ -234,12 +234,12 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     assert run_message(job.aggregator, "job", status="finished").state == "written"
     read_whole(job.aggregator.query, "job", live=True)
     numbers = job.numbers()
-    assert numbers["steps"] == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
-    assert (numbers["samples_per_s"], numbers["eta_s"]) == (pytest.approx(2 * 4 / STEP_S), None)
+    assert numbers.steps == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
+    assert (numbers.samples_per_s, numbers.eta_s) == (pytest.approx(2 * 4 / STEP_S), None)
     with SessionFile(job.folder / "session.sqlite") as file:
         assert summarize(file, LIMITS)["throughput"]["eta_s"] is None
     verdict = query.ask_one(job.aggregator.query, query.GetVerdict())
-    assert verdict is not None and verdict["label"] == "healthy"
+    assert verdict is not None and verdict.label == "healthy"
 
 
 pieces = st.lists(

@@ -481,7 +481,7 @@ def test_device_rows_that_are_folded_away_still_count(tmp_path: Path) -> None:
             rows = node.rows(rank, "rows")[: int(sums.counts.sum()) - 1]
             assert sums.sums[:, DATA].sum() == rows[:, DATA].sum() + node.first(rank)[DATA]
         summary = summarize(file, LIMITS)
-    assert summary["ledger"]["folded"] > 2000
+    assert summary["ledger"].folded > 2000
     assert summary["steps"]["covers"]["rows_pct"] == 100 and summary["steps"]["count"] == 3000
     assert not node.core.errors
     node.close()

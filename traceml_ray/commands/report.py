@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from traceml_ray import printing
 from traceml_ray.commands import which
@@ -26,7 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of a session, computed from its file, or write it to a file."""
     from traceml_ray.document.json import as_json
-    from traceml_ray.reports.text import render
+    from traceml_ray.store.summary_shape import plain
 
     folder, answers = which.stored(arguments)
     output = folder / session.PAGE if arguments.html and arguments.output is None else arguments.output
@@ -34,8 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html:
             report: str | bytes = query.ask_one(answers.reply, query.GetReportPage(arguments.run))
         else:
-            summary: Any = query.ask_one(answers.reply, query.GetSummary(arguments.run, whole=True))
-            report = as_json(summary) if arguments.json else render(summary, folder)
+            asked = query.GetSummary(arguments.run, whole=True)
+            if arguments.json:
+                report = as_json(plain(query.ask_one(answers.reply, asked)))
+            else:
+                report = answers.report_text(arguments.run)
         if output is not None:
             data = report if isinstance(report, bytes) else report.encode(errors="backslashreplace")
             write_file(output, data)

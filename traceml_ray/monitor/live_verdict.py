@@ -34,7 +34,7 @@ from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.saved_state import SavedState
-from traceml_ray.reports.conclusion import Conclusion, conclude
+from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, reference_rank
@@ -48,6 +48,7 @@ from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import newest
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
 

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.files import page_of
-from traceml_ray.reports.headlines import findings_in
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_totals import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
+from traceml_ray.reports.text import render
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import OF_QUESTION, findings_of, questions_on_findings
@@ -32,7 +33,7 @@ from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import Summary, with_unknown_blocks
+from traceml_ray.store.summary_shape import Summary, summary_of
 from traceml_ray.wire.codec import ready
 
 QUESTIONS = (*query.REQUESTS.values(), *OF_QUESTION)
@@ -40,6 +41,11 @@ QUESTIONS = (*query.REQUESTS.values(), *OF_QUESTION)
 _MAX_REPORTS = 3
 """Runs that are over whose summaries are held."""
 _NEVER = 1 << 62
+_OF_META = (
+    *("session", "status", "started_at", "ended_at", "exit_code", "launcher", "command", "settings"),
+    *("world_size", "nnodes", "strategy", "ending"),
+)
+"""Fields of the session file that are fields of its status."""
 _MAX_NAMED = 20
 """Runs that are named where another was asked for."""
 
@@ -111,6 +117,11 @@ class Answers:
         result: query.A = answer(request)
         return result
 
+    def report_text(self, run: str | None = None) -> str:
+        """Return the report of all of a run as text. Raises `QueryError`, `SessionFileError`."""
+        with self._file(self._run(run)) as file:
+            return render(summarize(file, self._limits), self.folder)
+
     def check(self) -> None:
         """Open the session file. Raises `SessionFileError` where that cannot be done."""
         with self._file():
@@ -175,38 +186,40 @@ class Answers:
         with self._file(getattr(asked, "run", None)) as file:
             return _OF_FILE[type(asked)](file, asked)
 
-    def _status(self, _: query.GetStatus) -> dict[str, Any]:
+    def _status(self, _: query.GetStatus) -> results.Status:
         processes, meta, errors = self._known()
         run = newest(processes, meta)
         verdict = self._verdict(query.GetVerdict(run)) if run is not None else None
-        return {
-            **{name: meta[name] for name in results.Status.__annotations__.keys() & meta.keys()},
-            "run": run,
-            "ranks": len(current_ranks(by_run(processes).get(run or "", []))),
-            "ledger": count(processes),
-            "errors": errors,
-            "verdict": verdict["label"] if verdict else None,
-        }
+        return results.Status(
+            **{name: meta[name] for name in _OF_META if name in meta},
+            run=run,
+            ranks=len(current_ranks(by_run(processes).get(run or "", []))),
+            ledger=count(processes),
+            errors=dict(errors),
+            verdict=verdict.label if verdict else None,
+        )
 
-    def _verdict(self, asked: query.GetVerdict) -> Any:
+    def _verdict(self, asked: query.GetVerdict) -> results.LiveVerdict | None:
         if not self._over(asked.run):
-            return self._verdict_now(asked.run)
+            verdict = self._verdict_now(asked.run)
+            return verdict and msgspec.convert(verdict, ready(results.LiveVerdict))
         summary = self._reported(asked.run)
-        exposed = [stage["exposed_ms"] for stage in summary["stages"]] or None
-        more = {name: summary[name] for name in ("suspects", "roles", "episodes", "brief")}
-        return {**summary["verdict"], **more, "exposed_ms": exposed}
+        exposed = [stage.exposed_ms for stage in summary.stages] or None
+        more = {name: getattr(summary, name) for name in ("suspects", "roles", "episodes", "brief")}
+        return results.LiveVerdict(**asdict(summary.verdict), **more, exposed_ms=exposed)
 
     def _findings(self, asked: query.Findings) -> list[Finding]:
         """Return those of the summary; of a run that goes on, those of what is known now."""
         if self._over(asked.run):
-            return findings_in(self._reported(asked.run))
+            return self._reported(asked.run).findings
         questions = questions_on_findings(asked.run)
         answers = {name: self.answer(question) for name, question in questions.items()}
         return findings_of(self._verdict_now(asked.run), answers)
 
-    def _summary(self, asked: query.GetSummary) -> Any:
+    def _summary(self, asked: query.GetSummary) -> Summary:
         with self._file(asked.run) as file:
-            return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
+            summary = summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
+        return summary_of(msgspec.to_builtins(summary))
 
     def _page(self, asked: query.GetReportPage) -> bytes:
         with self._file(asked.run) as file:
@@ -245,10 +258,10 @@ class Answers:
             known = run, file.meta().get("status", "running")
             with suppress(OSError, ValueError, msgspec.ValidationError):  # somebody else may have written it
                 every = read_json(self._files.summary_json, dict[str, Any])
-                summary = with_unknown_blocks(msgspec.convert(every, ready(Summary)), every)
-                if (summary["run"], summary["session"]["status"]) == known:
+                summary = summary_of(every)
+                if (summary.run, summary.session.status) == known:
                     return summary
-            return cast("Summary", next(summaries(file, self._limits)))
+            return summary_of(msgspec.to_builtins(next(summaries(file, self._limits))))
 
     def _steps(self, asked: Any) -> dict[str, Any]:
         whole = getattr(asked, "whole", None)

@@ -35,6 +35,7 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import Status, to_builtins
 from traceml_ray.store.schema import legible
 from traceml_ray.store.step_shapes import StepSample, StepTimes
 
@@ -165,14 +166,15 @@ def limits_of(least_pct: float | None) -> CompareLimits:
 
 def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     """Return what `send` answers about one session. Raises as `query.ask`."""
-    status, ranks, verdict = query.ask(send, [query.GetStatus(), query.GetRanks(run), query.GetVerdict(run)])
-    times = read_whole(send, run, live=status.get("status", "running") == "running")
+    asked = query.GetStatus(), query.GetRanks(run), query.GetVerdict(run)
+    status, ranks, verdict = query.ask(send, asked)
+    times = read_whole(send, run, live=status.status == "running")
     memory = query.ask_one(send, memory_question(ranks))
     return known(
         status,
-        run or status["run"],
+        run or status.run,
         times,
-        verdict,
+        to_builtins(verdict),
         ranks,
         query.ask_one(send, query.GetStepSample(run)),
         memory,
@@ -199,7 +201,7 @@ def memory_question(ranks: Mapping[int, RankProcess]) -> query.GetMemorySamples:
 
 
 def known(
-    status: Mapping[str, Any],
+    status: Status,
     run: str | None,
     times: StepTimes,
     verdict: Mapping[str, Any] | None,
@@ -209,12 +211,12 @@ def known(
 ) -> Known:
     """Return what is compared of the answers about one session."""
     side = Side(
-        session=status.get("session"),
+        session=status.session,
         run=run,
-        status=status.get("status"),
-        exit_code=status.get("exit_code"),
-        command=status.get("command"),
-        launcher=status.get("launcher"),
+        status=status.status,
+        exit_code=status.exit_code,
+        command=status.command,
+        launcher=status.launcher,
         strategy=mode(process.strategy for process in ranks.values()),
         world_size=sample["world"] or None,
         first_step=sample["first"],

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import Label
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.severity import tone_of
-from traceml_ray.signals.finding import Finding, Signal
+from traceml_ray.signals.finding import Finding
+from traceml_ray.store.summary_shape import Conclusion, Tone
 
-Tone = Literal["critical", "warning", "notice", "unsure", "good"]
 _WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
 """The most severe first."""
 _BEFORE_VERDICT = ("critical", "warning")
 """Severities of findings that may be read before the verdict."""
-
-
-class Conclusion(msgspec.Struct, frozen=True):
-    """What to read first of a run."""
-
-    subject: Signal
-    """The signal that it is about; `steps`: it is the verdict."""
-    tone: Tone
-    label: str
-    """Its kind in words: the label of the verdict, or "memory creep"."""
-    headline: str
-    """The kind, and who: "straggler: rank 5 (node-1) in data", "memory creep: rank 2 (node-0)"."""
-    why: str
-    next: str
-    rank: int | None
-    key: str | None = None
-    """Of the finding that it is; None: the verdict has found nothing."""
 
 
 def conclude(verdict: Mapping[str, Any], findings: Iterable[Finding]) -> Conclusion:

@@ -23,6 +23,7 @@ from traceml_ray.reports.headlines import (
     wasted,
 )
 from traceml_ray.signals.finding import Finding
+from traceml_ray.store.results import EarlierStart, RunInfo, WholeLedger
 
 _MAX_RANKS = 32
 _MAX_ROUTERS = 3
@@ -33,17 +34,17 @@ _MOST_OF = 0.5
 """What is named in more of the steps than this shows in their medians."""
 
 
-def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
+def runs_table(runs: Sequence[RunInfo], chosen: str | None) -> Table:
     """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
     mark = " (selected)"
     columns = [
-        Column("run", lambda run: run["name"]),
-        Column("status", lambda run: run["status"]),
-        Column("began (UTC)", lambda run: run["started_at"], "clock"),
-        Column("ranks", lambda run: run["world_size"], "plain"),
-        Column("attempts", lambda run: run["attempts"], "plain"),
-        Column("rows", lambda run: run["ledger"]["stored"], "plain"),
-        Column("verdict", lambda run: text.words(run["label"] or text.NA) + mark * (run["id"] == chosen)),
+        Column("run", lambda run: run.name),
+        Column("status", lambda run: run.status),
+        Column("began (UTC)", lambda run: run.started_at, "clock"),
+        Column("ranks", lambda run: run.world_size, "plain"),
+        Column("attempts", lambda run: run.attempts, "plain"),
+        Column("rows", lambda run: run.ledger.stored, "plain"),
+        Column("verdict", lambda run: text.words(run.label or text.NA) + mark * (run.id == chosen)),
     ]
     return Table("Runs of this session", columns, runs[-_MAX_LINES:] if len(runs) > 1 else [])
 
@@ -163,9 +164,9 @@ def steps_facts(summary: dict[str, Any]) -> Facts:
     )
 
 
-def earlier_of(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def earlier_of(summary: Mapping[str, Any]) -> Sequence[EarlierStart]:
     """Return the starts of the run before the one that the summary is of."""
-    return next((run["earlier"] for run in summary["runs"] if run["id"] == summary["run"]), ())
+    return next((run.earlier for run in summary["runs"] if run.id == summary["run"]), ())
 
 
 def _idle(steps: dict[str, Any]) -> str:
@@ -415,18 +416,18 @@ def events_table(events: Sequence[dict[str, Any]]) -> Table:
     return Table("Events (UTC)", columns, worth[-_MAX_LINES:])
 
 
-def ledger_facts(ledger: dict[str, Any]) -> Facts:
+def ledger_facts(ledger: WholeLedger) -> Facts:
     """Return the ledger of the rows."""
-    counts = {name: f"{ledger[name]:,}" for name in ("produced", "stored", "in_flight", "folded")}
-    total = sum(ledger["dropped"].values())
-    places = ", ".join(f"{where} {rows:,}" for where, rows in ledger["dropped"].items() if rows)
-    unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
+    counts = {name: f"{getattr(ledger, name):,}" for name in ("produced", "stored", "in_flight", "folded")}
+    total = ledger.dropped.total
+    places = ", ".join(f"{where} {rows:,}" for where, rows in ledger.dropped.by_place.items())
+    unknown = [rank for rank, entry in ledger.per_rank.items() if entry.unreported is None]
     who = text.ranks(int(rank) for rank in unknown if rank.isdigit()) or "a process of unknown rank"
     line = f"{counts['produced']} rows produced = {counts['stored']} stored + {counts['in_flight']} in flight"
     line += f" + {total:,} dropped" + f" ({places})" * (total > 0)
     folded = f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
     missing = f"not known: what {who} produced after the last report"
-    return Facts(("Ledger", line), ("", folded * (ledger["folded"] > 0)), ("", missing * bool(unknown)))
+    return Facts(("Ledger", line), ("", folded * (ledger.folded > 0)), ("", missing * bool(unknown)))
 
 
 def overhead_facts(overhead: dict[str, Any]) -> Facts:

@@ -14,6 +14,7 @@ from traceml_ray.reports.deaths import exit_words
 from traceml_ray.reports.headlines import named
 from traceml_ray.store.bundles import FOLDER as BUNDLES
 from traceml_ray.store.bundles import bundle_files, kept_why, names_of
+from traceml_ray.store.results import RunInfo
 from traceml_ray.store.session import DATABASE, REPORTS
 
 _MAX_BUNDLES = 3
@@ -54,12 +55,12 @@ def about_session(summary: Mapping[str, Any]) -> list[str]:
     return [fact for fact in about if fact]
 
 
-def run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
+def run_of(runs: Sequence[RunInfo], chosen: str | None) -> list[str]:
     """Return which run this is of, where there is more than one or it has a name of its own."""
     for number, run in enumerate(runs):
-        if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
+        if run.id == chosen and (len(runs) > 1 or run.name != run.id):
             position = f" ({number + 1} of {len(runs)})" if len(runs) > 1 else ""
-            return [f"run {run['name']}{position}: {run['status']}"]
+            return [f"run {run.name}{position}: {run.status}"]
     return []
 
 

@@ -9,6 +9,7 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import Label
 from traceml_ray.signals.finding import Finding, from_plain, headline
 from traceml_ray.signals.findings import nodes_named
+from traceml_ray.store.results import EarlierStart
 
 _LEAST_HOURS = 0.01
 """Less is not told from none."""
@@ -104,14 +105,14 @@ def coverage(known: int, world: int, died: int) -> str:
     return f"data from {known:,} of {text.count(world, 'rank')}" + (f", {died:,} died" if died else "")
 
 
-def restarted(earlier: Sequence[Mapping[str, Any]]) -> str:
+def restarted(earlier: Sequence[EarlierStart]) -> str:
     """Return which steps were made before a run was started again; "" where it was not."""
     if not earlier:
         return ""
     often = "once" if len(earlier) == 1 else f"{len(earlier):,} times"
-    steps = text.listed([f"{one['steps']:,}" for one in earlier])
-    took = text.duration(sum(one["seconds"] for one in earlier))
-    noun = "step" if len(earlier) == 1 and earlier[0]["steps"] == 1 else "steps"
+    steps = text.listed([f"{one.steps:,}" for one in earlier])
+    took = text.duration(sum(one.seconds for one in earlier))
+    noun = "step" if len(earlier) == 1 and earlier[0].steps == 1 else "steps"
     return (
         f"Restarted {often}, after {steps} {noun} ({took}). Steps are counted from 0 again, and all numbers "
         "are of those since. Of the steps before, those after the last checkpoint were lost and made again."

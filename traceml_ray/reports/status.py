@@ -30,20 +30,20 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
     """
     status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
     labels = _labels(nodes)
-    alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")
+    alone = (status.launcher or "ray") == "ray" or (status.ending or {}).get("missing")
     holds = "aggregator" if alone else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
-    parts: list[Block | Sequence[str]] = [[f"{folder}: {status.get('status', 'running')} ({live})"]]
+    parts: list[Block | Sequence[str]] = [[f"{folder}: {status.status} ({live})"]]
     if verdict is not None:
-        parts.append(Facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
-    parts.append(runs_table(runs, status["run"]))
-    earlier = next((run["earlier"] for run in runs if run["id"] == status["run"]), ())
+        parts.append(Facts(("Verdict", f"{text.words(verdict.label)}: {verdict.why}")))
+    parts.append(runs_table(runs, status.run))
+    earlier = next((run.earlier for run in runs if run.id == status.run), ())
     parts.append(Facts(("Restarts", restarted(earlier))))
     parts.append(_ranks(ranks, labels, now) if ranks else ["No rank has reported."])
     lost = [labels[node.node_id] for node in nodes if node.lost_ns]
     parts.append(Facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_facts(ledger))
-    errors, missing = _counted(status["errors"], nodes, processes)
+    errors, missing = _counted(status.errors, nodes, processes)
     parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
     return page(parts)
@@ -74,14 +74,14 @@ def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
     """Return the same as indented JSON; what is not known is null. Arguments as of `render_status`."""
     status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
     labels = _labels(nodes)
-    errors, missing = _counted(status["errors"], nodes, processes)
+    errors, missing = _counted(status.errors, nodes, processes)
     document = {
-        "session": status.get("session"),
+        "session": status.session,
         "path": str(folder),
-        "status": status.get("status", "running"),
+        "status": status.status,
         "live": holder is not None,
         "holder_pid": holder,
-        "run": status["run"],
+        "run": status.run,
         "verdict": verdict,
         "runs": runs,
         "ranks": [_rank_json(rank, process, labels, now) for rank, process in ranks.items()],

@@ -20,7 +20,7 @@ from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.first_steps import FirstSteps
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.labels import LABELS
+from traceml_ray.analysis.labels import LABELS, Label
 from traceml_ray.analysis.reasons import is_imbalance
 from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_history import StepHistory
@@ -50,7 +50,7 @@ from traceml_ray.signals.views import VIEWS, findings_of, with_causes
 from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.results import NodeInfo
+from traceml_ray.store.results import NodeInfo, RunInfo
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
@@ -222,7 +222,7 @@ def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None
     return totals.judged.baseline if totals else None
 
 
-def runs_of(session: SessionFile) -> list[dict[str, Any]]:
+def runs_of(session: SessionFile) -> list[RunInfo]:
     """Return the runs of `session` as the summary lists them."""
     return [_run(entry) for entry in session.runs()]
 
@@ -246,9 +246,9 @@ def nodes_of(session: SessionFile) -> list[NodeInfo]:
     ]
 
 
-def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
+def _run(entry: dict[str, Any], label: Label | None = None) -> RunInfo:
     times = {name: moment(entry[name]) for name in ("started_at", "ended_at")}
-    return {**entry, **times, "label": label or entry["label"]}
+    return RunInfo(**{**entry, **times, "label": label or entry["label"]})
 
 
 def _headline(facts: RunFacts, all_deaths: Sequence[Death]) -> Verdict | None:
@@ -384,6 +384,8 @@ def _rounded(value: Any) -> Any:
     """Return `value` with floats cut to what anyone can read; what is not a number becomes None."""
     if isinstance(value, float):
         return round(value, 4) if np.isfinite(value) else None
+    if isinstance(value, msgspec.Struct):
+        return type(value)(**{name: _rounded(part) for name, part in msgspec.structs.asdict(value).items()})
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

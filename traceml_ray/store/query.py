@@ -361,10 +361,9 @@ def ask(
 
 def _answer(request: Request[Any], raw: msgspec.Raw) -> Any:
     """Return a decoded answer; of a summary also the blocks that a newer version has added."""
-    answer = _decoder(type(request)).decode(raw)
     if isinstance(request, GetSummary):
-        return summary_shape.with_unknown_blocks(answer, msgspec.msgpack.decode(raw))
-    return answer
+        return summary_shape.summary_of(msgspec.msgpack.decode(raw))
+    return _decoder(type(request)).decode(raw)
 
 
 def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
@@ -404,6 +403,10 @@ def _decode_request(
 
 def encode(answers: Sequence[Any], session: str = "") -> bytes:
     """Return a message with the answers, arrays and all."""
+    answers = [
+        summary_shape.plain(answer) if isinstance(answer, summary_shape.Summary) else answer
+        for answer in answers
+    ]
     reply = {"version": __version__, "of": sendable(session), "answers": answers}
     return msgspec.msgpack.encode(reply, enc_hook=_encode)
 

@@ -14,6 +14,7 @@ import msgspec
 from traceml_ray.analysis.roles import role_of
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.store.results import EarlierStart
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
@@ -320,7 +321,7 @@ def latest_generation_with_rows(processes: Iterable[RankProcess]) -> Generation:
     return Generation(latest, attempts[index], attempts[:index].count(attempts[index]))
 
 
-def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
+def earlier_starts(processes: Iterable[RankProcess]) -> list[EarlierStart]:
     """
     Return each generation with rows before the current one (`latest_generation_with_rows`), the oldest first:
     its `attempt`, the `steps` that all its ranks completed, and `seconds` from its first rank to its end.
@@ -337,7 +338,7 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[dict[str, Any]]:
             began = min(process.first_seen_ns for process in generation)
             ended = max(process.last_seen_ns for process in generation)
             seconds = (ended - began) / 1e9
-            starts.append({"attempt": attempt_of(generation[0]), "steps": min(known) + 1, "seconds": seconds})
+            starts.append(EarlierStart(attempt_of(generation[0]), min(known) + 1, seconds))
     return starts
 
 

@@ -1,31 +1,47 @@
 """
 The shapes of what `Session` returns; that of `summary` is in `summary_shape`.
 
-Some are structs, the others plain dicts. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
-nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is 0 to 1. What is not
-known is None, never 0.
+Answers are structs; `traceml_ray.to_builtins` makes dicts of them. Names ending in `_ms` are milliseconds,
+`_s` seconds, `_ns` nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is
+0 to 1. What is not known is None, never 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
-from traceml_ray.analysis.labels import Label, Pattern, ReasonKind
+from traceml_ray.analysis.anomalies import Anomaly
+from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.labels import Label, Pattern
+from traceml_ray.analysis.roles import RoleShare
+from traceml_ray.analysis.track import Episode
+from traceml_ray.analysis.uneven_work import Reason
+from traceml_ray.analysis.verdict import Stack, Suspect
 
 
-class Dropped(TypedDict):
+class Dropped(msgspec.Struct, frozen=True):
     """Rows that were lost, by where."""
 
     agent: int
     relay: int
     aggregator: int
 
+    @property
+    def total(self) -> int:
+        """All that was lost."""
+        return self.agent + self.relay + self.aggregator
 
-class Ledger(TypedDict):
+    @property
+    def by_place(self) -> dict[str, int]:
+        """Where rows were lost, and how many."""
+        return {name: count for name, count in msgspec.structs.asdict(self).items() if count}
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Where every row is: `produced = stored + dropped + in_flight`."""
 
     produced: int
@@ -34,14 +50,14 @@ class Ledger(TypedDict):
     dropped: Dropped
 
 
-class RankLedger(Ledger):
+class RankLedger(Ledger, frozen=True, kw_only=True):
     """The same of one rank, all of its attempts together."""
 
     unreported: int | None
     """What it produced after its last report: 0 after a regular end, None for a process that was killed."""
 
 
-class WholeLedger(Ledger):
+class WholeLedger(Ledger, frozen=True, kw_only=True):
     """The same of the session, and of each rank of the run (by its number as text; `unknown`)."""
 
     per_rank: dict[str, RankLedger]
@@ -120,7 +136,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     stored: int
 
 
-class EarlierStart(TypedDict):
+class EarlierStart(msgspec.Struct, frozen=True):
     """What came of one start of all ranks before the one that the numbers are of."""
 
     attempt: int
@@ -130,7 +146,7 @@ class EarlierStart(TypedDict):
     """From its first rank to its end."""
 
 
-class RunInfo(TypedDict):
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a session: a `fit()`, a launch, or a group of actors."""
 
     id: str
@@ -150,120 +166,7 @@ class RunInfo(TypedDict):
     ledger: Ledger
 
 
-class MachineInfo(TypedDict):
-    """Something about a node, or one device of it, that is not as on other nodes or as before."""
-
-    kind: str
-    node: str
-    device: int | None
-    value: float | None
-    usual: float | None
-    """What it was compared with; None: it is an anomaly whatever is usual."""
-    text: str
-
-
-class StackInfo(TypedDict):
-    """Where `ranks` stood when the job hung, all alike: the innermost call last."""
-
-    ranks: list[int]
-    text: str
-
-
-class SuspectInfo(TypedDict):
-    """One rank late out of one stage; ms per step."""
-
-    stage: str
-    rank: int
-    node: str
-    excess_ms: float
-    """Its lasting excess over its peers, or the time by which it held them up where that is more."""
-    share: float
-    """Of the mean step."""
-    gain_ms: float
-    """What a step gets shorter when this one alone is fixed."""
-    cost_pct: float
-    """The same as a share of the time; where a finding names just this, the cost of that finding."""
-
-
-class ExpertInfo(TypedDict):
-    """The tokens of the experts of one router, of all ranks together."""
-
-    router: str
-    experts: int
-    tokens: int
-    most: int
-    """The expert that had most,"""
-    times_mean: float
-    """and how many times the mean of all."""
-    idle: int
-    """Experts that had none."""
-
-
-class FirstStepsInfo(TypedDict):
-    """The first steps of a run, where they took much longer than the others: compilation, warm-up."""
-
-    steps: int
-    """How many they are."""
-    ranks: list[int]
-    """Those that worked longest in them; empty where all took about as long, or that is not known."""
-    stage: str
-    """Where most of that time is."""
-    longest_s: float
-    """What the longest rank worked in them."""
-    others_s: float | None
-    """The median of the ranks that are not named; None where none is."""
-    cost_s: float
-    """By how much they were longer than as many usual steps."""
-    cost_pct: float
-    """That, of the run."""
-    why: str
-
-
-class RoleInfo(TypedDict):
-    """The ranks that have the same place in a pipeline and among tensor-parallel ranks."""
-
-    role: str
-    size: int
-    """How many they are."""
-    bubble: float | None
-    """Share (0..1) of their time in which they wait for ranks of other roles; None: not seen."""
-
-
-class ReasonInfo(TypedDict):
-    """
-    Why ranks are late. Shares (0..1) are of the variance of their work beside the other ranks of the
-    same step.
-    """
-
-    what: ReasonKind
-    """
-    `tokens` or `samples` of the ranks' batches, `data` (loading and preparing), `between_steps`, `experts`,
-    `pauses` (few steps hold most of it), `other`, or `unknown`.
-    """
-    share: float | None
-    """The share that `what` explains, or that is in these stages."""
-    tokens: float | None
-    """The share that tokens explain,"""
-    samples: float | None
-    """and that samples explain; None: not known, or no more than chance explains."""
-    compute: float | None
-    """The share of the variance of `forward` and `backward` alone that tokens, else samples, explain."""
-    in_compute: float | None
-    """The share that is in `forward` and `backward`."""
-    sizes_known: bool
-    """The sizes of enough batches are known."""
-    times: float | None
-    """
-    Of ranks that are named: how many times as many tokens, else samples, their batches have as those of the
-    others. Then the shares are of what they work longer, in proportion to that.
-    """
-    steps: int
-    """How many steps this is of."""
-    unknown_ranks: list[int]
-    """Ranks whose sizes of batches are not known."""
-
-
-class VerdictInfo(TypedDict):
+class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong, where, what it costs, and what to do. Labels: docs/concepts/verdicts.md."""
 
     label: Label
@@ -310,8 +213,6 @@ class VerdictInfo(TypedDict):
     next: str
     note: str
     """What is too brief to be named as yet, or named and not seen just now."""
-    also: list[VerdictInfo]
-    """Other findings, the costliest first, each with its own cost; null there: what is of one window."""
     last_step: int | None
     open_stage: str | None
     exit_reason: str | None
@@ -321,104 +222,73 @@ class VerdictInfo(TypedDict):
     """Of a hang: when the last row before it came."""
     lasted_s: float | None
     """Of a hang that is over."""
-    stacks: list[StackInfo]
-    machine: list[MachineInfo] | None
+    stacks: list[Stack]
+    machine: list[Anomaly] | None
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
+    reason: Reason | None
+    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
+    also: list[VerdictInfo]
+    """Other findings, the costliest first, each with its own cost; null there: what is of one window."""
     z: float | None
     """By how many standard errors `rank` is late more often than it would be by chance."""
     at_most: bool
     """Fixing it may save less than `gain_pct`."""
     saving: str
     """The sentence of `why` on what fixing it saves; "" where it has none."""
-    reason: ReasonInfo | None
-    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
 
 
-class EpisodeInfo(TypedDict):
-    """What was named from one step to another, and what it cost in all."""
-
-    label: Label
-    stage: str | None
-    stages: list[str]
-    rank: int | None
-    ranks: list[int]
-    node: str | None
-    nodes: list[str]
-    pattern: Pattern
-    confidence: str | None
-    from_step: int
-    to_step: int
-    seconds: float
-    cost_s: float
-    """By how much it made the job longer."""
-    rank_hours: float
-    """That, on all ranks that exchange gradients with the late ones."""
-    cost_pct: float | None
-    """As a share of its time; of a run that is over, and in a summary, of the run's."""
-    cost_range_pct: list[float] | None
-    goes_on: bool
-    why: str
-    next: str
-
-
-class TimedEpisode(EpisodeInfo, total=False):
+class TimedEpisode(Episode, frozen=True, kw_only=True):
     """
     An episode, and when it began; of a run that is over, and in a summary, also when it ended and the span
     that was late.
     """
 
-    span: str | None
-    started_at: str | None
-    ended_at: str | None
+    span: str | None = None
+    started_at: str | None = None
+    ended_at: str | None = None
 
 
-class BriefFindings(TypedDict):
-    """What came and went without being named."""
-
-    count: int
-    cost_s: float
-
-
-class LiveVerdict(VerdictInfo):
+class LiveVerdict(VerdictInfo, frozen=True, kw_only=True):
     """The verdict of a session: of now, or of the whole run where it is over."""
 
-    suspects: list[SuspectInfo]
+    suspects: list[Suspect]
     exposed_ms: list[float] | None
     """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
-    roles: list[RoleInfo]
+    roles: list[RoleShare]
     """Empty where all ranks do the same work, as far as is known."""
     episodes: list[TimedEpisode] | None
     """Of the run, the costliest first; None: not known, as where a running session is read from its file."""
-    brief: BriefFindings | None
+    brief: Brief | None
 
 
-class Status(TypedDict, total=False):
-    """How a session itself is doing; what its launcher did not say is not there."""
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """How a session itself is doing; what its launcher did not say is null."""
 
-    session: str
-    status: str
+    session: str | None = None
+    status: str = "running"
     """running, finished, failed or stopped."""
-    started_at: int
+    started_at: int | None = None
     """ns since the epoch."""
-    ended_at: int
-    exit_code: int
-    launcher: str
-    command: str
-    settings: dict[str, str]
+    ended_at: int | None = None
+    exit_code: int | None = None
+    launcher: str | None = None
+    command: str | None = None
+    settings: dict[str, str] | None = None
     """Those that are not as by default."""
-    world_size: int | None
-    nnodes: int | None
-    strategy: str
-    ending: dict[str, int]
+    world_size: int | None = None
+    nnodes: int | None = None
+    strategy: str | None = None
+    ending: dict[str, int] | None = None
     """On how many `nodes` it ran, and how many were `missing` when the files were written."""
-    run: str | None
+    run: str | None = None
     """The newest run that has rows."""
     ranks: int
+    """Ranks of that run that have reported."""
     ledger: Ledger
     errors: dict[str, int]
     """Exceptions that the aggregator swallowed, by place."""
     verdict: str | None
-    """The label."""
+    """The label of the verdict on that run."""
 
 
 def to_builtins(answer: Any) -> Any:
@@ -431,6 +301,10 @@ def to_builtins(answer: Any) -> Any:
 
     Raises TypeError for what is no answer.
     """
+    from traceml_ray.store.summary_shape import Summary, plain
+
+    if isinstance(answer, Summary):
+        answer = plain(answer)
     return _plain(msgspec.to_builtins(answer, str_keys=True, enc_hook=_of_array))
 
 

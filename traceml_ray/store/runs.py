@@ -17,7 +17,7 @@ from traceml_ray.store.rank_processes import (
     generations,
     world_size,
 )
-from traceml_ray.store.results import RunInfo
+from traceml_ray.store.results import Dropped, Ledger, RankLedger, RunInfo, WholeLedger
 
 MAX_RUNS = 256
 """Runs whose facts are kept."""
@@ -140,21 +140,26 @@ def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:
     return len(runs) <= 1 or run == meta.get("session")
 
 
-def count(processes: Iterable[RankProcess]) -> dict[str, Any]:
+def count(processes: Iterable[RankProcess]) -> Ledger:
     """Return where every produced row is: `produced = stored + dropped + in_flight`, in rows."""
+    return Ledger(**_counts(processes))
+
+
+def _counts(processes: Iterable[RankProcess]) -> dict[str, Any]:
+    """Return the fields of a `Ledger`."""
     processes = list(processes)
 
     def total(name: str) -> int:
         return sum(getattr(process, name) for process in processes)
 
-    dropped = {where: total(f"dropped_{where}") for where in ("agent", "relay", "aggregator")}
+    dropped = Dropped(*(total(f"dropped_{where}") for where in ("agent", "relay", "aggregator")))
     return {**{name: total(name) for name in ("produced", "stored", "in_flight")}, "dropped": dropped}
 
 
-def ledger(processes: Iterable[RankProcess], run: str | None) -> dict[str, Any]:
+def ledger(processes: Iterable[RankProcess], run: str | None, folded: int) -> WholeLedger:
     """
     Return `count` of all rank processes, and in `per_rank` that of each rank of `run`: attempts and processes
-    of one rank are added up, those of other runs are not.
+    of one rank are added up, those of other runs are not. `folded` rows are stored as statistics only.
 
     `unreported` is what was produced after a rank's last report: 0 after a last batch, None (not
     known) for a process that was killed.
@@ -164,13 +169,13 @@ def ledger(processes: Iterable[RankProcess], run: str | None) -> dict[str, Any]:
     for process in of_run(processes, run):
         ranks.setdefault(process.rank, []).append(process)
     per_rank = {
-        "unknown" if rank is None else str(rank): {
-            **count(ranks[rank]),
-            "unreported": 0 if all(process.final for process in ranks[rank]) else None,
-        }
+        "unknown" if rank is None else str(rank): RankLedger(
+            **_counts(ranks[rank]),
+            unreported=0 if all(process.final for process in ranks[rank]) else None,
+        )
         for rank in sorted(ranks, key=lambda rank: (rank is None, rank))
     }
-    return {**count(processes), "per_rank": per_rank}
+    return WholeLedger(**_counts(processes), per_rank=per_rank, folded=folded)
 
 
 _GOES_ON = "running"
@@ -184,11 +189,11 @@ def why_over(runs: Sequence[RunInfo], run: str | None) -> str:
         runs: those of the session.
         run: id or name; None: any that goes on.
     """
-    asked = [info for info in runs if run in (None, info["id"], info["name"])]
-    if not asked or any(info["status"] == _GOES_ON for info in asked):
+    asked = [info for info in runs if run in (None, info.id, info.name)]
+    if not asked or any(info.status == _GOES_ON for info in asked):
         return ""
     last = asked[-1]
-    state = f"{last['status']} at {last['ended_at']}" if last["ended_at"] else last["status"]
-    going = [info["name"] for info in runs if info["status"] == _GOES_ON]
+    state = f"{last.status} at {last.ended_at}" if last.ended_at else last.status
+    going = [info.name for info in runs if info.status == _GOES_ON]
     others = f"; {text.listed(going)} goes on" if going else ""
-    return f"run {last['name']!r} has no step left to record: {state}{others}"
+    return f"run {last.name!r} has no step left to record: {state}{others}"

@@ -29,6 +29,7 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, from_row
 from traceml_ray.store.reader import Reader
+from traceml_ray.store.results import WholeLedger
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
@@ -340,10 +341,10 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         rows = self._all(query, since, top, self.run_id())
         return [{"t_ns": t, **json.loads(body)} for t, body in rows], top
 
-    def ledger(self) -> dict[str, Any]:
-        """Return where every produced row is, see `runs.ledger`; `folded`: stored, but only as sums."""
+    def ledger(self) -> WholeLedger:
+        """Return where every produced row is, see `runs.ledger`."""
         folded = self.meta().get("folded", {}).get("rows", 0)
-        return {**ledger(self.processes(), self.run_id()), "folded": folded}
+        return ledger(self.processes(), self.run_id(), folded)
 
     def baseline(self) -> Baseline | None:
         """Return what the run was judged by while it ran."""

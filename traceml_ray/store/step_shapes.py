@@ -6,7 +6,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from traceml_ray.store.results import RoleInfo, SuspectInfo, VerdictInfo
+from traceml_ray.analysis.roles import RoleShare
+from traceml_ray.analysis.verdict import Suspect
+from traceml_ray.store.results import VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,53 +52,6 @@ class StepTimes(TypedDict, total=False):
     waiting_pct: float
     """Of all ranks' time, how much they waited."""
     stages: dict[str, float]
-
-
-class ThroughputNumbers(TypedDict):
-    """
-    How much a job gets through, over `steps` steps. What would be a guess is None, and `why` has the reason,
-    by `samples`, `tokens` and `mfu`; by `steps` where there are none, and so nothing is known.
-    """
-
-    steps: int
-    steps_per_s: float | None
-    samples_per_step: float | None
-    tokens_per_step: float | None
-    """Of all ranks; padding counts."""
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    step_flops: float | None
-    """Of the model, in one step of all ranks;"""
-    flops_from: str | None
-    """`counted` once, in step `flops_step`, or `told`."""
-    flops_step: int | None
-    peak_tflops: float | None
-    """What all `devices` together can do, in 10¹² FLOPs a second;"""
-    devices: int | None
-    device: str | None
-    dtype: str | None
-    mfu_pct: float | None
-    """and how much of it the model's FLOPs are."""
-    efficiency_pct: float | None
-    """The time of the fastest 5 % of the steps, as a share of that of the mean one."""
-    total_steps: int | None
-    eta_s: float | None
-    """How long the steps to come will take."""
-    why: dict[str, str]
-
-
-class Throughput(ThroughputNumbers):
-    """The same, with that of each rank and by step."""
-
-    ranks: list[int]
-    rank_samples_per_s: Array
-    """(R,), of each of `ranks`; NaN is not known."""
-    rank_tokens_per_s: Array
-    line_steps_per_s: Array
-    """By step, C columns; empty where it is not known."""
-    line_samples_per_s: Array
-    line_tokens_per_s: Array
-    line_mfu_pct: Array
 
 
 class StepColumns(TypedDict, total=False):
@@ -277,13 +232,13 @@ class SpanTimes(TypedDict):
     bytes: float | None
 
 
-class VerdictChange(VerdictInfo):
+class VerdictChange(VerdictInfo, frozen=True, kw_only=True):
     """A verdict as it was judged live, and since when it was."""
 
     t_ns: int
-    suspects: list[SuspectInfo]
+    suspects: list[Suspect]
     exposed_ms: list[float] | None
-    roles: list[RoleInfo]
+    roles: list[RoleShare]
 
 
 class DeathInfo(TypedDict):

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict
 
+import msgspec
+
+from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.experts import ExpertLoad
+from traceml_ray.analysis.first_steps import FirstSteps
+from traceml_ray.analysis.roles import RoleShare
+from traceml_ray.analysis.verdict import Suspect
+from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.signals.output.lines import LastOutput
-from traceml_ray.store.results import (
-    BriefFindings,
-    ExpertInfo,
-    FirstStepsInfo,
-    RoleInfo,
-    RunInfo,
-    SuspectInfo,
-    TimedEpisode,
-    VerdictInfo,
-    WholeLedger,
-)
-from traceml_ray.store.step_shapes import ThroughputNumbers
+from traceml_ray.signals.throughput.judge import ThroughputNumbers
+from traceml_ray.store.results import RunInfo, TimedEpisode, VerdictInfo, WholeLedger
+from traceml_ray.wire.codec import ready
 
 
-class SummaryNode(TypedDict):
+class SummaryNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node of a summary, by the number that its ranks have for it."""
 
     node_rank: int | None
@@ -34,7 +33,7 @@ class SummaryNode(TypedDict):
     """How far off that is at most."""
 
 
-class SummarySession(TypedDict):
+class SummarySession(msgspec.Struct, frozen=True, kw_only=True):
     """The session of a summary, as its launcher told of it."""
 
     id: str | None
@@ -56,7 +55,7 @@ class SummarySession(TypedDict):
     nodes: list[SummaryNode]
 
 
-class Covers(TypedDict):
+class Covers(msgspec.Struct, frozen=True, kw_only=True):
     """What the statistics and the verdict over the run are of."""
 
     from_step: int | None
@@ -71,15 +70,13 @@ class Covers(TypedDict):
     """Share of the steps that have times: below 100 where a device's clock is read in some of them only."""
 
 
-class StepStatistics(TypedDict):
+class StepStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """
     Step times of the run. `median_ms` and `p95_ms` are of the whole step; all else is busy time (without
     waiting). Skew: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
     """
 
     count: int
-    judged: int
-    mean_ms: float | None
     exchanges: float | None
     """Exchanges of gradients in a step, mean."""
     median_ms: float | None
@@ -94,17 +91,19 @@ class StepStatistics(TypedDict):
     worst_node: str | None
     global_skew_pct: float | None
     node_skew_pct: float | None
+    judged: int
+    mean_ms: float | None
     covers: Covers | None
 
 
-class ThroughputStatistics(ThroughputNumbers):
+class ThroughputStatistics(ThroughputNumbers, frozen=True, kw_only=True):
     """How much the job gets through; of each rank by its number as text."""
 
     per_rank_samples_per_s: dict[str, float | None]
     per_rank_tokens_per_s: dict[str, float | None]
 
 
-class StageStatistics(TypedDict):
+class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One stage, per step."""
 
     name: str
@@ -117,7 +116,7 @@ class StageStatistics(TypedDict):
     worst_rank: int | None
 
 
-class SpanStatistics(TypedDict):
+class SpanStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A named span inside a stage, per step."""
 
     stage: str
@@ -131,7 +130,7 @@ class SpanStatistics(TypedDict):
     bytes: float | None
 
 
-class BaselineStage(TypedDict):
+class BaselineStage(msgspec.Struct, frozen=True, kw_only=True):
     """A stage of the baseline."""
 
     name: str
@@ -139,7 +138,7 @@ class BaselineStage(TypedDict):
     mad_ms: float
 
 
-class BaselineInfo(TypedDict):
+class BaselineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a step of the run costs when all is well."""
 
     from_step: int | None
@@ -151,7 +150,7 @@ class BaselineInfo(TypedDict):
     stages: list[BaselineStage]
 
 
-class SummaryRank(TypedDict):
+class SummaryRank(msgspec.Struct, frozen=True, kw_only=True):
     """How far a rank came and how it ended."""
 
     name: str | None
@@ -283,7 +282,7 @@ class ShardingInfo(TypedDict):
     """By rank, as text."""
 
 
-class ProfileFound(TypedDict):
+class ProfileFound(msgspec.Struct, frozen=True, kw_only=True):
     """A profile of the run, without what became of each rank."""
 
     id: str
@@ -304,13 +303,13 @@ class ProfileFound(TypedDict):
     """Sentences on what the suspect does more of, operation by operation."""
 
 
-class System(TypedDict):
+class System(msgspec.Struct, frozen=True, kw_only=True):
     """Of each node (`node_id`, `hostname`): median and peak of each figure that was sampled, and `gpus`."""
 
     nodes: list[dict[str, Any]]
 
 
-class EventInfo(TypedDict):
+class EventInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened: a restart, a death, a note, an exception that was swallowed."""
 
     time: str | None
@@ -323,7 +322,7 @@ class EventInfo(TypedDict):
     data: dict[str, Any]
 
 
-class RankOverhead(TypedDict):
+class RankOverhead(msgspec.Struct, frozen=True, kw_only=True):
     """What the monitor cost the rank that it cost most."""
 
     of: str
@@ -332,25 +331,27 @@ class RankOverhead(TypedDict):
     bytes_per_step: float | None
 
 
-class ConclusionInfo(TypedDict):
+Tone = Literal["critical", "warning", "notice", "unsure", "good"]
+
+
+class Conclusion(msgspec.Struct, frozen=True):
     """The most severe of all that was found in a run: what a person reads first."""
 
-    subject: str
-    """The signal that it is about; steps: it is the verdict."""
-    tone: str
-    """critical, warning, notice, unsure, good."""
+    subject: Signal
+    """The signal that it is about; `steps`: it is the verdict."""
+    tone: Tone
     label: str
-    """Its kind in words."""
+    """Its kind in words: the label of the verdict, or "memory creep"."""
     headline: str
-    """Its kind, and who."""
+    """The kind, and who: "straggler: rank 5 (node-1) in data", "memory creep: rank 2 (node-0)"."""
     why: str
     next: str
     rank: int | None
-    key: str | None
-    """Of the finding that it is; null where the verdict has found nothing."""
+    key: str | None = None
+    """Of the finding that it is; None: the verdict has found nothing."""
 
 
-class Summary(TypedDict):
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`: a run of a session from its first step to its last."""
 
     schema: str
@@ -358,26 +359,26 @@ class Summary(TypedDict):
     run: str | None
     runs: list[RunInfo]
     steps: StepStatistics
-    throughput: ThroughputStatistics
     stages: list[StageStatistics]
-    first_steps: FirstStepsInfo | None
+    throughput: ThroughputStatistics
+    first_steps: FirstSteps | None
     """Where they took a tenth of a run that is over, and 2 s; no other number has them."""
     spans: list[SpanStatistics]
-    conclusion: ConclusionInfo
+    conclusion: Conclusion
     verdict: VerdictInfo
     """On its steps."""
-    findings: list[dict[str, Any]]
+    findings: list[Finding]
     """All that was found, in order, as `Session.findings` has it; a hundred at most."""
-    suspects: list[SuspectInfo]
-    roles: list[RoleInfo]
+    suspects: list[Suspect]
+    roles: list[RoleShare]
     """Where not all ranks do the same work."""
-    experts: list[ExpertInfo]
+    experts: list[ExpertLoad]
     """Of the routers that are watched, the least even one first."""
     verdicts: list[VerdictInfo]
     """Every change of verdict."""
     episodes: list[TimedEpisode]
     """The costliest first."""
-    brief: BriefFindings
+    brief: Brief
     baseline: BaselineInfo | None
     ranks: dict[str, SummaryRank]
     output: list[LastOutput]
@@ -389,17 +390,31 @@ class Summary(TypedDict):
     """
     sharding: ShardingInfo | None
     """Null where no model is divided by FSDP2."""
-    profiles: list[ProfileFound]
-    """The oldest first."""
     layers: dict[str, Any]
     """What was measured of each layer, as `Session.layers` has it."""
+    profiles: list[ProfileFound]
+    """The oldest first."""
     system: System
     events: list[EventInfo]
     """The newest thousand."""
     ledger: WholeLedger
     overhead: RankOverhead
+    more: dict[str, Any] = {}
+    """Blocks of a newer version, which this one does not know. `summary.json` has them beside the others."""
 
 
-def with_unknown_blocks(summary: Summary, every: Mapping[str, Any]) -> Summary:
-    """Return a summary that was decoded from `every` with the blocks that this version does not know."""
-    return cast("Summary", {**every, **summary})
+def summary_of(every: Mapping[str, Any]) -> Summary:
+    """
+    Return the summary of what `summary.json` holds, with the blocks that this version does not know. Raises
+    msgspec.ValidationError where a block is missing, as in a summary of an older version.
+    """
+    summary = msgspec.convert({name: every[name] for name in every if name != "more"}, ready(Summary))
+    unknown = {name: block for name, block in every.items() if name not in Summary.__struct_fields__}
+    return msgspec.structs.replace(summary, more=unknown) if unknown else summary
+
+
+def plain(summary: Summary) -> dict[str, Any]:
+    """Return a summary as `summary.json` holds it."""
+    blocks: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
+    more: dict[str, Any] = blocks.pop("more")
+    return {**blocks, **more}

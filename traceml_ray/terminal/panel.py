@@ -229,7 +229,7 @@ def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
     over, ledger = snapshot.state in OVER, snapshot.health["ledger"]
     rows = [Text("Not known while the aggregator does not answer.")]
     if ledger is not None:
-        losing = [("all", {**ledger, "unreported": 0}), *health.losing(ledger, over)]
+        losing = [("all", ledger), *health.losing(ledger, over)]
         rows = [
             *listed(Table("", ledger_columns(over), losing), 0, width, ["after the last report"]).lines(
                 1 + len(losing)

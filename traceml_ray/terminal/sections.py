@@ -12,13 +12,13 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.document.model import SIGNS
 from traceml_ray.document.terminal import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
-from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.headlines import beside, line_of, part_of
 from traceml_ray.reports.severity import tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.sections import first_words, missing_words
 from traceml_ray.signals.views import signal_numbers
 from traceml_ray.stages import STAGES
+from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.state import RUN_OVER

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.conclusion import Conclusion
 from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import cost, lost, named, wasted
 from traceml_ray.reports.severity import sign_of, tone_of
@@ -22,7 +21,7 @@ from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepTimes
-from traceml_ray.store.summary_shape import ShardingInfo
+from traceml_ray.store.summary_shape import Conclusion, ShardingInfo
 from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.health import health

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from traceml_ray.reports.conclusion import Conclusion, conclude
+from traceml_ray.reports.conclusion import conclude
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import VIEWS, findings_of, questions_on_findings
 from traceml_ray.store import query
+from traceml_ray.store.summary_shape import Conclusion
 
 from .run_state import RunState
 from .session_poll import SessionPoll

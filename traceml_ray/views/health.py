@@ -13,6 +13,7 @@ from traceml_ray import text
 from traceml_ray.reports.run_facts import overhead_of
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import Dropped, RankLedger, WholeLedger
 
 from .run_state import RunState
 from .session_poll import SessionPoll
@@ -41,7 +42,9 @@ def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, A
 
 def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, int]:
     """Return the swallowed errors by source and place."""
-    sources: list[tuple[str, Mapping[str, int]]] = [("aggregator", cache.status.get("errors") or {})]
+    sources: list[tuple[str, Mapping[str, int]]] = [
+        ("aggregator", cache.status.errors if cache.status else {})
+    ]
     sources.append((viewer, cache.errors))
     sources += [(f"relay of {node.label}", node.errors) for node in (run.nodes if run else ())]
     sources += [(f"rank {one.rank}", one.errors) for one in (run.ranks.values() if run else ())]
@@ -57,12 +60,12 @@ def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
     return sum(process.sent_bytes or 0 for process in with_bytes), seconds
 
 
-def losing(ledger: Mapping[str, Any], over: bool) -> list[tuple[str, Mapping[str, Any]]]:
+def losing(ledger: WholeLedger, over: bool) -> list[tuple[str, RankLedger]]:
     """Return the ranks that lost rows; of a run that has ended, also those whose last rows are missing."""
     return [
         (rank, rows)
-        for rank, rows in ledger["per_rank"].items()
-        if sum(rows["dropped"].values()) or (over and rows["unreported"] is None)
+        for rank, rows in ledger.per_rank.items()
+        if rows.dropped.total or (over and rows.unreported is None)
     ]
 
 
@@ -78,6 +81,6 @@ def facts(health: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def dropped_text(dropped: Mapping[str, int]) -> str:
+def dropped_text(dropped: Dropped) -> str:
     """Return where rows were dropped: "agent 12, relay 3"."""
-    return ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items() if rows)
+    return ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.by_place.items())

@@ -14,7 +14,7 @@ from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess, reporting, world_size
-from traceml_ray.store.results import NodeInfo
+from traceml_ray.store.results import NodeInfo, to_builtins
 from traceml_ray.store.step_shapes import EventRow, StepTimes
 
 from .values import as_dict
@@ -83,8 +83,8 @@ class RunState:
         events, verdicts = answer_to[query.GetEvents], answer_to[query.GetVerdicts]
         self._seen = events.cursor, verdicts.cursor
         self.events.extend(events.items)
-        self.verdicts.extend(verdicts.items)
-        verdict = answer_to[query.GetVerdict] or (self.verdicts[-1] if self.verdicts else None)
+        self.verdicts.extend(map(to_builtins, verdicts.items))
+        verdict = to_builtins(answer_to[query.GetVerdict]) or (self.verdicts[-1] if self.verdicts else None)
         new = bool(events.items or verdicts.items or verdict != self.verdict)
         self.verdict = verdict
         if query.GetRanks in answer_to:

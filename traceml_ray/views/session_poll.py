@@ -94,7 +94,8 @@ class SessionPoll:
         """`version`: changes of the session so far; `answered`: answered questions of views."""
         self.errors = Errors()
         """Errors of this poller, by place."""
-        self.status: Status = {}
+        self.status: Status | None = None
+        """None before the first answer."""
         self.runs: list[RunInfo] = []
         self.poll_ms: deque[float] = deque(maxlen=300)
         self.stale_since_ns: int | None = None
@@ -241,9 +242,14 @@ class SessionPoll:
         return new
 
     @property
+    def is_over(self) -> bool:
+        """Whether the session is known to have ended."""
+        return self.status is not None and self.status.status != "running"
+
+    @property
     def newest(self) -> RunState | None:
         """The run shown if none is selected."""
-        return self._polled.get(self.status.get("run") or "")
+        return self._polled.get((self.status and self.status.run) or "")
 
     def _ask(self, now: float) -> bool:
         """Ask for what is new; several questions travel in one message."""
@@ -252,7 +258,7 @@ class SessionPoll:
                 if run is not self.newest and now - run.viewed_at > _VIEWED_S:
                     del self._polled[run.id]
             followed = [*self._polled.values()]
-        slow = int(self.status.get("ranks") or 0) >= SLOW_RANKS
+        slow = self.status is not None and self.status.ranks >= SLOW_RANKS
         runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
         asked: list[Request[Any]] = [query.GetStatus(), *([query.GetRuns()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
@@ -276,7 +282,7 @@ class SessionPoll:
                 changed |= run.update(part, answers[position : position + len(part)])
                 position += len(part)
             changed |= self._keep_answers(used, answers[position:], self.version + 1)
-        newest = status["run"]
+        newest = status.run
         if newest is not None and newest not in self._polled:
             changed |= self._follow(newest, now)
         for run in [*self._polled.values()]:
@@ -321,7 +327,7 @@ class SessionPoll:
         """
         if named is None or not self.runs:
             return self.newest
-        run_id = next((run["id"] for run in reversed(self.runs) if named in (run["id"], run["name"])), None)
+        run_id = next((run.id for run in reversed(self.runs) if named in (run.id, run.name)), None)
         if run_id is None:
             raise QueryError(f"there is none of that name in session {self.source.target!r}")
         now = self.timer()
@@ -336,7 +342,7 @@ class SessionPoll:
     def _failed(self, error: QueryError) -> bool:
         """Record that there was no answer; the known state stays."""
         before = self.stale_since_ns, self.trouble
-        if self.status and self.stale_since_ns is None:
+        if self.status is not None and self.stale_since_ns is None:
             self.stale_since_ns = self.clock()
         self.trouble = str(error)
         return before != (self.stale_since_ns, self.trouble)

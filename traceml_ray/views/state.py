@@ -10,6 +10,7 @@ from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import coverage, restarted, since
 from traceml_ray.reports.run_facts import moment
+from traceml_ray.store.results import RunInfo
 from traceml_ray.store.session import start_text
 
 from .run_state import RunState
@@ -37,12 +38,12 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
     Return the state in one word: empty, starting, unwatched, waiting, live, stale, ending, idle (the run has
     ended, its session goes on), finished or stored.
     """
-    if not cache.status:
+    if cache.status is None:
         live = cache.source.starting
         return "empty" if live is None else "unwatched" if live.monitor == "failed" else "starting"
     if cache.source.stored:
         return "stored"
-    if cache.status.get("status", "running") != "running":
+    if cache.is_over:
         return "finished"
     if cache.stale_since_ns is not None:
         return "stale"
@@ -53,15 +54,16 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
     return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
 
 
-def _entry(cache: SessionPoll, run: RunState | None) -> Mapping[str, Any]:
-    """Return what the session says of a run, see `results.RunInfo`; nothing where that is not known."""
-    return next((entry for entry in cache.runs if run is not None and entry["id"] == run.id), {})
+def _entry(cache: SessionPoll, run: RunState | None) -> RunInfo | None:
+    """Return what the session says of a run; None where that is not known."""
+    return next((entry for entry in cache.runs if run is not None and entry.id == run.id), None)
 
 
-def _has_ended(entry: Mapping[str, Any]) -> bool:
+def _has_ended(entry: RunInfo | None) -> bool:
     """Return whether a run of a session that goes on has ended; of plain actors nobody else reports it."""
-    status = entry.get("status", "running")
-    return status not in ("running", "ended") or (status == "ended" and entry["launcher"] in (None, "ray"))
+    if entry is None or entry.status == "running":
+        return False
+    return entry.status != "ended" or entry.launcher in (None, "ray")
 
 
 def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
@@ -75,7 +77,7 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         since = moment(cache.stale_since_ns)
         return f"Aggregator not answering since {since} ({cache.trouble}). Showing the last known state."
     if state in OVER:
-        status = cache.status.get("status", "running")
+        status = cache.status.status if cache.status else "running"
         ended = _ENDED.get(status, f"The session has {status}")
         if cache.trouble:
             return f"{ended}. Part of it cannot be read: {cache.trouble}."
@@ -86,11 +88,11 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     missing = missing_of(world, seen)
     awaited = text.ranks(missing, world - len(seen)) if missing else ""
     if state == "waiting":
-        expected = world or cache.status.get("world_size")
+        expected = world or (cache.status.world_size if cache.status else None)
         reported = (
             f"{len(seen):,} of {text.count(expected, 'rank') if expected else 'the ranks'} have reported"
         )
-        began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
+        began = cache.status.started_at if cache.status and len(cache.runs) < 2 else None  # of the first run
         took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
         starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
         return starting + (f" Missing: {awaited}." if awaited else "")
@@ -118,13 +120,11 @@ def _ending_text(run: RunState) -> str:
 
 
 def _idle_text(cache: SessionPoll, run: RunState) -> str:
-    entry, later = _entry(cache, run), [listed_run["id"] for listed_run in cache.runs]
-    how = "" if entry["status"] == "ended" else f": {entry['status']}"
-    after = [
-        later_run for later_run in cache.runs[later.index(run.id) + 1 :] if later_run["status"] == "running"
-    ]
-    then = f"run {after[-1]['name']} is running" if after else "it waits for the next run"
-    return f"Run {entry['name']} has ended{how}. The session goes on: {then}."
+    index, entry = next((n, entry) for n, entry in enumerate(cache.runs) if entry.id == run.id)
+    how = "" if entry.status == "ended" else f": {entry.status}"
+    after = [later_run for later_run in cache.runs[index + 1 :] if later_run.status == "running"]
+    then = f"run {after[-1].name} is running" if after else "it waits for the next run"
+    return f"Run {entry.name} has ended{how}. The session goes on: {then}."
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
@@ -158,15 +158,15 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     parallel = mode(process.strategy for process in run.ranks.values()) if run else None
     nodes = sum(bool(node.ranks) for node in run.nodes) if run else None
     return {
-        "id": meta.get("session") or cache.source.target,
-        "launcher": entry.get("launcher") or meta.get("launcher"),
-        "strategy": parallel or meta.get("strategy"),
-        "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
-        "nnodes": entry.get("nnodes") or nodes,
+        "id": (meta and meta.session) or cache.source.target,
+        "launcher": (entry and entry.launcher) or (meta and meta.launcher),
+        "strategy": parallel or (meta and meta.strategy),
+        "world_size": (entry and entry.world_size) or (run and run.world) or (meta and meta.world_size),
+        "nnodes": (entry and entry.nnodes) or nodes,
         "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
         "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
         "run": run.id if run else None,
-        "restarted": restarted(entry.get("earlier") or ()),
+        "restarted": restarted(entry.earlier if entry else ()),
     }
 
 

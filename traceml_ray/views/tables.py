@@ -145,13 +145,14 @@ def ledger_columns(over: bool) -> list[Column]:
     return [
         Column("rank", lambda row: row[0], "figures"),
         *(
-            Column(text.words(name), lambda row, name=name: row[1][name], "count")  # type: ignore[misc]
+            Column(text.words(name), lambda row, name=name: getattr(row[1], name), "count")  # type: ignore[misc]
             for name in ("produced", "stored", "in_flight")
         ),
-        Column("dropped", lambda row: sum(row[1]["dropped"].values()), "count"),
-        Column("dropped where", lambda row: dropped_text(row[1]["dropped"])),
+        Column("dropped", lambda row: row[1].dropped.total, "count"),
+        Column("dropped where", lambda row: dropped_text(row[1].dropped)),
         Column(
-            "after the last report", lambda row: "unknown" * (over and row[1].get("unreported", 0) is None)
+            "after the last report",
+            lambda row: "unknown" * (over and getattr(row[1], "unreported", 0) is None),
         ),
     ]
 

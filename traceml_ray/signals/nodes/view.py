@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray.signals.nodes.answer import GetSystem
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import System
+from traceml_ray.wire.codec import ready
 
 
 class NodesView(View[System]):
@@ -24,15 +26,15 @@ class NodesView(View[System]):
 
     def answer(self, run: Run, asked: GetSystem) -> System:
         """Return median and peak of each quantity."""
-        return {"nodes": _nodes(run.file)}
+        return System(nodes=_nodes(run.file))
 
     def block(self, answer: System) -> Any:
-        """Return the answer, which is of plain values."""
-        return answer
+        """Return the answer as plain values."""
+        return msgspec.to_builtins(answer)
 
     def of_block(self, block: Any) -> System:
-        """Return the block, which is the answer; an older summary has no nodes."""
-        return cast("System", block or {"nodes": []})
+        """Return the nodes of a block; an older summary has none."""
+        return msgspec.convert(block or {"nodes": []}, ready(System))
 
 
 def _nodes(file: SessionFile) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""What is asked about how much a job gets through. The shape of the answer is in `store.step_shapes`."""
+"""What is asked about how much a job gets through; `signals.throughput.judge` has the shape of the answer."""
 
 from __future__ import annotations
 
+from traceml_ray.signals.throughput.judge import Throughput
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.step_shapes import Throughput
 
 
 class GetThroughput(OfRun[Throughput], frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray import text
@@ -25,10 +26,61 @@ _LINE = 300
 """Columns of what is drawn."""
 _SHARED = ("tp", "pp", "cp")
 """Parts of a strategy in which several ranks have the same samples."""
-NUMBERS = (
-    *("steps_per_s", "samples_per_step", "tokens_per_step", "samples_per_s", "tokens_per_s", "step_flops"),
-    *("peak_tflops", "mfu_pct", "efficiency_pct", "total_steps", "eta_s"),
-)
+
+
+class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    How much a job gets through, over `steps` steps. What would be a guess is None, and `why` has the reason,
+    by `samples`, `tokens` and `mfu`; by `steps` where there are none, and so nothing is known.
+    """
+
+    steps: int = 0
+    steps_per_s: float | None = None
+    samples_per_step: float | None = None
+    tokens_per_step: float | None = None
+    """Tokens of all ranks in a step; padding counts."""
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_flops: float | None = None
+    """FLOPs of the model in one step of all ranks."""
+    flops_from: str | None = None
+    """`counted` once, in step `flops_step`, or `told`."""
+    flops_step: int | None = None
+    peak_tflops: float | None = None
+    """What all `devices` together can do, in 10¹² FLOPs a second."""
+    devices: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    mfu_pct: float | None = None
+    """The share of `peak_tflops` that the model's FLOPs are."""
+    efficiency_pct: float | None = None
+    """The time of the fastest 5 % of the steps, as a share of that of the mean one."""
+    total_steps: int | None = None
+    eta_s: float | None = None
+    """How long the steps to come will take."""
+    why: dict[str, str] = {}
+
+
+def _no_values() -> Float:
+    return np.empty(0)
+
+
+class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
+    """The same, with that of each rank and by step."""
+
+    ranks: list[int] = []
+    rank_samples_per_s: Float = msgspec.field(default_factory=_no_values)
+    """(R,), of each of `ranks`; NaN is not known."""
+    rank_tokens_per_s: Float = msgspec.field(default_factory=_no_values)
+    """(R,), of each of `ranks`; NaN is not known."""
+    line_steps_per_s: Float = msgspec.field(default_factory=_no_values)
+    """(C,), by step; empty where it is not known."""
+    line_samples_per_s: Float = msgspec.field(default_factory=_no_values)
+    """(C,), by step; empty where it is not known."""
+    line_tokens_per_s: Float = msgspec.field(default_factory=_no_values)
+    """(C,), by step; empty where it is not known."""
+    line_mfu_pct: Float = msgspec.field(default_factory=_no_values)
+    """(C,), by step; empty where it is not known."""
 
 
 def throughput(
@@ -40,9 +92,9 @@ def throughput(
     whole: bool,
     over: bool,
     missing: Mapping[str, str],
-) -> dict[str, Any]:
+) -> Throughput:
     """
-    Return the numbers, see `step_shapes.Throughput`; what is not known is None, and `why` says why.
+    Return the numbers; what is not known is None, and `why` says why.
 
     Args:
         history: the steps of the run.
@@ -55,13 +107,12 @@ def throughput(
     """
     newest = None if whole else history.limits.window_steps
     stats, ranks = history.stats(newest), history.ranks
-    numbers: dict[str, Any] = {**dict.fromkeys(NUMBERS), "steps": 0, "ranks": ranks, "why": {}, **_NO_LINE}
+    numbers: dict[str, Any] = {"ranks": ranks, "why": {}}
     numbers |= {f"rank_{name}_per_s": np.full(len(ranks), np.nan) for name in AMOUNTS}
-    numbers |= {"device": None, "devices": None, "dtype": None, "flops_from": None, "flops_step": None}
     step_s = float(stats.exposed.sum()) / 1e3 if stats is not None else 0.0
     counted_processes = [processes[rank] for rank in ranks if rank in processes]
     if stats is None or not step_s or len(counted_processes) < len(ranks):
-        return {**numbers, "why": {"steps": _no_steps(history, world, over)}}
+        return Throughput(**{**numbers, "why": {"steps": _no_steps(history, world, over)}})
     numbers |= {"steps": stats.steps, "steps_per_s": 1 / step_s}
     numbers["efficiency_pct"] = min(100.0, 100 * stats.step(_IDEAL)[0] / 1e3 / step_s)
     per_step = work.per_step(counted_processes, *stats.between)
@@ -83,7 +134,7 @@ def throughput(
         for name, places in counted.items()
         if not isinstance(places, str)
     }
-    return numbers | _line(history, work, own_of, whole, numbers)
+    return Throughput(**numbers, **_line(history, work, own_of, whole, numbers))
 
 
 def _no_steps(history: StepHistory, world: int, over: bool) -> str:
@@ -94,12 +145,6 @@ def _no_steps(history: StepHistory, world: int, over: bool) -> str:
     if silent := missing_of(world, sorted(reported)):
         return f"{text.ranks(silent)} of {world} did not report{yet}"
     return f"the ranks have not closed two steps together{yet}"
-
-
-_NO_LINE: dict[str, Any] = {
-    name: np.empty(0)
-    for name in ("line_steps_per_s", "line_samples_per_s", "line_tokens_per_s", "line_mfu_pct")
-}
 
 
 def _counted(
@@ -223,6 +268,6 @@ def _line(
     line = {"line_steps_per_s": per_s}
     for name, processes in counted.items():
         line[f"line_{name}_per_s"] = getattr(work.at(processes, last), name) * per_s
-    if numbers["mfu_pct"] is not None:
+    if numbers.get("mfu_pct") is not None:
         line["line_mfu_pct"] = numbers["mfu_pct"] / numbers["steps_per_s"] * per_s
     return line
