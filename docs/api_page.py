@@ -52,6 +52,9 @@ PARTS = {
     "traceml_ray/analysis/first_steps.py": ("FirstSteps",),
     "traceml_ray/analysis/experts.py": ("ExpertLoad",),
     "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput"),
+    "traceml_ray/signals/sharding/judge.py": (
+        *("ShardingInfo", "ShardsOfRank", "ModelShards", "Uneven", "Imbalance"),
+    ),
     "traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine"),
 }
 """Structs of other modules that answers are made of."""

@@ -19,9 +19,9 @@ from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
+from traceml_ray.signals.sharding.judge import ModelShards, ShardingInfo
 from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
 from traceml_ray.store import query
-from traceml_ray.store.summary_shape import ShardedModel, ShardingInfo
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
 from traceml_ray.views.tables import memory_columns
@@ -50,11 +50,11 @@ def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
     """Return the panel, none where no model is divided."""
     if not sharding:
         return []
-    rows: list[Row] = [(int(rank), values) for rank, values in sharding["per_rank"].items()]
-    total = sum(len(model["ranks"]) for model in sharding["models"])
+    rows: list[Row] = [*sharding.per_rank.items()]
+    total = sum(len(model.ranks) for model in sharding.models)
     hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
     shown = cells_of(columns(rows), route, rank=lambda row: rank_link(row[0], route))
-    body = [_model(sharding, model) for model in sharding["models"]]
+    body = [_model(sharding, model) for model in sharding.models]
     listed = table(shown, rows, label="Shards of ranks")
     inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")
     return [panel("Shards of the model (FSDP2)", part(inside))]
@@ -63,13 +63,13 @@ def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
 _HINT = "Waits: time in all-gathers, and in reductions of gradients, mean per step."
 
 
-def _model(sharding: ShardingInfo, model: ShardedModel) -> html.Div:
-    who = f"{text.ranks(model['ranks'])}: " if len(sharding["models"]) > 1 else ""
+def _model(sharding: ShardingInfo, model: ModelShards) -> html.Div:
+    who = f"{text.ranks(model.ranks)}: " if len(sharding.models) > 1 else ""
     lines: list[Any] = [html.P(who + "; ".join(about_model(model)))]
     if moved := per_step(sharding, model):
         lines.append(html.P(f"Per step: {moved}"))
-    if imbalance := model["imbalance"]:
-        sentences = [html.P(marked(sentence)) for sentence in (imbalance["why"], imbalance["next"])]
+    if imbalance := model.imbalance:
+        sentences = [html.P(marked(sentence)) for sentence in (imbalance.why, imbalance.next)]
         lines.append(html.Div(sentences, className="callout warning"))
     return html.Div(lines)
 

@@ -18,6 +18,7 @@ from traceml_ray.signals.findings import of_verdict
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
+from traceml_ray.signals.sharding.judge import Imbalance, ModelShards, ShardingInfo
 from traceml_ray.signals.views import findings_of
 
 
@@ -52,15 +53,19 @@ SLOW = Layers(
         LayerFinding(2, "node-0", None, "", "backward", 2.0, 4.0, 2.0, "all layers take longer"),
     ],
 )
-UNEVEN = {
-    "ranks": [0],
-    "bytes": 9,
-    "median_bytes": 3.0,
-    "ratio": 3.0,
-    "why": "Rank 0 has more.",
-    "next": "Pad.",
-}
-SHARDS = {"models": [{"imbalance": None}, {"imbalance": UNEVEN}]}
+UNEVEN = Imbalance(
+    ranks=[0],
+    bytes=9,
+    median_bytes=3.0,
+    ratio=3.0,
+    why="Rank 0 has more.",
+    next="Pad.",
+)
+_MODEL = ModelShards(
+    ranks=[0, 1], groups=1, full_bytes=2, shards=2, replicas=1, mesh_shape=[2], mesh_dims=[], dtypes={},
+    resharded={}, offloaded=False, uneven=[], uneven_count=0, imbalance=None,
+)  # fmt: skip
+SHARDS = ShardingInfo(models=[_MODEL, msgspec.structs.replace(_MODEL, imbalance=UNEVEN)], per_rank={})
 
 
 def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:

@@ -51,11 +51,15 @@ def test_answers_are_of_their_types_live_as_from_the_file(run: Run) -> None:
             assert query.ask_one(lambda _, a=answer: query.encode([a]), request) == answer
 
 
-def test_summary_json_is_the_struct_byte_for_byte(run: Run) -> None:
+def _in_order(written: str) -> Any:
+    return json.loads(written, object_pairs_hook=list)
+
+
+def test_summary_json_is_the_struct_field_by_field_in_its_order(run: Run) -> None:
     run.finish(1, run.failure(3, 1, 0.5, "ValueError: no"))
     written = (run.folder / "summary.json").read_text()
     summary = summary_shape.summary_of(json.loads(written))
-    assert json.dumps(summary_shape.plain(summary), indent=2) + "\n" == written
+    assert _in_order(json.dumps(summary_shape.plain(summary))) == _in_order(written)
     assert to_builtins(summary) == json.loads(written)
 
 

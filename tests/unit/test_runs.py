@@ -212,7 +212,8 @@ def test_newest_run_with_rows_is_shown_unless_another_is_requested(
     assert [verdict.label for verdict in ask(aggregator, "verdicts", run="a")] == ["straggler"]
     assert [verdict.label for verdict in ask(aggregator, "verdicts")] == ["healthy"]
     assert [run.id for run in ask(aggregator, "runs")] == ["a", "b", "c"]
-    snapshot("report", render(summary, Path("<folder>")))
+    with aggregator.stored() as file:
+        snapshot("report", render(summarize(file, LIMITS), Path("<folder>")))
     assert "healthy" in render_status(aggregator.query, tmp_path, None, clock())
 
 

@@ -189,7 +189,7 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
     pages.poll()
     look(pages, "memory")
     pages.poll()
-    assert look(pages, "memory")["sharding"]["models"][0]["replicas"] == 2
+    assert look(pages, "memory")["sharding"].models[0].replicas == 2
 
     poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(2):
@@ -203,14 +203,14 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
 def test_of_many_ranks_a_page_asks_for_those_that_hold_most(divided: Path) -> None:
     with SessionFile(divided / "session.sqlite") as file:
         answer = sharding_of(file, file.ranks(), 2)
-    assert answer is not None and [*answer["per_rank"]] == ["0", "2"]
-    assert answer["models"][0]["ranks"] == [0, 1, 2, 3]
-    assert per_step(answer, answer["models"][0]).startswith("12 MB gathered in 3 all-gathers, ")
+    assert answer is not None and [*answer.per_rank] == [0, 2]
+    assert answer.models[0].ranks == [0, 1, 2, 3]
+    assert per_step(answer, answer.models[0]).startswith("12 MB gathered in 3 all-gathers, ")
 
 
 def test_model_in_words() -> None:
     (one,) = models({0: sharding(resharded={"2": 2}, offloaded_bytes=1, mesh_dims=[], mesh_shape=[4])})
-    facts = about_model(msgspec.to_builtins(one))
+    facts = about_model(one)
     assert facts[0] == "10 MB of parameters in 2 groups" and facts[-1] == "shards offloaded to the host"
     assert "(mesh: 4)" in facts[1] and facts[3] == "resharded to 2 ranks after forward"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from traceml_ray.analysis.roles import RoleShare
 from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.signals.output.lines import LastOutput
+from traceml_ray.signals.sharding.judge import ShardingInfo
 from traceml_ray.signals.throughput.judge import ThroughputNumbers
 from traceml_ray.store.results import RunInfo, TimedEpisode, VerdictInfo, WholeLedger
 from traceml_ray.wire.codec import ready
@@ -179,109 +180,6 @@ class SummaryRank(msgspec.Struct, frozen=True, kw_only=True):
     """It only serves others over RPC: it takes no steps, and is not missing."""
 
 
-class UnevenParameter(TypedDict):
-    """A parameter that does not divide evenly among the ranks."""
-
-    name: str
-    rows: int
-    """Size of the dimension along which it is divided,"""
-    shards: int
-    """among so many ranks,"""
-    per_rank: dict[str, int]
-    """and how much of that each has."""
-
-
-class ShardImbalance(TypedDict):
-    """Some ranks hold more of a model, or less, than the median rank does."""
-
-    ranks: list[int]
-    bytes: int
-    """What each of these holds,"""
-    median_bytes: float
-    ratio: float | None
-    """and by what factor that differs from the median; null where one of both is nothing."""
-    why: str
-    next: str
-
-
-class ShardedModel(TypedDict):
-    """A model that FSDP2 has divided, or the part of it that a pipeline stage has."""
-
-    ranks: list[int]
-    """Those that hold shards of it."""
-    groups: int
-    """Groups of parameters that are gathered together: what was given to `fully_shard`."""
-    full_bytes: int
-    """Of the whole parameters, by their global shapes."""
-    shards: int
-    """Among so many ranks a parameter is divided,"""
-    replicas: int
-    """and so many hold the same shard (HSDP); 1 without."""
-    mesh_shape: list[int]
-    mesh_dims: list[str]
-    """Names of its dimensions; empty where they have none."""
-    dtypes: dict[str, str]
-    """`stored`, `computed` (as parameters are gathered) and `reduced` (gradients)."""
-    resharded: dict[str, int]
-    """Groups by what happens after their forward: `yes`, `no` (kept whole), or to how many ranks."""
-    offloaded: bool
-    """Shards lie in host memory (`CPUOffloadPolicy`)."""
-    uneven: list[UnevenParameter]
-    """Those that make most of a difference, three at most,"""
-    uneven_count: int
-    """of so many."""
-    imbalance: ShardImbalance | None
-
-
-class ShardsOfRank(TypedDict):
-    """What a rank holds of a model that FSDP2 has divided, and what a step of it moves on average."""
-
-    shard_bytes: int
-    """Its parts of the parameters,"""
-    offloaded_bytes: int
-    """those of them in host memory,"""
-    gradient_bytes: int
-    """what their gradients take while they exist,"""
-    optimizer_bytes: int | None
-    """and its part of the optimizers' state."""
-    position: int
-    """Which of the shards it holds."""
-    after_forward_bytes: int | None
-    """Allocated on its device when a forward of the root was over,"""
-    forward_peak_bytes: int | None
-    """and the most until then, since that began; null without a device."""
-    steps: int
-    """That the rest is of."""
-    gathered_bytes: float | None
-    """Of the buffers that parameters are gathered into,"""
-    gathers: float | None
-    """in so many all-gathers."""
-    reduced_bytes: float | None
-    """Of the buffers that gradients are reduced from,"""
-    reductions: float | None
-    """in so many reduce-scatters."""
-    all_reduced_bytes: float | None
-    """Of the shards that replicas reduce among themselves."""
-    gather_wait_ms: float | None
-    """Time in all-gathers,"""
-    reduce_wait_ms: float | None
-    """and in reductions of gradients."""
-    unsharded_peak_bytes: int | None
-    """The most that whole parameters took at once,"""
-    unsharded_mean_bytes: int | None
-    """on average over the step,"""
-    unsharded_share: float | None
-    """and the share of the step in which there were any; by the clock of the host."""
-
-
-class ShardingInfo(TypedDict):
-    """How FSDP2 divides the model, or models, of a run."""
-
-    models: list[ShardedModel]
-    per_rank: dict[str, ShardsOfRank]
-    """By rank, as text."""
-
-
 class ProfileFound(msgspec.Struct, frozen=True, kw_only=True):
     """A profile of the run, without what became of each rank."""
 
@@ -408,7 +306,9 @@ def summary_of(every: Mapping[str, Any]) -> Summary:
     Return the summary of what `summary.json` holds, with the blocks that this version does not know. Raises
     msgspec.ValidationError where a block is missing, as in a summary of an older version.
     """
-    summary = msgspec.convert({name: every[name] for name in every if name != "more"}, ready(Summary))
+    summary = msgspec.convert(
+        {name: every[name] for name in every if name != "more"}, ready(Summary), str_keys=True
+    )
     unknown = {name: block for name, block in every.items() if name not in Summary.__struct_fields__}
     return msgspec.structs.replace(summary, more=unknown) if unknown else summary
 

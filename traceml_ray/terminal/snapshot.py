@@ -18,10 +18,11 @@ from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
+from traceml_ray.signals.sharding.judge import ShardingInfo
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepTimes
-from traceml_ray.store.summary_shape import Conclusion, ShardingInfo
+from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.health import health

@@ -1,9 +1,9 @@
-"""What is asked about how a model is divided. The shape of the answer is in `store.summary_shape`."""
+"""What is asked about how a model is divided. The shape of the answer is in `signals.sharding.judge`."""
 
 from __future__ import annotations
 
+from traceml_ray.signals.sharding.judge import ShardingInfo
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.summary_shape import ShardingInfo
 from traceml_ray.wire.codec import Count
 
 MOST_RANKS = 64

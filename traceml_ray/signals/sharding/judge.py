@@ -61,6 +61,55 @@ class ModelShards(msgspec.Struct, frozen=True):
     imbalance: Imbalance | None
 
 
+class ShardsOfRank(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank holds of a model that FSDP2 has divided, and what a step of it moves on average."""
+
+    shard_bytes: int
+    """Its parts of the parameters,"""
+    offloaded_bytes: int
+    """those of them in host memory,"""
+    gradient_bytes: int
+    """what their gradients take while they exist,"""
+    optimizer_bytes: int | None
+    """and its part of the optimizers' state."""
+    position: int
+    """Which of the shards it holds."""
+    after_forward_bytes: int | None
+    """Allocated on its device when a forward of the root was over,"""
+    forward_peak_bytes: int | None
+    """and the most until then, since that began; null without a device."""
+    steps: int
+    """That the rest is of."""
+    gathered_bytes: float | None
+    """Of the buffers that parameters are gathered into,"""
+    gathers: float | None
+    """in so many all-gathers."""
+    reduced_bytes: float | None
+    """Of the buffers that gradients are reduced from,"""
+    reductions: float | None
+    """in so many reduce-scatters."""
+    all_reduced_bytes: float | None
+    """Of the shards that replicas reduce among themselves."""
+    gather_wait_ms: float | None
+    """Time in all-gathers,"""
+    reduce_wait_ms: float | None
+    """and in reductions of gradients."""
+    unsharded_peak_bytes: int | None
+    """The most that whole parameters took at once,"""
+    unsharded_mean_bytes: int | None
+    """on average over the step,"""
+    unsharded_share: float | None
+    """and the share of the step in which there were any; by the clock of the host."""
+
+
+class ShardingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How FSDP2 divides the model, or models, of a run."""
+
+    models: list[ModelShards]
+    per_rank: dict[int, ShardsOfRank]
+    """By rank."""
+
+
 def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ModelShards]:
     """Return the models that `ranks` hold shards of, the one with the lowest rank first."""
     alike: dict[tuple[object, ...], dict[int, Sharding]] = {}

@@ -9,30 +9,31 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.document.model import Column, ColumnUnit, Facts, Table
+from traceml_ray.signals.sharding.judge import ModelShards, ShardingInfo, ShardsOfRank
 
-Row = tuple[int, Mapping[str, Any]]
-"""A rank, and what it holds (`summary_shape.ShardsOfRank`)."""
+Row = tuple[int, ShardsOfRank]
+"""A rank, and what it holds."""
 _MAX_RANKS = 32
 _NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
 
 
-def about_model(model: Mapping[str, Any]) -> list[str]:
+def about_model(model: ModelShards) -> list[str]:
     """Return in a few words each: size, mesh, dtypes, what happens after a forward."""
-    groups = text.count(model["groups"], "group")
+    groups = text.count(model.groups, "group")
     about = [
-        f"{text.size(model['full_bytes'])} of parameters in {groups}",
+        f"{text.size(model.full_bytes)} of parameters in {groups}",
         _mesh(model),
-        _dtypes(model["dtypes"]),
-        _resharded(model["resharded"]),
+        _dtypes(model.dtypes),
+        _resharded(model.resharded),
     ]
-    return [part for part in [*about, "shards offloaded to the host" * model["offloaded"]] if part]
+    return [part for part in [*about, "shards offloaded to the host" * model.offloaded] if part]
 
 
-def _mesh(model: Mapping[str, Any]) -> str:
-    names = model["mesh_dims"] or [""] * len(model["mesh_shape"])
-    sizes = [f"{name} {size:,}".strip() for name, size in zip(names, model["mesh_shape"], strict=False)]
-    copies = f", {model['replicas']:,} replicas of each shard" if model["replicas"] > 1 else ""
-    return f"divided among {text.count(model['shards'], 'rank')}{copies} (mesh: {' × '.join(sizes)})"
+def _mesh(model: ModelShards) -> str:
+    names = model.mesh_dims or [""] * len(model.mesh_shape)
+    sizes = [f"{name} {size:,}".strip() for name, size in zip(names, model.mesh_shape, strict=False)]
+    copies = f", {model.replicas:,} replicas of each shard" if model.replicas > 1 else ""
+    return f"divided among {text.count(model.shards, 'rank')}{copies} (mesh: {' × '.join(sizes)})"
 
 
 def _dtypes(dtypes: Mapping[str, str]) -> str:
@@ -50,13 +51,13 @@ def _resharded(groups: Mapping[str, int]) -> str:
     return ", ".join(f"{groups[how]:,} {words[how]}" for how in sorted(groups, reverse=True))
 
 
-def per_step(block: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+def per_step(block: ShardingInfo, model: ModelShards) -> str:
     """Return what a step of a model moves, of the median rank; "" while that is not known."""
-    known = block["per_rank"]
-    ranks = [known[str(rank)] for rank in model["ranks"] if str(rank) in known]
+    known = block.per_rank
+    ranks = [known[rank] for rank in model.ranks if rank in known]
 
     def middle(name: str) -> float:
-        return median_low([shards[name] or 0 for shards in ranks])
+        return median_low([getattr(shards, name) or 0 for shards in ranks])
 
     about = []
     if middle("gathers"):
@@ -80,27 +81,29 @@ def _times(count: float, noun: str) -> str:
     return f"{text.number(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def sharding_facts(block: Mapping[str, Any] | None, *, uneven: bool = True) -> Facts:
+def sharding_facts(block: ShardingInfo | None, *, uneven: bool = True) -> Facts:
     """Return how models are divided, `uneven`: and who holds more than others; nothing without a model."""
+    if block is None:
+        return Facts()
     pairs: list[tuple[str, str]] = []
-    for model in block["models"] if block else ():
-        who = "" if len(block["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
+    for model in block.models:
+        who = "" if len(block.models) == 1 else f"{text.ranks(model.ranks)}: "
         pairs.append(("" if pairs else "Sharding", who + "; ".join(about_model(model))))
-        pairs.append(("Per step", per_step(block, model)))  # type: ignore[arg-type]
-        if imbalance := model["imbalance"]:
-            pairs += [("", imbalance["why"]), ("", imbalance["next"])] * uneven
-        elif model["uneven_count"]:
-            one = model["uneven_count"] == 1
-            count = text.count(model["uneven_count"], "parameter")
+        pairs.append(("Per step", per_step(block, model)))
+        if imbalance := model.imbalance:
+            pairs += [("", imbalance.why), ("", imbalance.next)] * uneven
+        elif model.uneven_count:
+            one = model.uneven_count == 1
+            count = text.count(model.uneven_count, "parameter")
             pairs.append(
                 ("", f"{count} {'does' if one else 'do'} not divide evenly, which makes little difference")
             )
     return Facts(*pairs)
 
 
-def sharding_table(block: Mapping[str, Any] | None) -> Table:
+def sharding_table(block: ShardingInfo | None) -> Table:
     """Return what each rank holds and waits for, of many ranks those that hold most."""
-    rows = [(int(rank), shards) for rank, shards in block["per_rank"].items()] if block else []
+    rows = [*block.per_rank.items()] if block else []
     title = "Shards (FSDP2; waits: mean per step)"
     if len(rows) > _MAX_RANKS:
         title = f"Shards (of {len(rows):,} ranks the {_MAX_RANKS} that hold most; waits: mean per step)"
@@ -110,9 +113,7 @@ def sharding_table(block: Mapping[str, Any] | None) -> Table:
 
 def holding_most(rows: Sequence[Row], most: int) -> list[Row]:
     """Return `most` of the rows, those of the ranks that hold most, by rank."""
-    return sorted(
-        sorted(rows, key=lambda row: (-row[1]["shard_bytes"], row[0]))[:most], key=lambda row: row[0]
-    )
+    return sorted(sorted(rows, key=lambda row: (-row[1].shard_bytes, row[0]))[:most], key=lambda row: row[0])
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -130,10 +131,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     measured = [
         Column(name, partial(_held, field), unit)
         for name, field, unit in shown
-        if any(shards[field] for _, shards in rows)
+        if any(getattr(shards, field) for _, shards in rows)
     ]
     return [Column("rank", lambda row: row[0], "figures"), *measured]
 
 
 def _held(field: str, row: Row) -> Any:
-    return row[1][field]
+    return getattr(row[1], field)

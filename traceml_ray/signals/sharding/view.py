@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from traceml_ray.document.model import Section
 from traceml_ray.signals.finding import Finding, key_of, known
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
-from traceml_ray.signals.sharding.judge import models
+from traceml_ray.signals.sharding.judge import Imbalance, ShardingInfo, ShardsOfRank, models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
 from traceml_ray.signals.sharding.sections import sharding_facts, sharding_table
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import ShardImbalance, ShardingInfo
+from traceml_ray.wire.codec import ready
 
 _DIVIDING = {"fsdp2", "hsdp"}
 """Strategies that divide a model."""
@@ -32,13 +32,13 @@ class ShardingView(View[ShardingInfo | None]):
 
     def answer(self, run: Run, asked: GetSharding) -> ShardingInfo | None:
         """Return how the model is divided; None without FSDP2."""
-        return cast("ShardingInfo | None", sharding_of(run.file, run.ranks, asked.most))
+        return sharding_of(run.file, run.ranks, asked.most)
 
     def findings(
         self, answer: ShardingInfo | None, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
     ) -> list[Finding]:
         """Return the models of which some ranks hold more, or less, than the others."""
-        imbalances = [model["imbalance"] for model in answer["models"]] if answer else []
+        imbalances = [model.imbalance for model in answer.models] if answer else []
         return [_finding(imbalance) for imbalance in imbalances if imbalance]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
@@ -47,12 +47,12 @@ class ShardingView(View[ShardingInfo | None]):
         return 30.0 if world < SLOW_RANKS and strategies & _DIVIDING else None
 
     def block(self, answer: ShardingInfo | None) -> Any:
-        """Return the answer, which is of plain values."""
-        return answer
+        """Return the answer as plain values."""
+        return msgspec.to_builtins(answer, str_keys=True)
 
-    def of_block(self, block: Any) -> ShardingInfo | None:
-        """Return the block, which is the answer."""
-        return cast("ShardingInfo | None", block)
+    def of_block(self, block: Mapping[str, Any] | None) -> ShardingInfo | None:
+        """Return the answer of a block; an older summary has none."""
+        return msgspec.convert(block, ready(ShardingInfo), str_keys=True) if block else None
 
     def sections(self, answer: ShardingInfo | None) -> Sequence[Section]:
         """Return how each model is divided, and what each rank holds."""
@@ -60,20 +60,20 @@ class ShardingView(View[ShardingInfo | None]):
         return [Section("model", [facts], "How the model is divided"), Section("ranks", [table])]
 
 
-def _finding(imbalance: ShardImbalance) -> Finding:
+def _finding(imbalance: Imbalance) -> Finding:
     return Finding(
-        key=key_of("uneven_shards", imbalance["ranks"]),
+        key=key_of("uneven_shards", imbalance.ranks),
         signal="sharding",
         label="uneven_shards",
         severity="notice",
-        ranks=tuple(imbalance["ranks"]),
-        why=imbalance["why"],
-        next=imbalance["next"],
+        ranks=tuple(imbalance.ranks),
+        why=imbalance.why,
+        next=imbalance.next,
         evidence=known(
             {
-                "bytes": imbalance["bytes"],
-                "median_bytes": imbalance["median_bytes"],
-                "ratio": imbalance["ratio"],
+                "bytes": imbalance.bytes,
+                "median_bytes": imbalance.median_bytes,
+                "ratio": imbalance.ratio,
             }
         ),
     )
@@ -81,10 +81,10 @@ def _finding(imbalance: ShardImbalance) -> Finding:
 
 def sharding_of(
     file: SessionFile, ranks: Mapping[int, RankProcess], most: int | None = None
-) -> dict[str, Any] | None:
+) -> ShardingInfo | None:
     """
-    Return how the model of some ranks is divided (`summary_shape.ShardingInfo`), with `most` ranks of each
-    model, those that hold most; None without FSDP2. Raises `SessionFileError`.
+    Return how the model of some ranks is divided, with `most` ranks of each model, those that hold most; None
+    without FSDP2. Raises `SessionFileError`.
     """
     stored = {process: record for _, process, record in file.records(SHARDING)}
     known = {rank: stored[process.id] for rank, process in ranks.items() if process.id in stored}
@@ -96,13 +96,10 @@ def sharding_of(
         for model in all_models
         for rank in sorted(model.ranks, key=lambda rank: (-known[rank].shard_bytes, rank))[:most]
     )
-    return {
-        "models": [msgspec.to_builtins(model, str_keys=True) for model in all_models],
-        "per_rank": {str(rank): _rank(known[rank]) for rank in chosen},
-    }
+    return ShardingInfo(models=all_models, per_rank={rank: _rank(known[rank]) for rank in chosen})
 
 
-def _rank(sharding: Sharding) -> dict[str, Any]:
+def _rank(sharding: Sharding) -> ShardsOfRank:
     """Return what a rank holds, and what its steps move on average."""
     steps = sharding.steps
 
@@ -112,20 +109,20 @@ def _rank(sharding: Sharding) -> dict[str, Any]:
     def waited(total: int | None) -> float | None:
         return None if total is None or sharding.wait_steps < 1 else total / sharding.wait_steps / 1e6
 
-    return {
+    return ShardsOfRank(
         **{name: getattr(sharding, name) for name in _HELD},
-        "steps": steps,
-        "gathered_bytes": each(sharding.gathered_bytes),
-        "gathers": each(sharding.gathers),
-        "reduced_bytes": each(sharding.reduced_bytes),
-        "reductions": each(sharding.reductions),
-        "all_reduced_bytes": each(sharding.all_reduced_bytes),
-        "gather_wait_ms": waited(sharding.gather_wait_ns),
-        "reduce_wait_ms": waited(sharding.reduce_wait_ns),
-        "unsharded_peak_bytes": sharding.unsharded_peak_bytes if steps else None,
-        "unsharded_mean_bytes": sharding.unsharded_mean_bytes if steps else None,
-        "unsharded_share": sharding.unsharded_ns / sharding.step_ns if sharding.step_ns else None,
-    }
+        steps=steps,
+        gathered_bytes=each(sharding.gathered_bytes),
+        gathers=each(sharding.gathers),
+        reduced_bytes=each(sharding.reduced_bytes),
+        reductions=each(sharding.reductions),
+        all_reduced_bytes=each(sharding.all_reduced_bytes),
+        gather_wait_ms=waited(sharding.gather_wait_ns),
+        reduce_wait_ms=waited(sharding.reduce_wait_ns),
+        unsharded_peak_bytes=sharding.unsharded_peak_bytes if steps else None,
+        unsharded_mean_bytes=sharding.unsharded_mean_bytes if steps else None,
+        unsharded_share=sharding.unsharded_ns / sharding.step_ns if sharding.step_ns else None,
+    )
 
 
 _HELD = (
