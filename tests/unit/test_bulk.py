@@ -104,6 +104,7 @@ class Session:
 
     def restart_aggregator(self) -> None:
         """It is killed: nothing of it goes on."""
+        assert self.aggregator._profiling._files.wait(60.0)
         self.aggregator._writer.close()
         self.aggregator = aggregation(self.folder, self.clock)
         self.way.attach(self.aggregator)
@@ -179,6 +180,36 @@ def test_profile_under_way_when_its_aggregator_was_killed_ends_with_a_reason(ses
     session.restart_aggregator()
     session.aggregator.finish(wire.Finish(wire.VERSION, 0))
     assert session.failed() == "the session was over before its trace was there"
+
+
+def test_what_waited_when_the_aggregator_was_killed_is_done_after_what_was_begun(
+    session: Session,
+) -> None:
+    request = wire.ProfileRequest("0", 1, shapes=True)
+    session.aggregator.ingest(session.relay.message(requests=[wire.MeasureRequest("later", request)]))
+    session.offer()
+    session.turn(until=lambda: len(session.way.sent) == 2)
+    assert session.aggregator.commit()
+    session.restart_aggregator()
+    session.say(capture=session.capture())
+    session.turn()
+    assert session.kept() == TRACE
+    session.aggregator.judge()
+    (command,) = session.aggregator._profiling.commands
+    assert (command.args["steps"], command.args["shapes"]) == (1, 1)
+    assert session.aggregator.commit() and session.aggregator._profiling.waiting() == []
+    session.restart_aggregator()
+    assert session.aggregator._profiling.waiting() == []
+    (command,) = session.aggregator._profiling.commands
+    assert (command.args["steps"], command.args["shapes"]) == (1, 1)
+    assert not session.aggregator.errors
+
+
+def test_requests_that_cannot_be_read_again_are_counted(session: Session) -> None:
+    session.aggregator._profiling._ask_again([{}, {"requests": ["a"], "steps": "x"}, {"requests": 3}])
+    assert session.aggregator.errors["profile that waited: KeyError"] == 1
+    assert session.aggregator.errors["profile that waited: ValueError"] == 1
+    assert session.aggregator.errors["profile that waited: TypeError"] == 1
 
 
 def test_rank_that_dies_while_its_trace_is_sent_loses_nothing_of_it(session: Session) -> None:

@@ -24,7 +24,7 @@ from traceml_ray.monitor.layer_requests import LayerRequests
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.private_folders import spooled
-from traceml_ray.monitor.profiling import Profiling
+from traceml_ray.monitor.profiling import WAITING, Profiling
 from traceml_ray.monitor.queries import LiveAnswers
 from traceml_ray.monitor.relay_intake import RelayIntake
 from traceml_ray.settings import Settings
@@ -220,6 +220,8 @@ class AggregatorCore:
                     self.pace.adapt(sum(node.lost_ns is None for node in self._writer.nodes.values()))
                     self._count_lost()
                     self._writer.set_meta(errors=dict(self.errors))
+                    if (waiting := self._profiling.waiting()) or WAITING in self._writer.meta:
+                        self._writer.set_meta(**{WAITING: waiting})  # with the packets that brought it
                     for cause in self.errors.causes():
                         self._writer.add_event(cause)
             self._writer.commit()

@@ -293,6 +293,11 @@ class CaptureCoordinator:
         """Whether a capture is under way or waits."""
         return self._now is not None or bool(self._waiting)
 
+    def waiting(self) -> list[Wanted]:
+        """Return what waits for the capture before, or for its run."""
+        with self._lock:
+            return [*self._waiting]
+
     def ask(self, wanted: Wanted) -> str | None:
         """
         Request a profile of steps, after the present ones. Return why it will not be made; None otherwise.

@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray import text
@@ -106,6 +108,10 @@ def _why(verdict: Verdict, median: int | None) -> str:
     return f"{text.ranks([verdict.rank])} is late{stage} in most steps{beside}."
 
 
+REQUESTED = "it was requested."
+"""`Profile.why` where a person has asked."""
+WAITING = "profiles_waiting"
+"""The value of the session (table `meta`) that has what was asked for and has not begun."""
 EVENT = "profile"
 """The event that a profile is over."""
 EXPLAIN = "traceml_ray.traces.explain"
@@ -151,6 +157,7 @@ class Profiling:
         if self._files.left is not None:
             numbers = {process.id: process.process_id for process in writer.processes.values()}
             self._captures.resume(self._files.left, numbers)
+        self._ask_again(writer.meta.get(WAITING, []))
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self._explaining: subprocess.Popen[bytes] | None = None
         self.commands: list[wire.Command] = self._captures.commands()
@@ -161,7 +168,27 @@ class Profiling:
         Take the request of a person, by its id; return why there will be no profile, None while that is not
         so.
         """
-        return self._captures.ask(Wanted(request, "it was requested.", (asked,)))
+        return self._captures.ask(Wanted(request, REQUESTED, (asked,)))
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """Return what persons have asked for and has not begun, as it is stored under `WAITING`."""
+        return [
+            {"requests": [*wanted.requests], **msgspec.structs.asdict(wanted.request)}
+            for wanted in self._captures.waiting()
+            if not wanted.by_itself
+        ]
+
+    def _ask_again(self, waiting: list[dict[str, Any]]) -> None:
+        """Take what waited when an aggregator before this one was killed, but for what has begun since."""
+        begun = set() if self._files.left is None else set(self._files.left.requests)
+        for entry in waiting:
+            try:
+                fields = dict(entry)
+                requests = tuple(map(str, fields.pop("requests")))
+                if begun.isdisjoint(requests):
+                    self._captures.ask(Wanted(wire.ProfileRequest.of(fields), REQUESTED, requests))
+            except (ValueError, LookupError, AttributeError, TypeError) as error:
+                self._errors.note("profile that waited", error)
 
     def ingest(self, process: RankProcess, batch: wire.RankBatch) -> None:
         """Take what a rank says of its capture. An error is counted."""
