@@ -28,10 +28,10 @@ from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
-from traceml_ray.masking import masked
 from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WORD_S
 from traceml_ray.ray.actors import ActorConfig, configure, current_config, find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
+from traceml_ray.text import masked
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 

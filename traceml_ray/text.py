@@ -1,4 +1,11 @@
-"""The only formatter: numbers, units, shares, bytes, durations and lists of ranks as people read them."""
+"""
+The only formatter: numbers, units, shares, bytes, durations and lists of ranks as people read them. What
+looks like a secret, in a command, a message, a line of output, is written as `***`.
+
+Three things tell a secret: the name before it (`api_key=…`, `--password …`, `Cookie: …`), how it begins
+(`hf_…`, a JSON web token), and where it stands (the login of a URL, `curl -u`, the lines of a private key).
+A name is judged by its words, so that `pad_token`, `monkey` and `forward_pass` are none of a secret.
+"""
 
 from __future__ import annotations
 
@@ -210,3 +217,260 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple(
         (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)
     )
+
+
+HIDDEN = "***"
+
+
+def _of(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_SURE = _of(
+    "password passwd passphrase passcode pwd secret secrets credential credentials authorization cookie jwt "
+    "apikey apitoken authtoken accesstoken accesskey secretkey privatekey clientsecret"
+)
+"""Last words of a name that is one of a secret, whatever comes before."""
+_UNSURE = _of("key token pass auth")
+"""Last words that need another sign."""
+_TOKENIZER = _of(
+    "pad padding eos bos unk unknown sep separator cls mask boi eoi eot eom fim image images img video audio "
+    "vision speech text word special start begin end stop first last next prev previous max min num total "
+    "avg mean per each new decoder encoder forced additional extra added prefix middle suffix assistant "
+    "system tool vocab target predicted sampled generated sentinel row col frame patch dummy placeholder"
+)
+"""A token with one of these words is a tokenizer's, or counted."""
+_KEYS = _of(
+    "api access secret private account license licence auth authentication ssh encryption decryption signing "
+    "service master shared storage subscription client deploy session hmac aes rsa ssl tls wandb openai "
+    "anthropic aws azure gcp google github slack comet neptune datadog sentry stripe"
+)
+"""What a secret key is of; other keys are those of dictionaries, tables, caches."""
+_ACCOUNTS = _of("db database smtp mysql pg postgres redis user ftp ssh root admin")
+"""Whose `pass` is a password."""
+_FLAGS = _of("use no with without skip disable enable require has is ask show")
+"""First words of an option that takes no secret: `--use-auth-token`."""
+_HINT = re.compile("key|token|secret|pass|pwd|auth|cookie|credential|jwt", re.IGNORECASE)
+"""Pattern that every name of a secret contains. Most lines do not match, and are not examined further."""
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_LAST = "key|token|secrets?|pass(?:word|wd|phrase|code)?|pwd|credentials?|auth|jwt"
+_IDENTIFIER = re.compile(r"(?:\b(?:api|access|secret|private|license|account) )?[\w.-]*\Z", re.IGNORECASE)
+"""What a name is, before its end; the `API` of `API key: …`."""
+_NAME_CHARS = 64
+
+_QUOTED = r"""[bfru]{0,2}(?:"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?)"""
+_SEVERAL = r"\[[^\]]*\]?|\{[^}]*\}?"
+_WORD = r"(?:[^\s,;&)}\]]|[,;&)}\]](?=\w)(?![\w.-]{1,64}\s?[=:]))+"
+"""Without a comma or bracket behind which other text begins."""
+_REST = r"""[^\r\n"']+"""
+"""Pattern of the rest of a line: the value of a header may be several words."""
+_ASSIGNED = re.compile(
+    rf"""(?:(?P<cookie>cookie)|(?P<login>authorization)|(?:{_LAST}))(?P<sign>\\*["']?\s{{0,3}}[=:]\s{{0,3}})"""
+    r"""(?P<value>(?P<escaped>\\+["']).*?(?P=escaped)"""
+    rf"""|{_QUOTED}|{_SEVERAL}|(?(cookie){_REST}|(?(login)(?:(?:digest|oauth|signature|aws4[\w-]+)\s[^\r\n]+"""
+    rf"""|(?:[\w-]+\s+)?{_WORD})|(?:(?:bearer|basic)\s+)?{_WORD})))""",
+    re.IGNORECASE,
+)
+"""`api_key=…`, `"token": "…"`, `Authorization: Bearer …`, `Cookie: a=…; b=…`."""
+_OPTION = re.compile(
+    rf"(?P<name>-(?<![\w-]-)-?[A-Za-z][\w.-]{{0,63}})(?P<sign>\s+)(?!-)(?P<value>{_QUOTED}|\S+)"
+)
+"""`--password …`."""
+_PAIR = re.compile(
+    rf"""(?P<open>\(\s?[bru]?["']|["']-{{1,2}})(?P<name>[\w.-]{{1,64}})(?P<sign>["'],\s?)(?P<value>{_QUOTED})"""
+)
+"""`('api_key', '…')`, and an option and its value in a list of arguments."""
+_OPEN = re.compile(r"none|null|true|false|[\"']{2}|[\"']?\*{3,}[\"']?", re.IGNORECASE)
+"""Says whether there is a secret."""
+_NO_PASSWORD = re.compile(r"[\d.:,x-]+|[.~].*|.*/.*")
+"""What may follow `-p`: a number, ports, a path."""
+_NO_TOKEN = re.compile(r"""["']?(?:[-+]?\d{1,9}(?:\.\d*)?(?:e[-+]?\d+)?|<\S*>)["']?""", re.IGNORECASE)
+"""What a token of a secret is not: a number, `</s>`."""
+_RANDOM = re.compile(r"""["']?(?=[^\d"']*\d)(?=[^a-z"']*[a-z])[A-Za-z0-9+/=]{20,}["']?""", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"""://[^/?#\s"'<>@]*@(?:[^/?#\s"'<>@]*@)*""")
+_SIGNED = re.compile(
+    r"""([?&](?:(?:x-\w+-)?sig(?:nature)?|x-\w+-(?:credential|security-token)|key)=)[^\s&"']+""",
+    re.IGNORECASE,
+)
+"""What makes a URL a key."""
+_USER = re.compile(r"""(?<!\S)(-u|--(?:proxy-)?user)([ =]?["']?[^\s:"'=]{1,64}:)(?!\d+(?!\S))[^\s"']+""")
+"""`curl -u name:password`; two numbers are a user and a group."""
+_BY_PROGRAM = re.compile(
+    r"(\b(?:(?:sshpass|(?:docker|podman|helm|az|oc) login|mongo(?:sh|dump|restore)?)\b"
+    r"(?:(?!\s-p).){0,200}\s-p\s?|(?:mysql|mariadb)[\w-]*\b(?:(?!\s-p).){0,200}\s-p(?=\S)"
+    r"|redis-cli\b(?:(?!\s-a).){0,200}\s-a\s?|wandb login\s+(?!-)))"
+    rf"(?:{_QUOTED}|\S+)"
+)
+"""Programs that are known to take a password as `-p`: to others it is a port, a path, a prompt."""
+_ISSUED = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,64}\d)[\w-]{16,}|[srp]k_(?:live|test)_\w{8,}|gh[oprsu]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{20,}|gl[a-z]{2,4}-[\w-]{20,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|A(?:KI|SI)A[A-Z0-9]{12,}"
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{12,}|eyJ[\w-]{12,}(?:\.[\w.-]+)?|npm_[A-Za-z0-9]{20,}|nvapi-[\w-]{20,}|pypi-AgE[\w-]{12,}"
+    r"|SG\.[\w.-]{16,}|hvs\.[\w-]{12,}|dapi[0-9a-f]{32}|r8_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}|dop_v1_[0-9a-f]{32,})"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+"
+    r"|(?<=[Bb]earer )(?=\S*\d)\S{12,}"
+)
+"""Tokens that can be known by how they begin."""
+_MAY_BE_ISSUED = re.compile(
+    "hf_|[srp]k[-_]|gh[oprsu]_|github_pat_|gl[a-z]{2,4}-|xox|xapp-|A[KS]IA|AIza|ya29|eyJ|npm_|nvapi-|pypi-A|SG[.]"
+    "|hvs[.]|dapi|r8_|wandb_v1|dop_v1|hooks[.]slack|[Bb]earer "
+)
+"""How they begin: found sooner than they are."""
+_BEGINS = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
+_ENDS = re.compile(r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY")
+_KEY_INSIDE = re.compile(rf"({_BEGINS.pattern})(?:\\[nr]|[A-Za-z0-9+/= ])+")
+"""A private key in one line."""
+_KEY_LINE = re.compile(
+    r"""(?:\[[\w:. -]{0,40}\]:?)?[\s"'>|]*"""
+    r"""(?:[A-Za-z0-9+/=]+|[A-Za-z-]+: ?[\w,-]+)?(?:\\[nr])*["',\s\\]*"""
+)
+"""What is between the first and the last line of one: base64, a header, nothing."""
+_LONE = re.compile(r"\s*[A-Za-z0-9+/]{64,76}={0,2}\s*")
+"""A line of one whose first line is not known, if it is"""
+_MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*\d")
+"""Pattern of a word with small letters, capitals and digits. A digest has no capitals."""
+
+
+class Masker:
+    """Masks the lines of a text that come one after the other: of a private key, all of them."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        """The last line was one of a private key."""
+
+    def hide_keys(self, lines: Sequence[str]) -> Sequence[str]:
+        """Return the next lines, those hidden that are inside a private key."""
+        if not self._inside and not any("PRIVATE KEY" in line for line in lines):
+            return lines
+        return [*map(self._hide_key, lines)]
+
+    def unfinished(self, line: str) -> str:
+        """Return what there is of the line after these, hidden where it is inside a private key."""
+        inside = self._inside and (_ENDS.search(line) or _KEY_LINE.fullmatch(line))
+        return HIDDEN if inside and line else line
+
+    def _hide_key(self, line: str) -> str:
+        if not self._inside:
+            begun = _BEGINS.search(line)
+            self._inside = begun is not None and not _ENDS.search(line, begun.end())
+            return line
+        hidden = self.unfinished(line)
+        self._inside = (hidden is not line or not line) and not _ENDS.search(line)
+        return hidden
+
+
+def masked(line: str) -> str:
+    """Return a line of output with what looks like a secret hidden."""
+    if _HINT.search(line):
+        line = _ASSIGNED.sub(_hide_assigned, line)
+        line = _OPTION.sub(_hide_option, line)
+        if "'," in line or '",' in line:
+            line = _PAIR.sub(_hide_pair, line)
+    if "://" in line:
+        line = _SIGNED.sub(rf"\1{HIDDEN}", line)
+        line = _URL_LOGIN.sub(f"://{HIDDEN}@", line)
+    elif "sig" in line:
+        line = _SIGNED.sub(rf"\1{HIDDEN}", line)
+    if "-----BEGIN " in line:
+        line = _KEY_INSIDE.sub(rf"\1{HIDDEN}", line)
+    if " -" in line:
+        line = _USER.sub(rf"\1\2{HIDDEN}", line)
+        line = _BY_PROGRAM.sub(rf"\1{HIDDEN}", line)
+    if _LONE.fullmatch(line) and _MIXED.match(line):
+        return HIDDEN
+    return _ISSUED.sub(HIDDEN, line) if _MAY_BE_ISSUED.search(line) else line
+
+
+def masked_command(words: Sequence[str]) -> list[str]:
+    """
+    Return the words of a command line without the secrets in them.
+
+    What follows `-p` is one, too, unless it is a number, ports, or a path: of any other word nobody can tell
+    whether it is a password, and a command is stored with a session that may be handed on.
+    """
+    shown, option = [], ""
+    for word in words:
+        name, sign, value = word.partition("=")
+        is_option = word.startswith("-")
+        if option and not is_option and _follows(option, word):
+            word = HIDDEN
+        elif sign and _is_secret(name.lstrip("-"), value, _is_auth(name)):
+            word = f"{name}={HIDDEN}"
+        option = name if is_option and not sign and not _is_flag(name) else ""
+        shown.append(masked(word))
+    return shown
+
+
+def _follows(option: str, word: str) -> bool:
+    """Return whether the word after an option is a secret."""
+    if option == "-p":
+        return _NO_PASSWORD.fullmatch(word) is None
+    return _is_secret(option.lstrip("-"), word, _is_auth(option))
+
+
+def masked_text(text: str) -> str:
+    """Return several lines (a message, a traceback), each of them `masked`."""
+    return "\n".join(map(masked, Masker().hide_keys(text.split("\n"))))
+
+
+def names_secret(name: str) -> bool | None:
+    """Return whether what is called so is a secret; None where its value has to be asked, too."""
+    words = [word.lower() for word in _WORDS.findall(name[-_NAME_CHARS:])] or [""]
+    *before, last = words
+    if last in _SURE:
+        return True
+    if last not in _UNSURE or not _TOKENIZER.isdisjoint(before if last == "token" else ()):
+        return False
+    if last == "token" or (name.isupper() and before):  # of the environment
+        return True
+    if last == "pass":
+        return bool(before) and before[-1] in _ACCOUNTS
+    return True if last == "key" and before and before[-1] in _KEYS else None
+
+
+def _is_secret(name: str, value: str, unsure: bool = False) -> bool:
+    """Return whether a value is to be hidden; one of a name that needs another sign where `unsure`."""
+    sure = names_secret(name)
+    if sure is None:
+        sure = unsure or _RANDOM.fullmatch(value) is not None
+    if not sure or _OPEN.fullmatch(value):
+        return False
+    last = name.lower()[-5:]
+    if last.endswith("pwd"):
+        return not value.startswith(("/", "~"))  # of a shell: its folder
+    return not (last.endswith(("token", "auth", "key")) and _NO_TOKEN.fullmatch(value))
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    end = match.start("sign")
+    before = match.string[max(0, end - _NAME_CHARS) : end]
+    name = _IDENTIFIER.search(before)
+    assert name is not None  # it may be empty
+    auth = match[0][:4].lower() == "auth" and "=" in match["sign"]
+    return _hidden(match, name[0], unsure=auth)
+
+
+def _hide_option(match: re.Match[str]) -> str:
+    name = match["name"]
+    return match[0] if _is_flag(name) else _hidden(match, name.lstrip("-"), unsure=_is_auth(name))
+
+
+def _is_flag(option: str) -> bool:
+    return re.split("[-_]", option.lstrip("-").lower())[0] in _FLAGS
+
+
+def _is_auth(name: str) -> bool:
+    return name.lower().endswith("auth")
+
+
+def _hide_pair(match: re.Match[str]) -> str:
+    option = match["open"].endswith("-")
+    alone = option or match.string[match.end() :].lstrip().startswith(")")
+    return _hidden(match, match["name"], unsure=option) if alone else match[0]
+
+
+def _hidden(match: re.Match[str], name: str, unsure: bool) -> str:
+    """Return what was found with its value hidden, where that is a secret."""
+    if not _is_secret(name, match["value"], unsure):
+        return match[0]
+    return match[0][: match.start("value") - match.start()] + HIDDEN

@@ -24,7 +24,6 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document.text import WIDTH, laid_out
 from traceml_ray.errors import Errors
 from traceml_ray.launchers.arguments import command_text
-from traceml_ray.masking import masked, masked_text
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
@@ -34,6 +33,7 @@ from traceml_ray.signals.output.tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.signals.output.view import OutputView, lines_of
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.text import masked, masked_text
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from traceml_ray.masking import Masker, masked
 from traceml_ray.signals.output.records import Output
+from traceml_ray.text import Masker, masked
 
 LINE_CHARS = 400
 """Largest number of characters kept of a line: the first ones."""
