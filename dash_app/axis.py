@@ -16,9 +16,7 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.document import drawing
-from traceml_ray.reports.current_episode import current_episode
-from traceml_ray.reports.headlines import named
-from traceml_ray.reports.severity import severity
+from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import Array, rounded, whole_number

@@ -10,8 +10,17 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.document.model import SIGNS
-from traceml_ray.reports.headlines import beside, cost, line_of, lost, named, part_of, wasted
-from traceml_ray.reports.severity import sign_of, tone_of
+from traceml_ray.reports.headlines import (
+    beside,
+    cost,
+    line_of,
+    lost,
+    named,
+    part_of,
+    sign_of,
+    tone_of,
+    wasted,
+)
 from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.summary_shape import Conclusion

@@ -17,7 +17,7 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
-from traceml_ray.reports.current_episode import change
+from traceml_ray.reports.headlines import change
 from traceml_ray.reports.tiles import tiles
 from traceml_ray.signals.views import POLLED, signal_numbers
 from traceml_ray.stages import STAGES

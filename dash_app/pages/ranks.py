@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import Column
 from traceml_ray.store import query
 from traceml_ray.views.ranks import NAMED, SILENT, rank_rows
 from traceml_ray.views.run_state import RunState
@@ -31,7 +32,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     node, state = route.get("node"), route.get("state")
     rows = [row for row in rows if node in (None, row["node"], row["node_key"])]
     rows = [row for row in rows if state in (None, row["state"])]
-    chosen = listing.choose(rows, route, _words, keys_of(rank_columns(True, ())))
+    chosen = listing.choose(rows, route, _words, _keys(rank_columns(True, ())))
     nodes = tuple(dict.fromkeys(row["node_key"] for row in chosen.items if row["node_key"]))
     asked = cache.ask(query.GetNodeSamples(nodes, _WITH_PROCESSES)) or ()
     samples: dict[str, list[Any]] = {}
@@ -43,6 +44,11 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     suspects = {(suspect["rank"], suspect["stage"]) for suspect in (run.verdict or {}).get("suspects") or ()}
     roles = any(process.work for process in run.ranks.values())
     return {"chosen": chosen, "states": dict(states), "suspects": suspects, "roles": roles}
+
+
+def _keys(columns: Sequence[Column]) -> listing.Keys:
+    """Return by what ranks are sorted: not by GPUs, which are asked for the ranks of a page alone."""
+    return keys_of(column for column in columns if column.name != "GPU")
 
 
 def _words(row: Mapping[str, Any]) -> str:
@@ -59,7 +65,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     bar = html.Div(chips, id="rank-filter")
     ranks = rank_columns(view["roles"], view["suspects"])
     columns = cells_of(ranks, route, state=_died)
-    heads = listing.heads(columns, keys_of(ranks), route)
+    heads = listing.heads(columns, _keys(ranks), route)
     rows = table(columns, chosen.items, heads=heads, empty="No rank is like that.", label="Ranks")
     rows_panel = html.Div([rows, listing.pages(chosen, route, "rank")], id="rank-table", className="panel")
     return html.Div(

@@ -13,8 +13,8 @@ from traceml_ray import text
 from traceml_ray.document import drawing
 from traceml_ray.reports import comparison
 from traceml_ray.reports.comparison import change, label, range_of, render_value
+from traceml_ray.reports.headlines import severity
 from traceml_ray.reports.listing import Entry, entries, found_in, names
-from traceml_ray.reports.severity import severity
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepSample
 from traceml_ray.views.run_state import RunState

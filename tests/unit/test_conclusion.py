@@ -25,7 +25,7 @@ from traceml_ray.dash_app.shell import _cost
 from traceml_ray.exports.files import export
 from traceml_ray.exports.tables import Chosen
 from traceml_ray.launchers.monitor import _report
-from traceml_ray.reports.conclusion import conclude
+from traceml_ray.reports.headlines import conclude
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import LayerFinding, Layers

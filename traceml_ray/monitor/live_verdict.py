@@ -34,9 +34,9 @@ from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.saved_state import SavedState
-from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.headlines import conclude
 from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings

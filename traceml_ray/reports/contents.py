@@ -9,11 +9,11 @@ from traceml_ray import text
 from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.document.model import SIGNS, Column, Facts, Table
-from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.headlines import (
     beside,
     brief,
     costs,
+    current_episode,
     findings_in,
     line_of,
     lost,

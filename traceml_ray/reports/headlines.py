@@ -1,15 +1,22 @@
-"""One line each: a verdict, the cost of all that was named, and the findings too short to be named."""
+"""
+What a person reads first, one line each: a verdict, what it costs and how bad it is, the episode that it is
+about, and the conclusion: the verdict, or a finding of another signal that is more severe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import Label
+from traceml_ray.analysis.labels import LABELS, Label, Severity
+from traceml_ray.document.model import SIGNS
 from traceml_ray.signals.finding import Finding, from_plain, headline
 from traceml_ray.signals.findings import nodes_named
+from traceml_ray.store import query
 from traceml_ray.store.results import EarlierStart
+from traceml_ray.store.summary_shape import Conclusion, Tone
 
 _LEAST_HOURS = 0.01
 """Less is not told from none."""
@@ -123,3 +130,81 @@ def brief(brief_findings: Mapping[str, Any]) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
     counted = text.count(brief_findings["count"], "brief finding")
     return f"{counted}, {text.duration(brief_findings['cost_s'])} in all" if brief_findings["count"] else ""
+
+
+_SEVERITY: dict[str, Severity] = {
+    **{label: meaning.severity for label, meaning in LABELS.items()},
+    **dict.fromkeys(("node_lost", "exception", "xid"), "critical"),
+    **dict.fromkeys(("restart", "note", "swallowed"), "warning"),
+}
+
+
+def severity(kind: str) -> Severity:
+    """Return how bad a kind of event, or the label of a verdict, is."""
+    return _SEVERITY.get(kind, "info")
+
+
+def tone_of(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return how bad a verdict is, as colour and sign."""
+    label = verdict["label"] if verdict else ""
+    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
+    return tone, sign_of(tone)
+
+
+def sign_of(tone: str) -> str:
+    """Return the sign of a tone."""
+    return {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
+
+
+def current_episode(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the episode that a verdict (with its `episodes`) is about, None without any."""
+    if verdict is None:
+        return None
+    who = itemgetter("label", "rank", "stage")
+    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
+    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
+
+
+def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.GetChange | None:
+    """Return the question what a step took before the verdict's onset and since; None without any."""
+    episode = current_episode(verdict)
+    if verdict is None or episode is None:
+        return None
+    first = episode["from_step"]
+    ended = [episode["to_step"] + 1 for episode in verdict["episodes"] if episode["to_step"] < first]
+    return query.GetChange(
+        run, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"]
+    )
+
+
+_WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
+"""The most severe first."""
+_BEFORE_VERDICT = ("critical", "warning")
+"""Severities of findings that may be read before the verdict."""
+
+
+def conclude(verdict: Mapping[str, Any], findings: Iterable[Finding]) -> Conclusion:
+    """
+    Return what to read first: the most severe of the verdict and the findings of other signals; of equally
+    severe ones the verdict, then the first of the `findings`.
+    """
+    first, others = None, list[Conclusion]()
+    for one in findings:
+        if one.signal == "steps":
+            first = first or one.key
+        elif one.severity in _BEFORE_VERDICT:
+            others.append(_of(one))
+    return min([_of_steps(verdict, first), *others], key=lambda one: _WORST.index(one.tone))
+
+
+def _of_steps(verdict: Mapping[str, Any], key: str | None) -> Conclusion:
+    label: Label = verdict["label"]
+    tone: Any = tone_of(verdict)[0]
+    about = named(verdict), verdict["why"], verdict["next"] or "", verdict["rank"]
+    return Conclusion("steps", tone, text.words(label), *about, key)
+
+
+def _of(one: Finding) -> Conclusion:
+    tone: Any = one.severity
+    rank = one.ranks[0] if one.ranks else None
+    return Conclusion(one.signal, tone, text.words(one.label), one.headline, one.why, one.next, rank, one.key)

@@ -16,12 +16,10 @@ from traceml_ray.document.elements import Markup, join, sentence, tag
 from traceml_ray.document.html import section
 from traceml_ray.document.model import SIGNS
 from traceml_ray.reports import contents
-from traceml_ray.reports.document import SECTIONS, ChartData, episode_of, more
-from traceml_ray.reports.heading import about_session, run_of
-from traceml_ray.reports.headlines import cost, findings_in, line_of, named, part_of, since
+from traceml_ray.reports.document import SECTIONS, ChartData, about_session, episode_of, more, run_of
+from traceml_ray.reports.headlines import cost, findings_in, line_of, named, part_of, sign_of, since
 from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.profiles import by_operation
-from traceml_ray.reports.severity import sign_of
 
 MAX_BYTES = 2_000_000
 _SPARE = 2_000

@@ -30,9 +30,9 @@ from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import stored_totals
-from traceml_ray.reports.conclusion import conclude
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.headlines import conclude
 from traceml_ray.reports.machines import Machines
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.document.text import blocks_of, page
-from traceml_ray.reports.document import SECTIONS, of_summary
-from traceml_ray.reports.heading import files, title
+from traceml_ray.reports.document import SECTIONS, files, of_summary, title
 
 _ORDER = (
     *("verdict", "operation", "also", "model", "steps", "stages", "spans", "tables", "nodes"),

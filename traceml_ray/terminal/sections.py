@@ -12,8 +12,7 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.document.model import SIGNS
 from traceml_ray.document.terminal import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
-from traceml_ray.reports.headlines import beside, line_of, part_of
-from traceml_ray.reports.severity import tone_of
+from traceml_ray.reports.headlines import beside, line_of, part_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.sections import first_words, missing_words
 from traceml_ray.signals.views import signal_numbers

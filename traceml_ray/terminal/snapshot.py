@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.current_episode import current_episode
-from traceml_ray.reports.headlines import cost, lost, named, wasted
-from traceml_ray.reports.severity import sign_of, tone_of
+from traceml_ray.reports.headlines import cost, current_episode, lost, named, sign_of, tone_of, wasted
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers

@@ -10,11 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.current_episode import current_episode
 from traceml_ray.reports.deaths import FATAL
-from traceml_ray.reports.headlines import named
+from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.reports.severity import severity
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import DeathInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceml_ray.reports.conclusion import conclude
+from traceml_ray.reports.headlines import conclude
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import VIEWS, findings_of, questions_on_findings
 from traceml_ray.store import query
