@@ -133,7 +133,7 @@ snapshots: $(INSTALLED)
 	@git --no-pager diff --stat -- tests/snapshots
 
 api: $(INSTALLED)
-	$(PY) docs/api_page.py docs/api.md docs/concepts/verdicts.md
+	$(PY) docs/api_page.py docs/api.md docs/data.md docs/concepts/verdicts.md
 	$(PY) docs/reference_pages.py docs/reference
 
 fuzz: $(INSTALLED)

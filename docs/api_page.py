@@ -1,10 +1,10 @@
 """
-Writes `docs/api.md` from the sources (signatures, docstrings, shapes of answers, labels of a
-verdict), and the table of labels of docs/concepts/verdicts.md.
+Writes from the sources what people call (`docs/api.md`: signatures, docstrings), the shapes of what they get
+(`docs/data.md`: answers, records, labels of a verdict), and the table of labels of docs/concepts/verdicts.md.
 
-    python docs/api_page.py docs/api.md docs/concepts/verdicts.md
+    python docs/api_page.py docs/api.md docs/data.md docs/concepts/verdicts.md
 
-The package is not imported, so that the page is the same whatever is installed.
+The package is not imported, so that the pages are the same whatever is installed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankPro
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
 METHODS_OF = "Session"
 """Of other classes the methods are for frameworks, not for people."""
+INTERNAL = {"request_profile"}
+"""Methods of it that other parts of the package call, and no person."""
 INTRO = """# API
+
+What a person calls. The shapes of what is returned: [data](data.md).
 
 Made by `make api` from the sources. What is private (`_name`) or not on this page may change at any time.
 Every call in a training script does nothing in a process that is not watched, and raises nothing of ours into
@@ -83,8 +87,14 @@ training.
 """
 
 
+DATA_INTRO = """# Data
+
+Made by `make api` from the sources: the shapes of what the [API](api.md) returns and of what files hold.
+"""
+
+
 def page() -> str:
-    """Return the page."""
+    """Return the page of what people call."""
     parts = [INTRO]
     for title, files in SECTIONS.items():
         parts.append(f"## {title}\n")
@@ -92,6 +102,12 @@ def page() -> str:
     parts.append("## Errors\n")
     parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
     parts.append("## Settings\n\nEach setting and threshold: [settings](reference/settings.md).\n")
+    return "\n".join(parts)
+
+
+def data_page() -> str:
+    """Return the page of the shapes of answers and records."""
+    parts = [DATA_INTRO]
     parts.append("## Labels of a verdict\n\nWhat each means: [verdicts](concepts/verdicts.md).\n")
     columns = ("kind", "severity", "names", "next")
     parts.append(
@@ -125,7 +141,9 @@ def entry(node: ast.ClassDef | ast.FunctionDef, title: str = "### ") -> str:
     text = f"{title}{node.name}\n\n```python\n{signature(node)}\n```\n\n{text_of(node)}"
     if not isinstance(node, ast.ClassDef) or node.name != METHODS_OF:
         return text
-    public = [method for method in methods(node) if not method.name.startswith("_")]
+    public = [
+        method for method in methods(node) if not method.name.startswith("_") and method.name not in INTERNAL
+    ]
     return "\n".join([text, *(entry(method, f"#### {node.name}.") for method in public)])
 
 
@@ -224,4 +242,5 @@ def meaning(node: ast.stmt | None) -> str:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(page())
-    Path(sys.argv[2]).write_text(with_labels(Path(sys.argv[2]).read_text()))
+    Path(sys.argv[2]).write_text(data_page())
+    Path(sys.argv[3]).write_text(with_labels(Path(sys.argv[3]).read_text()))

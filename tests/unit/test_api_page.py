@@ -25,17 +25,23 @@ TAKE_SETTINGS = {"start": traceml_ray.start, "TraceMLTrainCallback": TraceMLTrai
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-def page() -> str:
+def page(which: str = "page") -> str:
     spec = importlib.util.spec_from_file_location("api_page", DOCS / "api_page.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.page())
+    return str(getattr(module, which)())
 
 
 def test_api_page_is_up_to_date() -> None:
     assert (DOCS / "api.md").read_text() == page(), "run `make api`"
+    assert (DOCS / "data.md").read_text() == page("data_page"), "run `make api`"
+
+
+def test_api_page_is_what_people_call() -> None:
+    assert len(re.findall(r"^### ", page(), re.MULTILINE)) < 25
+    assert "wire." not in page()
 
 
 def test_api_page_has_all_public_names() -> None:
