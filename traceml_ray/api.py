@@ -105,7 +105,7 @@ def attach(
             channel = channel_to_relay(settings)
         watched = bootstrap.start(settings, channel=channel, identity=identity) is not None
         if not watched and identity().global_rank == 0:
-            _say_what_to_do()
+            _print_advice()
         return watched
     except Exception as error:  # whatever it is, the script goes on as without us
         warnings.warn(f"not watching this process: {type(error).__name__}: {error}", stacklevel=2)
@@ -113,7 +113,7 @@ def attach(
 
 
 @functools.cache  # once
-def _say_what_to_do() -> None:
+def _print_advice() -> None:
     sys.stderr.write(
         "traceml-ray: attach: there is no monitor here; start the job with `traceml-ray run -- COMMAND`, "
         "or call traceml_ray.start() after ray.init()\n"

@@ -85,7 +85,7 @@ class Job:
         args, who = self.command, f"process-{rank}"
         number = number or args["number"]
         part = TracePart(wire.VERSION, who, args["id"], number, len(TRACE), offset, data, failure)
-        reply = self.captures.take_part(part)
+        reply = self.captures.accept_part(part)
         assert self.files.wait(60.0)
         return reply.offset
 

@@ -68,7 +68,7 @@ class DeviceUse:
             if self.clock is None or not self.clock.waiting or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)
-        if self.clock is not None and not self._leave():
+        if self.clock is not None and not self._stop():
             self.clock.flush()
 
     def begin(self, api: DeviceApi, another: Callable[[], DeviceApi] | None = None) -> None:
@@ -173,14 +173,14 @@ class DeviceUse:
             self._ours.missing[DEVICE_CLOCK] = (
                 f"{CLOSED} {self._recorder.steps.rows.step}: {self.clock.stopped}"[:200]
             )
-            self._leave()
+            self._stop()
 
     def _count(self, clock: DeviceClock) -> None:
         for name, count in dict(clock.counts).items():
             self._ours.errors.count(name, count - self._noted.get(name, 0))
             self._noted[name] = count
 
-    def _leave(self) -> bool:
+    def _stop(self) -> bool:
         clock = self.clock
         if self._waits is not None:
             self._waits.stop()

@@ -415,7 +415,7 @@ class Episodes:
         """Follow the causes that are not named, and choose the watched one that is in effect."""
         named = [track.verdict for track in self._named]
         for watch in self._watches:
-            watch.look(findings, evidence, past, self._limits, counts=counts)
+            watch.observe(findings, evidence, past, self._limits, counts=counts)
             watch.follow(self._candidates)
         for watch in list(self._watches):
             is_named = any(map(watch.is_of, named))

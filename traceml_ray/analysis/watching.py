@@ -54,7 +54,7 @@ class Watch:
         """Whether `verdict` names this cause."""
         return alike(self.verdict, verdict)
 
-    def look(
+    def observe(
         self,
         findings: Sequence[Verdict],
         evidence: Evidence,

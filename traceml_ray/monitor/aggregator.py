@@ -200,7 +200,7 @@ class AggregatorCore:
         May run in a thread of its own: it takes no lock of rows and waits for no disk.
         """
         try:
-            return wire.encode(self._profiling.take_part(wire.decode(data, TracePart)))
+            return wire.encode(self._profiling.accept_part(wire.decode(data, TracePart)))
         except wire.WireError as error:
             self.errors.note("bulk", error)
         except Exception as error:

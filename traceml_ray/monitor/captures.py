@@ -333,7 +333,7 @@ class CaptureCoordinator:
             if now is not None and rank is not None:
                 self._note(now, rank, status)
 
-    def take_part(self, part: TracePart) -> TraceReply:
+    def accept_part(self, part: TracePart) -> TraceReply:
         """Take a part of a trace from the rank's relay; the reply says where to go on, and when."""
         with self._lock:
             now, rank = self._asked(part.process_id, part.profile, part.number)
@@ -403,9 +403,9 @@ class CaptureCoordinator:
         over, if any.
         """
         with self._lock:
-            return self._turn(runs)
+            return self._advance(runs)
 
-    def _turn(self, runs: Sequence[RunNow]) -> Profile | None:
+    def _advance(self, runs: Sequence[RunNow]) -> Profile | None:
         if self._now is None and self._waiting and self._may_begin(self._waiting[0], runs):
             self._waits_s = None
             self._begin(self._waiting.popleft(), runs)

@@ -104,16 +104,16 @@ class OutputFiles:
         if self._most:
             with self._lock:
                 self._processes.setdefault(process_id, _Process(pid))
-            self.look()
+            self.poll_soon()
 
     def ended(self, process_id: str) -> None:
         """Read the output of a rank process once more: it is over."""
         with self._lock:
             if (process := self._processes.get(process_id)) is not None:
                 process.ended = True
-        self.look()
+        self.poll_soon()
 
-    def look(self) -> None:
+    def poll_soon(self) -> None:
         """Read soon, before the next regular poll. Does not wait."""
         self._wake.set()
 
@@ -123,7 +123,7 @@ class OutputFiles:
             self.poll()
             return
         self._looked.clear()
-        self.look()
+        self.poll_soon()
         self._looked.wait(timeout_s)
 
     def close(self) -> None:

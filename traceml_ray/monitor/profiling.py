@@ -199,9 +199,9 @@ class Profiling:
         except Exception as error:
             self._errors.note("trace", error)
 
-    def take_part(self, part: TracePart) -> TraceReply:
+    def accept_part(self, part: TracePart) -> TraceReply:
         """Take a part of a trace; the reply says where its relay is to go on."""
-        return self._captures.take_part(part)
+        return self._captures.accept_part(part)
 
     def tick(self) -> None:
         """Go on with what is to be captured; once a second. An error is counted."""

@@ -152,7 +152,7 @@ class RankIntake:
             if batch.capture is not None:
                 self.traces.offer(batch.process_id, batch.capture)
             if batch.final:
-                self.output.look()  # its last words are there, and soon nobody waits for them
+                self.output.poll_soon()  # its last words are there, and soon nobody waits for them
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}

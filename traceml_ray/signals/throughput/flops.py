@@ -100,7 +100,7 @@ class FlopCount:
         if not self._over and (position is None or position[0] <= self._began):
             return
         mode = self._mode
-        if not self._leave() or self._over:
+        if not self._exit() or self._over:
             self._give_up(self.why or "the script has a dispatch mode of its own across steps")
             return
         assert position is not None
@@ -111,7 +111,7 @@ class FlopCount:
             self.found = ModelFlops(total // steps, self._began, mode.dtypes.most_common(1)[0][0])
         self.why = self.why or ("" if total else "no operation with known FLOPs")
 
-    def _leave(self) -> bool:
+    def _exit(self) -> bool:
         """Turn the mode off; False: not now, since one of the script's own lies on it."""
         from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -128,7 +128,7 @@ class FlopCount:
     def _give_up(self, why: str) -> None:
         """End it without a count; what is still on is turned off as soon as that can be."""
         self.why, self._over = why[:200], True
-        if self._mode is None or self._leave():
+        if self._mode is None or self._exit():
             self._done()
 
     def _done(self) -> None:
