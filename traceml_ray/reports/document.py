@@ -263,7 +263,8 @@ def _environment(chart_data: ChartData) -> Iterator[Section]:
     names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]
     settings = [*chart_data.settings.items()][:_MAX_SETTINGS]
     yield Section(blocks=[Table("Settings that are not as by default", names, settings)], half=True)
-    columns = [*names, Column("ranks", lambda item: text.ranks(item[2]))]
+    columns = [Column("name", lambda item: item[0]), names[1]]
+    columns.append(Column("ranks", lambda item: text.ranks(item[2])))
     rows = [
         (name, value, same["ranks"])
         for same in chart_data.environment[:_MAX_ALIKE]
