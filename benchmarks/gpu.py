@@ -127,7 +127,7 @@ def run(section: str, limit_s: float, played: bool) -> list[Figure]:
 
 def run_all(chosen: list[str], played: bool) -> list[Figure]:
     """Run those that measure time one after the other, then the others side by side."""
-    end, figures, printing = time.monotonic() + ALL_S, dict[str, list[Figure]](), threading.Lock()
+    end, figures, text = time.monotonic() + ALL_S, dict[str, list[Figure]](), threading.Lock()
 
     def one(section: str) -> None:
         left, began = end - time.monotonic(), time.monotonic()
@@ -136,7 +136,7 @@ def run_all(chosen: list[str], played: bool) -> list[Figure]:
             if left >= 5
             else [Figure(section, "the section", f"{FAILED}: no time left")]
         )
-        with printing:
+        with text:
             print(f"{table(figures[section], False)}\n{time.monotonic() - began:.0f} s\n", file=sys.stderr)
 
     for section in chosen:

@@ -28,9 +28,9 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.view_processes import LINGERS
-from traceml_ray.printing import exit_now, exit_soon, show
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
+from traceml_ray.text import exit_now, exit_soon, show
 from traceml_ray.views.source import open_source
 
 from . import security

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from traceml_ray import text
-from traceml_ray.printing import show
 from traceml_ray.store.profiles import StoredProfile, read_profile
+from traceml_ray.text import show
 from traceml_ray.traces.breakdown import breakdown, encode
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.key_averages import key_averages, to_csv

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from traceml_ray.launchers.min_versions import too_old
-from traceml_ray.printing import say
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
-from traceml_ray.text import masked, masked_command
+from traceml_ray.text import masked, masked_command, say
 
 
 class UsageError(ValueError):

@@ -15,8 +15,8 @@ import psutil
 
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
-from traceml_ray.printing import say
 from traceml_ray.store.session import MonitorState
+from traceml_ray.text import say
 from traceml_ray.wire.codec import ready
 
 from .cluster import PrivateRay, wait_for_idle_core

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from traceml_ray.agent.bootstrap import COMMAND, clear_rank_environment
-from traceml_ray.printing import say
 from traceml_ray.ray.connection import join
+from traceml_ray.text import say
 
 from .arguments import (
     RAY_PORT,

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.store.bundles import bundles_of
 from traceml_ray.store.session import (
@@ -136,7 +136,7 @@ def _running(folder: Path, limit_s: float = UP_S) -> Live:
     while (live := live_state(folder)) is not None and (why := start_text(live)):
         if live.monitor == "failed" or time.monotonic() > deadline:
             raise ControlError(f"session {folder.name!r}: {why}")
-        printing.advance(why, None)
+        text.advance(why, None)
         time.sleep(_POLL_S)
     try:
         return read_json(folder / LIVE, Live)

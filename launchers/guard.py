@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from traceml_ray.errors import error_text
-from traceml_ray.printing import say
+from traceml_ray.text import say
 
 Kinds = tuple[type[BaseException], ...]
 

@@ -28,7 +28,6 @@ from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, OfflineRequest
-from traceml_ray.printing import say
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of
@@ -43,6 +42,7 @@ from traceml_ray.store.session import (
     prepare,
     write_live,
 )
+from traceml_ray.text import say
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import SUFFIX
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from pathlib import Path
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.launchers.control import ControlError, check_goes_on, request
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 from traceml_ray.store.session import holder
@@ -27,7 +27,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     there within `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
-    printing.advance("profile: waiting", None)
+    text.advance("profile: waiting", None)
     check_goes_on(folder, wanted.run)
     request(folder, wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, wanted)), limit_s)
     goes_on, seen_s = True, None
@@ -44,7 +44,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
             raise ControlError(
                 f"session {folder.name!r} could not keep the profile; `traceml-ray status` may say why"
             )
-        printing.advance(f"profile: {what}", share)
+        text.advance(f"profile: {what}", share)
         time.sleep(_POLL_S)
     if not goes_on:
         raise ControlError(f"session {folder.name!r} has ended before there was a profile")

@@ -21,10 +21,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from traceml_ray.agent.bootstrap import clear_rank_environment
-from traceml_ray.printing import say
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
-from traceml_ray.text import masked_text
+from traceml_ray.text import masked_text, say
 from traceml_ray.wire import messages as wire
 
 from .arguments import (

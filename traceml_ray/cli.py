@@ -38,11 +38,10 @@ from traceml_ray.commands import (
 )
 from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import marked
-from traceml_ray.printing import say
 from traceml_ray.settings import SettingError
 from traceml_ray.store import query, session
 from traceml_ray.store.schema import SessionFileError
-from traceml_ray.text import in_ascii, one_line
+from traceml_ray.text import in_ascii, one_line, say
 
 _HANDLER = "traceml_ray.in_ascii"
 

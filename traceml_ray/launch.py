@@ -3,7 +3,7 @@
 import atexit
 import sys
 
-from traceml_ray.printing import exit_now
+from traceml_ray.text import exit_now
 
 
 def run() -> int:

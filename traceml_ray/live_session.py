@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from traceml_ray import __version__, printing, text
+from traceml_ray import __version__, text
 from traceml_ray.errors import cause_of
 from traceml_ray.launchers.ray_train import unwatch_trainers
 from traceml_ray.launchers.view_processes import DashboardProcess
@@ -522,7 +522,7 @@ class Session:
         As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
         """
         folder = Path(path) / self.id
-        with printing.progress_bar(f"downloading {self.id}"):
+        with text.progress_bar(f"downloading {self.id}"):
             copy = self._ask(query.Snapshot())
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -629,7 +629,7 @@ class Session:
         with target.open("wb") as file:
             while chunk:
                 file.write(chunk)
-                printing.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
+                text.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
                 chunk = self._ask(query.ReadFile(name, file.tell(), _CHUNK))
 
     def _ask(self, request: query.Request[query.A]) -> query.A:

@@ -17,7 +17,7 @@ from profiled import stored
 from recorded import operation, written
 from rich.text import Text
 
-from traceml_ray import printing, text
+from traceml_ray import text
 from traceml_ray.cli import main
 from traceml_ray.signals.output.records import Output
 from traceml_ray.store.session import DATABASE
@@ -152,7 +152,7 @@ def test_panel_of_a_terminal_has_no_order_but_its_own() -> None:
 
 
 def test_json_that_is_shown_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
-    printing.show(json.dumps({HOSTILE: [HOSTILE, "é 漢 ≈"]}, ensure_ascii=False))
+    text.show(json.dumps({HOSTILE: [HOSTILE, "é 漢 ≈"]}, ensure_ascii=False))
     shown = capfd.readouterr().out
     assert not controls(shown) and "é 漢 ≈" in shown
     assert json.loads(shown) == {HOSTILE: [HOSTILE, "é 漢 ≈"]}

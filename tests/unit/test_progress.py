@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from traceml_ray import printing
+from traceml_ray import text
 
 NEVER = 1e6
 
@@ -25,9 +25,9 @@ class Terminal:
         self.file: TextIO = os.fdopen(slave, "w")
 
     @contextmanager
-    def shown(self, what: str, after_s: float) -> Iterator[printing.Progress]:
+    def shown(self, what: str, after_s: float) -> Iterator[text.Progress]:
         """What is shown there; only within a test has pytest no stderr of its own."""
-        with redirect_stderr(self.file), printing.progress_bar(what, after_s) as advance:
+        with redirect_stderr(self.file), text.progress_bar(what, after_s) as advance:
             yield advance
 
     def until(self, words: str) -> str:
@@ -56,14 +56,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def test_long_work_has_a_bar_that_is_gone_at_its_end(terminal: Terminal) -> None:
     with terminal.shown("reading", 0):
         terminal.until("reading")
-        printing.advance("merging [rank 5]", 0.5)
+        text.advance("merging [rank 5]", 0.5)
         assert "━" in terminal.until("merging [rank 5]")
     assert "\x1b[2K" in terminal.rest(), "the line is cleared"
 
 
 def test_short_work_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
     with terminal.shown("reading", NEVER):
-        printing.advance("merging", 0.5)
+        text.advance("merging", 0.5)
     assert terminal.rest() == ""
 
 
@@ -78,7 +78,7 @@ def test_work_inside_of_work_is_on_the_same_bar(terminal: Terminal) -> None:
 
 def test_nothing_is_drawn_away_from_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     threads = threading.active_count()
-    with printing.progress_bar("reading", after_s=0) as advance:
+    with text.progress_bar("reading", after_s=0) as advance:
         advance("merging", 0.5)
         assert threading.active_count() == threads
     assert capsys.readouterr() == ("", "")
@@ -91,7 +91,7 @@ def test_a_dumb_terminal_and_a_process_without_stderr_have_none(
     with terminal.shown("reading", 0):
         assert not _timers()
     monkeypatch.setattr(sys, "stderr", None)
-    with printing.progress_bar("reading", after_s=0):
+    with text.progress_bar("reading", after_s=0):
         assert not _timers()
     assert terminal.rest() == ""
 
@@ -100,7 +100,7 @@ def test_the_bar_ends_with_an_error(terminal: Terminal) -> None:
     with pytest.raises(ValueError), terminal.shown("reading", 0):
         terminal.until("reading")
         raise ValueError
-    printing.advance("later", 0.5)
+    text.advance("later", 0.5)
     assert "later" not in terminal.rest()
 
 

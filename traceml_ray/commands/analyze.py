@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
-from traceml_ray.printing import say, show
 from traceml_ray.settings import Settings
 from traceml_ray.store import session
+from traceml_ray.text import say, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not paths:
         return 2
     try:
-        with printing.progress_bar("analyze"):
+        with text.progress_bar("analyze"):
             analysis = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
     except RankFilterError as error:
         say(error)

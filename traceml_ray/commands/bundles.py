@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from traceml_ray.commands import which
-from traceml_ray.printing import show
 from traceml_ray.store import query
+from traceml_ray.text import show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -6,11 +6,10 @@ import argparse
 import math
 from typing import Any
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
-from traceml_ray.printing import say, show
-from traceml_ray.text import one_line
+from traceml_ray.text import one_line, say, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     gate = arguments.fail_on_regression
     a, b = (which.wait_for_folder(name, arguments) for name in (arguments.a, arguments.b))
-    with printing.progress_bar("compare"):
+    with text.progress_bar("compare"):
         comparison = compare(
             a,
             b,

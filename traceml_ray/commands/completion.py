@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from traceml_ray.printing import say
+from traceml_ray.text import say
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"

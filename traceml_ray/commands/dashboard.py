@@ -6,7 +6,7 @@ import argparse
 import os
 
 from traceml_ray.commands import which
-from traceml_ray.printing import say
+from traceml_ray.text import say
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

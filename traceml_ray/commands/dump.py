@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from traceml_ray.commands import which
-from traceml_ray.printing import say, show
+from traceml_ray.text import say, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

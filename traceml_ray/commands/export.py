@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from traceml_ray import printing, text
+from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.printing import say, show
 from traceml_ray.settings import Settings
-from traceml_ray.text import one_line
+from traceml_ray.text import one_line, say, show
 
 FORMATS = ("parquet", "csv", "perfetto")
 
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         limits = Settings.load(out=arguments.out).thresholds
         first, last = arguments.steps
         chosen = Chosen(rank_filter(arguments.ranks), first, last, limits)
-        with printing.progress_bar(f"export of {name}"):
+        with text.progress_bar(f"export of {name}"):
             files = export(folder, kind, out, chosen, arguments.run)
     except RankFilterError as error:
         say(error)

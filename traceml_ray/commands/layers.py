@@ -6,10 +6,10 @@ import argparse
 import secrets
 from pathlib import Path
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.printing import say, show
 from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.text import say, show
 from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, layers=wanted)),
                 LIMIT_S,
             )
-            with printing.progress_bar("layers"):
+            with text.progress_bar("layers"):
                 layers = measured(
                     answers.answer,
                     asked,

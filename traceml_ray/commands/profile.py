@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from traceml_ray import printing, text
+from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.printing import say, show
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
+from traceml_ray.text import progress_bar, say, show
 from traceml_ray.wire import messages as wire
 
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(error)
         return 2
     try:
-        with printing.progress_bar("profile"):
+        with progress_bar("profile"):
             result = profile(folder, wanted)
     except ControlError as error:
         say(error)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TextIO
 
-from traceml_ray import printing, text
+from traceml_ray import text
 from traceml_ray.files import write_file
 from traceml_ray.identity import RankFilterError, rank_filter
-from traceml_ray.printing import say, show
 from traceml_ray.reports.profiles import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
+from traceml_ray.text import say, show
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, RecordingError, difference
 from traceml_ray.traces.key_averages import (
@@ -143,7 +143,7 @@ def _print_views(sources: Sequence[Source], profile: Profile | None, arguments: 
     messages = sys.stderr if arguments.json else sys.stdout
     document: dict[str, Difference | Sequence[Operation]] = {}
     if arguments.trace:
-        with printing.progress_bar("merging") as bar:
+        with text.progress_bar("merging") as bar:
             merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
         matched = f"{text.count(merged.collectives, 'collective')} matched"
         made = f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}"
@@ -178,7 +178,7 @@ def _operations(
     sources: Sequence[Source], arguments: argparse.Namespace, messages: TextIO
 ) -> Sequence[Operation]:
     """Return the rows asked for, which are also written to the files asked for."""
-    with printing.progress_bar("reading"):
+    with text.progress_bar("reading"):
         operations = key_averages(_counted(sources), arguments.by_shape)
     rows = select(sort(operations, arguments.sort or _SORT), arguments.name, top=arguments.top)
     for name, write in _WRITERS.items():
@@ -190,5 +190,5 @@ def _operations(
 
 def _counted(sources: Sequence[Source]) -> Iterator[Source]:
     for number, source in enumerate(sources):
-        printing.advance(f"reading {source.label}", number / len(sources))
+        text.advance(f"reading {source.label}", number / len(sources))
         yield source

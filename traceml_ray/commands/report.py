@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.files import write_file
-from traceml_ray.printing import show
 from traceml_ray.store import query, session
 from traceml_ray.store.schema import legible
+from traceml_ray.text import show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder, answers = which.stored(arguments)
     output = folder / session.PAGE if arguments.html and arguments.output is None else arguments.output
-    with legible(folder), printing.progress_bar(f"report of {folder.name}"):
+    with legible(folder), text.progress_bar(f"report of {folder.name}"):
         if arguments.html:
             report: str | bytes = query.ask_one(answers.reply, query.GetReportPage(arguments.run))
         else:

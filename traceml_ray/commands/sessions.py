@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.printing import say, show
 from traceml_ray.store import session
-from traceml_ray.text import one_line
+from traceml_ray.text import one_line, say, show
 
 if TYPE_CHECKING:
     from traceml_ray.reports.listing import Listed
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Settings.load(out=arguments.out).out
     if session.why_unreadable(Path(out)):
         raise session.no_sessions(Path(out))
-    with printing.progress_bar("sessions"):
+    with text.progress_bar("sessions"):
         sessions = listed(out, time.time_ns())
     if arguments.prune:
         return _prune(sessions, arguments, out)
@@ -94,11 +93,11 @@ def _prune(sessions: list[Listed], arguments: argparse.Namespace, out: str) -> i
         if chosen and not arguments.json:
             show("\nNothing was removed; the same with --yes removes them.")
         return 0
-    with printing.progress_bar("removing sessions") as advance:
+    with text.progress_bar("removing sessions") as advance:
         return max([0, *(_remove(one, advance, number / len(chosen)) for number, one in enumerate(chosen))])
 
 
-def _remove(one: Listed, advance: printing.Progress, share: float) -> int:
+def _remove(one: Listed, advance: text.Progress, share: float) -> int:
     """Remove a session; return the exit code."""
     advance(f"removing {one.name}", share)
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.printing import show
 from traceml_ray.settings import Settings
 from traceml_ray.store import session
+from traceml_ray.text import show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     render = status_json if arguments.json else render_status
     send = Answers(folder, settings.thresholds).reply
-    with printing.progress_bar(f"status of {folder.name}"):
+    with text.progress_bar(f"status of {folder.name}"):
         shown = render(send, folder, session.holder(folder), time.time_ns())
     show(shown, end="")
     return 0

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from traceml_ray.commands.completion import names_of_sessions
-from traceml_ray.printing import say
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, SessionStartingError, await_session
+from traceml_ray.text import say
 
 if TYPE_CHECKING:
     from traceml_ray.reports.answers import Answers

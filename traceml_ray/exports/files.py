@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from traceml_ray import printing
 from traceml_ray.exports.step_trace import write_step_trace
 from traceml_ray.exports.tables import TABLES, Batch, Chosen, ExportedTable
 from traceml_ray.files import appearing
@@ -17,6 +16,7 @@ from traceml_ray.store.runs import run_names
 from traceml_ray.store.schema import legible
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.text import advance
 
 FORMATS = ("parquet", "csv", "perfetto")
 TRACE_SUFFIX = ".perfetto.json.gz"
@@ -62,7 +62,7 @@ def export(
         out.mkdir(parents=True, exist_ok=True)
         files = []
         for number, (name, table) in enumerate(TABLES.items()):
-            printing.advance(f"writing {name}.{kind}", number / len(TABLES))
+            advance(f"writing {name}.{kind}", number / len(TABLES))
             files.append(out / f"{name}.{kind}")
             with appearing(files[-1]) as temporary, _table_in_errors(name):
                 write(temporary, table, table.batches(session, chosen))

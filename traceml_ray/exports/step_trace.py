@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray import __version__, printing
+from traceml_ray import __version__, text
 from traceml_ray.analysis.row_table import begins
 from traceml_ray.analysis.window import Int64, RankRows
 from traceml_ray.exports.tables import Chosen
@@ -57,7 +57,7 @@ def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
     lines = _Lines(session, chosen)
     for chunk, share in _slices(session):
         lines.add(chunk)
-        printing.advance("reading steps", share / 2)
+        text.advance("reading steps", share / 2)
     if not lines.align(session.ranks()):
         return False
     header = {
@@ -160,7 +160,7 @@ def _events(lines: _Lines, session: SessionFile) -> Iterator[Event]:
         for rank_rows in chunk:
             if rank_rows.rank in lines.of:
                 yield from _slices_of(lines, rank_rows, length, before)
-        printing.advance("writing the trace", (1 + share) / 2)
+        text.advance("writing the trace", (1 + share) / 2)
 
 
 def _slices_of(

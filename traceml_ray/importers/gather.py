@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.identity import rank_in_name
 from traceml_ray.importers import stormlog
 from traceml_ray.signals.memory import stored
@@ -57,7 +57,7 @@ def gather(paths: Iterable[Path]) -> Gathered:
             for path in _files(given, gathered):
                 if (real := path.resolve()) not in seen:
                     seen.add(real)
-                    printing.advance(f"reading {path.name}", None)
+                    text.advance(f"reading {path.name}", None)
                     _read(gathered, path, given)
         except (
             OSError,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from traceml_ray import printing
+from traceml_ray import text
 from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.row_table import RankMeta
 from traceml_ray.analysis.step_history import StepHistory
@@ -97,7 +97,7 @@ class HistoryReader:
         while not self.whole:
             self.read(most)
             stored = sum(process.stored for process in self.ranks.values())
-            printing.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
+            text.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
         self._run.finish(self._training)
 
     def _know_ranks(self) -> None:

@@ -23,10 +23,10 @@ from datetime import datetime, timezone
 from rich.text import Text
 
 from traceml_ray.document.terminal import fit
-from traceml_ray.printing import exit_now, exit_soon, say, show
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, await_session
 from traceml_ray.terminal.screen import TerminalWindow, is_window
+from traceml_ray.text import exit_now, exit_soon, say, show
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 from traceml_ray.views.state import OVER

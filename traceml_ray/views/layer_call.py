@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray import printing, text
+from traceml_ray import text
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.store import query
@@ -49,5 +49,5 @@ def measured(
         if last or (layers.ranks and len(layers.ranks) >= living):
             return layers
         share = len(layers.ranks) / living if living else None
-        printing.advance(f"layers: measured by {len(layers.ranks):,} of {text.count(living, 'rank')}", share)
+        text.advance(f"layers: measured by {len(layers.ranks):,} of {text.count(living, 'rank')}", share)
         time.sleep(_POLL_S)
