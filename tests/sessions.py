@@ -27,9 +27,9 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store import query
-from traceml_ray.store.results import LiveVerdict, to_builtins
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import Summary
+from traceml_ray.store.summary_shape import Summary, to_builtins
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import encode_part
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from traceml_ray.live_session import Session, StartError
     from traceml_ray.reports.analyze import analyze
     from traceml_ray.reports.comparison import compare
-    from traceml_ray.store.results import to_builtins
+    from traceml_ray.store.summary_shape import to_builtins
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +48,7 @@ _MODULES = {
     "compare": "traceml_ray.reports.comparison",
     "profile": "traceml_ray.api",
     "start": "traceml_ray.driver",
-    "to_builtins": "traceml_ray.store.results",
+    "to_builtins": "traceml_ray.store.summary_shape",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",
     "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",

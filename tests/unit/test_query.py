@@ -26,8 +26,8 @@ from traceml_ray.signals.output.answer import GetOutput
 from traceml_ray.signals.sharding.answer import GetSharding
 from traceml_ray.signals.throughput.answer import GetThroughput
 from traceml_ray.store import query
-from traceml_ray.store.results import to_builtins
 from traceml_ray.store.session import SessionFolder, prepare
+from traceml_ray.store.summary_shape import to_builtins
 from traceml_ray.wire import messages as wire
 
 COMMANDS = {

@@ -21,9 +21,9 @@ from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
-from traceml_ray.store.results import to_builtins
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import to_builtins
 
 RANKS, LONG, SHORT = 4, 1000, 200
 PER_TOKEN_MS = 0.02

@@ -16,7 +16,7 @@ from traceml_ray.live_session import Session
 from traceml_ray.reports.answers import Answers
 from traceml_ray.stages import DATA
 from traceml_ray.store import query, results, summary_shape
-from traceml_ray.store.results import to_builtins
+from traceml_ray.store.summary_shape import to_builtins
 from traceml_ray.wire import messages as wire
 
 ANSWERED = [

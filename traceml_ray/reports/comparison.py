@@ -35,9 +35,10 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.results import Status, to_builtins
+from traceml_ray.store.results import Status
 from traceml_ray.store.schema import legible
 from traceml_ray.store.step_shapes import StepSample, StepTimes
+from traceml_ray.store.summary_shape import to_builtins
 
 SCHEMA = "traceml_ray/comparison/1"
 DEFAULT_PCT = 100 * COMPARE.least

@@ -8,10 +8,6 @@ Answers are structs; `traceml_ray.to_builtins` makes dicts of them. Names ending
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from traceml_ray.analysis.anomalies import Anomaly
@@ -231,9 +227,9 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Other findings, the costliest first, each with its own cost; null there: what is of one window."""
     z: float | None
     """By how many standard errors `rank` is late more often than it would be by chance."""
-    at_most: bool
+    at_most: bool = False
     """Fixing it may save less than `gain_pct`."""
-    saving: str
+    saving: str = ""
     """The sentence of `why` on what fixing it saves; "" where it has none."""
 
 
@@ -289,38 +285,3 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Exceptions that the aggregator swallowed, by place."""
     verdict: str | None
     """The label of the verdict on that run."""
-
-
-def to_builtins(answer: Any) -> Any:
-    """
-    Return any answer of traceml-ray in plain dicts, lists, numbers and strings, as `json.dumps` takes them.
-
-    It takes what a method of `Session`, `analyze`, `compare` or `profile` returns, and whatever is in that.
-    Objects become dicts of their fields, arrays lists, and keys that are numbers text. NaN, which JSON has
-    not, becomes None: both mean that it is not known.
-
-    Raises TypeError for what is no answer.
-    """
-    from traceml_ray.store.summary_shape import Summary, plain
-
-    if isinstance(answer, Summary):
-        answer = plain(answer)
-    return _plain(msgspec.to_builtins(answer, str_keys=True, enc_hook=_of_array))
-
-
-def _of_array(value: Any) -> Any:
-    import numpy as np
-
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no answer of traceml-ray")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
