@@ -33,7 +33,7 @@ SECTIONS = {
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
         "traceml_ray/live_session.py": ("Session", "StartError"),
-        "traceml_ray/store/results.py": ("to_builtins",),
+        "traceml_ray/store/summary_shape.py": ("to_builtins",),
         "launchers/train_callback.py": ("TraceMLTrainCallback",),
     },
 }
