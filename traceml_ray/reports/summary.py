@@ -153,20 +153,14 @@ def _summary(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the summary, and the answers of signals that are in it."""
     judged, lines = (totals.judged, totals.lines) if totals else (None, {})
-    spans = StoredSpans(facts.session, facts.ranks)
-    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, totals, spans)
-    verdicts = _changes(facts, totals, spans)
-    deaths = facts.deaths()
-    stood = hangs(facts.session.verdicts()[0])
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
-    dated = lines, facts.thresholds.warmup_steps
-    dead = None if (stands := still_open(stood, facts.fact("status"))) else _headline(facts, deaths)
-    failed = _failed(facts, verdict := stands or dead or performance, deaths)
-    signals = _signals(facts, known, totals.history if totals else None, failed)
-    if dead is not None:
-        verdict = with_causes(dead, signals)
+    spans, dated = StoredSpans(facts.session, facts.ranks), (lines, facts.thresholds.warmup_steps)
+    deaths, stood = facts.deaths(), hangs(facts.session.verdicts()[0])
+    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, totals, spans)
+    verdict, signals = _outcome(facts, known, totals, performance, stood)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     verdict = _with_first_steps(verdict, first := first_steps_of(facts, totals))
+    verdicts = _changes(facts, totals, spans)
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
@@ -204,6 +198,21 @@ def _summary(
     summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
     return rounded, signals
+
+
+def _outcome(
+    facts: RunFacts,
+    known: _Answers,
+    totals: StoredTotals | None,
+    performance: Verdict,
+    stood: Sequence[Verdict],
+) -> tuple[Verdict, dict[str, Any]]:
+    """Return the verdict on a run: a hang, else a death, else that on its steps; and the answers of signals."""
+    deaths, stands = facts.deaths(), still_open(stood, facts.fact("status"))
+    dead = None if stands else _headline(facts, deaths)
+    verdict = stands or dead or performance
+    signals = _signals(facts, known, totals.history if totals else None, _failed(facts, verdict, deaths))
+    return verdict if dead is None else with_causes(dead, signals), signals
 
 
 def _with_first_steps(verdict: Verdict, first: FirstSteps | None) -> Verdict:
