@@ -207,7 +207,7 @@ def _outcome(
     performance: Verdict,
     stood: Sequence[Verdict],
 ) -> tuple[Verdict, dict[str, Any]]:
-    """Return the verdict on a run (a hang, else a death, else that on its steps) and the answers of signals."""
+    """Return the verdict on a run, which is a hang, a death, or on its steps, and the answers of signals."""
     deaths, stands = facts.deaths(), still_open(stood, facts.fact("status"))
     dead = None if stands else _headline(facts, deaths)
     verdict = stands or dead or performance
