@@ -209,11 +209,10 @@ def test_run_that_is_over_has_no_step_left_and_nobody_waits_for_one(played: Play
         played.aggregator.ingest(relay.message(rank.batch(0, final=True)))
     played.aggregator.commit()
     (run,) = runs = ask(played)(query.GetRuns())
-    assert why_over(runs, None).startswith(f"run {run['name']!r} has no step left to record: ended")
-    assert why_over(runs, run["id"]) == why_over(runs, None)
-    assert "; 'b' goes on" in why_over(
-        [*runs, {**run, "id": "b", "name": "'b'", "status": "running"}], run["id"]
-    )
+    assert why_over(runs, None).startswith(f"run {run.name!r} has no step left to record: ended")
+    assert why_over(runs, run.id) == why_over(runs, None)
+    other = msgspec.structs.replace(run, id="b", name="'b'", status="running")
+    assert "; 'b' goes on" in why_over([*runs, other], run.id)
     assert not ask_layers(ask(played), 10, None, 60).ranks  # asked in its last second: it waits for no rank
     (played.folder / LIVE).write_bytes(msgspec.json.encode(Live(os.getpid(), "no socket", "")))
     with pytest.raises(ControlError, match="has no step left to record"):
