@@ -29,7 +29,7 @@ from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store import query
 from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import Summary, to_builtins
+from traceml_ray.store.summary_shape import Summary, summary_of, to_builtins
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import encode_part
 
@@ -233,6 +233,12 @@ def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
     if isinstance(answer, (LiveVerdict, Summary)):
         return to_builtins(answer)
     return answer.items if isinstance(answer, query.Page) else answer
+
+
+def as_made(summary: dict[str, Any]) -> dict[str, Any]:
+    """A plain summary as `summarize` makes it: runs, ledger and last lines are structs."""
+    structs = summary_of(summary)
+    return {**summary, "runs": structs.runs, "ledger": structs.ledger, "output": structs.output}
 
 
 def stored(folder: Path) -> Callable[[bytes], bytes]:

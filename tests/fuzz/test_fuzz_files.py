@@ -296,8 +296,8 @@ def test_summary_json_of_any_contents_does_not_break_the_session_list(
         chosen = choose([entry], Route("sessions"), sessions._words, sessions._KEYS)
         assert sessions.layout({"chosen": chosen, "states": {}, "now_ns": 0}, Route("sessions"))
         with contextlib.suppress(SourceError):
-            (error,) = query.ask(StoredSource(folder).reply, [query.GetVerdict()])
-            assert isinstance(error["label"], str)
+            (verdict,) = query.ask(StoredSource(folder).reply, [query.GetVerdict()])
+            assert isinstance(verdict.label, str)
     shutil.rmtree(folder.parent)
 
 

@@ -71,7 +71,7 @@ def aimed(played: Played, name: str = "20260101T000000", **about: Any) -> Profil
         2: lambda path: written(path, events()),
         5: lambda path: written(path, events(8)),
     }
-    about = {"run": run["id"], "by_itself": True, "others": lacking} | usual | about
+    about = {"run": run.id, "by_itself": True, "others": lacking} | usual | about
     profile = stored(played.folder, name, write, **about)
     event = wire.Event("profile", played.clock(), 80, message="a profile", data={"profile": name})
     played.aggregator.ingest(played.relays[0].message(events=[event]))

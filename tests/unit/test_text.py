@@ -14,7 +14,7 @@ from traceml_ray import text
 ROOT = Path(__file__).parents[2]
 DRAWN = {
     *(f"dash_app/{name}.py" for name in ("axis", "components", "figures", "heatmap")),
-    *(f"traceml_ray/reports/{name}.py" for name in ("drawing", "html/charts")),
+    *(f"traceml_ray/document/{name}.py" for name in ("drawing", "svg")),
 }
 """Coordinates and widths, which nobody reads."""
 

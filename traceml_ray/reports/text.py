@@ -16,7 +16,7 @@ _ORDER = (
 
 
 def render(summary: dict[str, Any], folder: Path) -> str:
-    """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
+    """Return the report on `summary`, as `summarize` makes it, of the session in `folder`."""
     chart_data = of_summary(summary)
     sections = [section for name in _ORDER for section in SECTIONS[name](chart_data)]
     blocks = [block for section in sections for block in blocks_of(section)]
