@@ -32,6 +32,7 @@ from traceml_ray.live_session import Session
 from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.settings import Settings
+from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.stages import (
     DATA,
@@ -127,7 +128,7 @@ class Node:
                 self.second * 50_000, self.second * MS, self.second * 1000 * MS, self.second * 700
             ),
             "strategy": "ddp",
-            "memory": [self._memory(step, now)] if self.memory else [],
+            "records": encoded([self._memory(step, now)]) if self.memory else {},
         }
 
     def _memory(self, step: int, now: int) -> MemorySample:
