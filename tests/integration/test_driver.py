@@ -110,7 +110,7 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
             session.status()
 
 
-def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
+def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with traceml_ray.start("shown", out=tmp_path) as session:
         url = session.dashboard(port=0)
         assert session.dashboard() == url
@@ -123,6 +123,10 @@ def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
         [aggregator] = actor_processes("Aggregator")
         aggregator.suspend()
         until(lambda: state() == "stale", "an aggregator that does not answer is noticed")
+        monkeypatch.setattr(live_session, "QUESTION_S", 0.0)
+        with pytest.raises(traceml_ray.StartError, match="'shown' did not answer within 0 s"):
+            session.status()
+        monkeypatch.undo()
         aggregator.resume()
         until(lambda: state() == "waiting", "it is heard again")
     with pytest.raises(OSError, match="refused"):
@@ -288,13 +292,8 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
         assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []
 
 
-def test_idle_session_ends_itself_and_writes_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_session, "QUESTION_S", 0.0)  # an actor that is being made may take longer
+def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
     session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
-    with pytest.raises(traceml_ray.StartError, match="'idle' did not answer within 0 s"):
-        session.status()
     until(lambda: not names_of("idle"), "the end of an idle session")
     assert (session.folder / "report.txt").exists()
 

@@ -27,6 +27,8 @@ If a step may get longer by less than this share of the lateness, what fixing th
 "at most".
 """
 _ERRORS = 2.0
+_ERRORS_HIDDEN = 3.0
+"""Standard errors of a slope. More of them are needed to say that a late rank costs nothing."""
 _LEAST_STEPS = 15
 _STAYS = 2.0
 """Work that stays alike for fewer steps than this may as well be drawn anew in each."""
@@ -88,8 +90,8 @@ def is_hidden(evidence: Evidence, causes: tuple[Cause, ...]) -> bool | None:
         return False
     x, y = late - late.mean(), took - took.mean()
     slope = float(x @ y / (x @ x))
-    error = math.sqrt(float(np.mean((y - slope * x) ** 2)) / float(x @ x))
-    if slope + _ERRORS * error < _HIDDEN:
+    error = math.sqrt(float(np.sum((y - slope * x) ** 2)) / (len(x) - 2) / float(x @ x))
+    if slope + _ERRORS_HIDDEN * error < _HIDDEN:
         return True
     return None if slope - _ERRORS * error < _SURE else False
 
