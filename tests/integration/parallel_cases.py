@@ -10,7 +10,8 @@ import torch.distributed as dist
 from integration import loops
 from torch import nn
 
-STEPS = 26
+STEPS = 56
+"""Enough for one peer to show what is chance: 50 steps after those that allocate and connect."""
 MICRO = 2
 WORK_S = 0.002
 """What a forward and a backward of a stage take."""

@@ -32,7 +32,8 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.signals.sharding.records import Sharding
 from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
-STEPS = 26
+STEPS = 56
+"""Enough for one peer to show what is chance: 50 steps after those that allocate and connect."""
 WORLD = 4
 ROOT = Path(__file__).parents[2]
 
