@@ -244,7 +244,7 @@ class Endings:
         try:
             with SessionFile(self.writer.path, run=run) as reader:
                 facts = RunFacts(reader, self.settings.thresholds)
-                all_deaths = facts.deaths() if facts.fact("status") == "failed" else []
+                all_deaths = facts.deaths if facts.fact("status") == "failed" else []
             with self.writer.lock:
                 self.bundling.died(facts.run.get("id"), all_deaths)
                 self.bundling.stopped(exit_code)

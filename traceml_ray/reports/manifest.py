@@ -40,7 +40,7 @@ def manifest_of(
         session: its name.
         settings: of the session, that are not as by default.
     """
-    all_deaths = facts.deaths() if any(cause.fatal for cause in causes) else []
+    all_deaths = facts.deaths if any(cause.fatal for cause in causes) else []
     head = _of_death(facts, all_deaths) if all_deaths else _of_cause(facts, causes)
     t_ns = min(cause.t_ns for cause in causes)
     named = facts.processes_of([] if head["rank"] is None else [head["rank"]], all_deaths)

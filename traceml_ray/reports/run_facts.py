@@ -80,8 +80,9 @@ class RunFacts:
         node = self.nodes.get(identity.node_id or "") if identity else None
         return node.correction_ns if node else 0
 
+    @cached_property
     def deaths(self) -> list[Death]:
-        """Return the deaths of the run in order of time, see `deaths.deaths`."""
+        """The deaths of the run in order of time, see `deaths.deaths`."""
         return deaths(self.failures, self.events, self.processes, failed=self.fact("status") == "failed")
 
     def processes_of(self, ranks: Iterable[int], all_deaths: Iterable[Death]) -> dict[int, RankProcess]:
@@ -157,7 +158,7 @@ def _is_lost(facts: RunFacts, key: str) -> bool:
 
 def deaths_of(facts: RunFacts) -> list[DeathInfo]:
     """Return how ranks of the run died, the first cause first."""
-    all_deaths = facts.deaths()
+    all_deaths = facts.deaths
     first = culprits(all_deaths) if all_deaths else []
     return [_death(death, death in first) for death in [*first, *(d for d in all_deaths if d not in first)]]
 

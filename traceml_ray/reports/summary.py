@@ -30,7 +30,7 @@ from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import stored_totals
-from traceml_ray.reports.deaths import Death, headline
+from traceml_ray.reports.deaths import headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.headlines import conclude
 from traceml_ray.reports.machines import Machines
@@ -140,12 +140,12 @@ def _signals(
     return answers
 
 
-def _failed(facts: RunFacts, verdict: Verdict, all_deaths: Sequence[Death]) -> dict[int, RankProcess]:
+def _failed(facts: RunFacts, verdict: Verdict) -> dict[int, RankProcess]:
     """Return the processes of the ranks that a verdict of a failure names first."""
     if LABELS[verdict.label].kind != "failure":
         return {}
     named = [*dict.fromkeys([*([] if verdict.rank is None else [verdict.rank]), *verdict.ranks])]
-    return facts.processes_of(named[:_MAX_FAILED], all_deaths)
+    return facts.processes_of(named[:_MAX_FAILED], facts.deaths)
 
 
 def _summary(
@@ -155,7 +155,7 @@ def _summary(
     judged, lines = (totals.judged, totals.lines) if totals else (None, {})
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     spans, dated = StoredSpans(facts.session, facts.ranks), (lines, facts.thresholds.warmup_steps)
-    deaths, stood = facts.deaths(), hangs(facts.session.verdicts()[0])
+    stood = hangs(facts.session.verdicts()[0])
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, totals, spans)
     verdict, signals = _outcome(facts, known, totals, performance, stood)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
@@ -184,7 +184,7 @@ def _summary(
         "episodes": episodes,
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
-        "ranks": ranks_block(facts, deaths),
+        "ranks": ranks_block(facts, facts.deaths),
         "output": None,
         "memory": None,
         "sharding": None,
@@ -208,10 +208,10 @@ def _outcome(
     stood: Sequence[Verdict],
 ) -> tuple[Verdict, dict[str, Any]]:
     """Return the verdict on a run, which is a hang, a death, or on its steps, and the answers of signals."""
-    deaths, stands = facts.deaths(), still_open(stood, facts.fact("status"))
-    dead = None if stands else _headline(facts, deaths)
+    stands = still_open(stood, facts.fact("status"))
+    dead = None if stands else _headline(facts)
     verdict = stands or dead or performance
-    signals = _signals(facts, known, totals.history if totals else None, _failed(facts, verdict, deaths))
+    signals = _signals(facts, known, totals.history if totals else None, _failed(facts, verdict))
     return verdict if dead is None else with_causes(dead, signals), signals
 
 
@@ -260,11 +260,11 @@ def _run(entry: dict[str, Any], label: Label | None = None) -> RunInfo:
     return RunInfo(**{**entry, **times, "label": label or entry["label"]})
 
 
-def _headline(facts: RunFacts, all_deaths: Sequence[Death]) -> Verdict | None:
+def _headline(facts: RunFacts) -> Verdict | None:
     """Return the verdict on a run that ended by a death."""
-    if not all_deaths or facts.fact("status") in ("finished", "stopped"):
+    if not facts.deaths or facts.fact("status") in ("finished", "stopped"):
         return None
-    return headline(all_deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
+    return headline(facts.deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -> Verdict:
