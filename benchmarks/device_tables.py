@@ -71,19 +71,19 @@ HEALTHY = (
 )
 
 
-def of_faults(name: str, tally: SummedSteps) -> str:
+def of_faults(name: str, totals: SummedSteps) -> str:
     """Return the line of a table of faults."""
     cells = (
-        tally.windows, tally.costs, tally.rank, tally.stage, tally.abstains, tally.healthy, tally.wrong,
-        tally.free, tally.free_named,
+        totals.windows, totals.costs, totals.rank, totals.stage, totals.abstains, totals.healthy,
+        totals.wrong, totals.free, totals.free_named,
     )  # fmt: skip
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
 
 
-def of_healthy(name: str, tally: SummedSteps) -> str:
+def of_healthy(name: str, totals: SummedSteps) -> str:
     """Return the line of a table of windows without a fault; those that stalls make slower by themselves."""
     cells = []
-    for labels in (tally.labels, tally.stalls):
+    for labels in (totals.labels, totals.stalls):
         kinds = [labels[kind] for kind in ("healthy", "accounting_only", "imbalance")]
         cells += [labels.total(), *kinds, labels.total() - sum(kinds)]
     return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
@@ -94,13 +94,13 @@ def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
     yield FAULTS, None
     for kind, jobs in KINDS.items():
         for which, several in (("one stage", False), ("several", True)):
-            tally = SummedSteps()
+            totals = SummedSteps()
             for number, (name, job) in enumerate(jobs.items()):
                 for ranks in RANKS:
                     here = replace(job, ranks=ranks)
                     faults = several_faults(ranks - 1) if several else single_faults(here, ranks - 1)
-                    play(tally, here, faults, seeds, 100 * number + ranks, f"{name}, {ranks} ranks")
-            yield of_faults(f"{kind}, {which}", tally), tally
+                    play(totals, here, faults, seeds, 100 * number + ranks, f"{name}, {ranks} ranks")
+            yield of_faults(f"{kind}, {which}", totals), totals
     yield "\n" + HEALTHY, None
     for kind, jobs in KINDS.items():
         for which, noises, plain in (
@@ -108,7 +108,7 @@ def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
             ("", NOISE, False),
             ("noise 15 / 20 %", LOUD, False),
         ):
-            tally = SummedSteps()
+            totals = SummedSteps()
             for number, (name, job) in enumerate(jobs.items()):
                 for ranks in RANKS:
                     for device, host in noises:
@@ -117,8 +117,8 @@ def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
                                 job, ranks=ranks, device_noise=device, host_noise=host, tails=tails
                             )
                             note = f"{name}, {ranks} ranks, {device}/{host}"
-                            play(tally, here, [None], 2 * seeds, 10 * number + ranks, note, plain=plain)
-            yield of_healthy(", ".join(filter(None, (kind, which))), tally), tally
+                            play(totals, here, [None], 2 * seeds, 10 * number + ranks, note, plain=plain)
+            yield of_healthy(", ".join(filter(None, (kind, which))), totals), totals
 
 
 def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, SummedSteps | None]]:
@@ -191,10 +191,10 @@ def main() -> None:
         print("\n".join(times(8192)))
         return
     lines = held_out(args.jobs, args.seed, args.steps) if args.held_out else tables(args.seeds)
-    for line, tally in lines:
+    for line, totals in lines:
         print(line, flush=True)
-        if args.notes and tally is not None:
-            print("\n".join(f"    {note}" for note in tally.notes))
+        if args.notes and totals is not None:
+            print("\n".join(f"    {note}" for note in totals.notes))
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

@@ -593,7 +593,7 @@ def undisturbed(run: Run) -> Case:
         "single": sum(count for label, count in single.items() if label != "healthy"),
         "windows": single.total(),
         "brief": msgspec.to_builtins(whole.episodes.brief),
-        "whole": said(msgspec.to_builtins(whole.whole())),
+        "whole": said(msgspec.to_builtins(whole.run_verdict())),
     }
 
 

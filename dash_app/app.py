@@ -32,7 +32,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep_newest
 from traceml_ray.views.values import whole_number
 
-from . import listing, shell, zone
+from . import listing, shell, timezone
 from .components import Chart, Content
 from .figures import Figure
 from .pages import PAGES, has_nothing, start
@@ -104,11 +104,11 @@ class Refresher:
         """
         Return the page's elements if it is another page, and `{"seen", "set"}`: `set` is `{id: properties}`.
 
-        `seen` is that of the last answer, so that nothing is sent twice; `of_browser` the zone of the moments
-        shown. An error is counted, and is one line on the page.
+        `seen` is that of the last answer, so that nothing is sent twice; `of_browser` the timezone of the
+        moments shown. An error is counted, and is one line on the page.
         """
         of_browser = of_browser if isinstance(of_browser, str) and len(of_browser) < 64 else ""
-        with zone.timezone_of(of_browser):
+        with timezone.timezone_of(of_browser):
             return self._refresh(pathname, search, seen, of_browser)
 
     def _refresh(
@@ -144,7 +144,7 @@ class Refresher:
         answer = {"seen": {"page": page.key, "sums": sums}, "set": changed}
         return page.layout if new else dash.no_update, answer
 
-    def _made(self, route: Route, _version: int, instead: str, _zone: str) -> _Page:
+    def _made(self, route: Route, _version: int, instead: str, _timezone: str) -> _Page:
         """Return a page. If `instead`, a state, is set: the one that explains why it is empty."""
         module = start if instead else PAGES[route.page]
         layout = module.layout(self._session.view(route), route)
@@ -205,7 +205,7 @@ def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.
         Input("tick", "n_intervals"),
         Input("url", "pathname"),
         Input("url", "search"),
-        Input("zone", "data"),  # not State: the first refresh waits for it
+        Input("timezone", "data"),  # not State: the first refresh waits for it
         State("seen", "data"),
     )
     def refresh(_: int, pathname: str | None, search: str | None, of_browser: str, seen: Any) -> Any:
@@ -246,7 +246,7 @@ def _in_browser(app: dash.Dash) -> None:
     tip = outputs("heat-tip", "show", "bbox", "direction", "children")
     call("hover", *tip, Input("heat", "hoverData"), namespace="heatmap")
     call("watch", Output("lost", "children"), Input("clock", "n_intervals"))
-    call("zone", Output("zone", "data"), Input("zone", "id"), at_once=True)
+    call("timezone", Output("timezone", "data"), Input("timezone", "id"), at_once=True)
     call("theme", Output("theme", "children"), Input("theme", "n_clicks"), at_once=True)
     paused = Output("tick", "disabled"), Output("pause", "children"), Output("paused", "children")
     call("pause", *paused, Input("pause", "n_clicks"))

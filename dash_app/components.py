@@ -17,7 +17,7 @@ from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
 
-from . import figures, zone
+from . import figures, timezone
 from .route import Route
 
 _MOST_OFF = 8
@@ -317,7 +317,7 @@ def meter(label: str, value: float | None) -> html.Div:
 
 def marked(sentence: str) -> list[Any]:
     """
-    Return a sentence with what is in backticks as code, and moments (ISO 8601) in the zone of who reads; a
+    Return a sentence with what is in backticks as code, and moments (ISO 8601) in the reader's timezone; a
     number stays on the line of its unit.
     """
     kept = re.sub(r"(?<=\d) (?=%|µs|ms|s\b|min\b|h\b|[kMGT]?B\b)", "\u00a0", sentence)
@@ -328,13 +328,13 @@ def marked(sentence: str) -> list[Any]:
 
 
 def dated(sentence: str) -> list[Any]:
-    """Return a sentence with its moments (ISO 8601) in the zone of who reads."""
+    """Return a sentence with its moments (ISO 8601) in the reader's timezone."""
     pieces = enumerate(text.MOMENT.split(sentence))
-    return [when(piece, zone.clock(piece)) if i % 2 else piece for i, piece in pieces if piece]
+    return [when(piece, timezone.clock(piece)) if i % 2 else piece for i, piece in pieces if piece]
 
 
 def when(moment: str | None, shown: str = "") -> Any:
-    """Return a moment (ISO 8601, UTC) in the zone of who reads, by default day and time; in UTC on hover."""
+    """Return a moment (ISO 8601, UTC) in the reader's timezone, by default day and time; in UTC on hover."""
     if moment is None:
         return text.NA
-    return html.Time(shown or zone.date(moment), dateTime=moment, title=f"{text.date(moment)} UTC")
+    return html.Time(shown or timezone.date(moment), dateTime=moment, title=f"{text.date(moment)} UTC")

@@ -19,7 +19,7 @@ from traceml_ray.document.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, S
 from traceml_ray.signals.nodes.quantities import Quantity
 from traceml_ray.views.values import Array, brief, rounded
 
-from . import zone
+from . import timezone
 
 Series = Array | Sequence[float | None]
 """Values of a line; NaN or None where a value is not known."""
@@ -237,7 +237,7 @@ def lines(
 
 
 def _time() -> str:
-    return f"time, {zone.abbreviation()}"
+    return f"time, {timezone.abbreviation()}"
 
 
 def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, Any]:

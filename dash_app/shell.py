@@ -38,7 +38,7 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-from . import profiles, zone
+from . import profiles, timezone
 from .components import Content, aria, copying, dated, link, marked, part
 from .pages.node import evidence_link
 from .route import Route
@@ -164,7 +164,7 @@ def layout(poll_s: float) -> html.Div:
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
             dcc.Interval(id="clock", interval=1000),
-            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "zone")),
+            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "timezone")),
         ]
     )
 
@@ -325,7 +325,7 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
     others = "\n".join(f"Also: {line_of(one)}" for one in _others(header))
     every = (first.headline, began, spent, why, steps, operation, following, others, "{link}")
-    copied = "\n".join(map(zone.with_clocks, filter(None, every)))
+    copied = "\n".join(map(timezone.with_clocks, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))

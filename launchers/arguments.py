@@ -17,7 +17,7 @@ from typing import Any
 from traceml_ray.launchers.min_versions import too_old
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
-from traceml_ray.text import masked, masked_command, say
+from traceml_ray.text import log, masked, masked_command
 
 
 class UsageError(ValueError):
@@ -202,7 +202,7 @@ def unmarked(argv: Sequence[str]) -> list[str]:
 def check_floors(args: argparse.Namespace) -> None:
     """Set `no_monitor`, and say why in one line, where torch or Ray is too old for one."""
     if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
-        say(f"no monitor for this run: {lack}")
+        log(f"no monitor for this run: {lack}")
         args.no_monitor = True
 
 

@@ -16,7 +16,7 @@ import psutil
 from traceml_ray.errors import error_text
 from traceml_ray.monitor.finish import DISK_S, HELPER_S, KILL_S
 from traceml_ray.store.session import MonitorState
-from traceml_ray.text import say
+from traceml_ray.text import log
 from traceml_ray.wire.codec import ready
 
 from .cluster import PrivateRay, wait_for_idle_core
@@ -118,7 +118,7 @@ class BringUp:
 
     def _failed(self, why: str) -> None:
         if self._show("failed", why):
-            say(f"{_WHY}: {why}")
+            log(f"{_WHY}: {why}")
             if self.ray is not None:
                 self.ray.stop()
 

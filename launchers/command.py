@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from traceml_ray.agent.bootstrap import COMMAND, clear_rank_environment
 from traceml_ray.ray.connection import join
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 from .arguments import (
     RAY_PORT,
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(why: str, code: int) -> int:
-    say(why)
+    log(why)
     return code
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from traceml_ray.errors import error_text
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 Kinds = tuple[type[BaseException], ...]
 
@@ -22,7 +22,7 @@ def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]
         yield
     except kinds as error:
         with contextlib.suppress(Exception):  # an error that cannot be printed
-            say(f"{what}: {'interrupted' if isinstance(error, KeyboardInterrupt) else error_text(error)}")
+            log(f"{what}: {'interrupted' if isinstance(error, KeyboardInterrupt) else error_text(error)}")
 
 
 def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:

@@ -42,7 +42,7 @@ from traceml_ray.store.session import (
     prepare,
     write_live,
 )
-from traceml_ray.text import say
+from traceml_ray.text import log
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import SUFFIX
 
@@ -73,7 +73,7 @@ def report_undelivered_rows(spool: Path, why: str = "") -> bool:
     left = len({path.name.partition(".")[0] for path in spool.glob(f"*{SUFFIX}")})
     if left:
         because = f" ({why})" if why else ""
-        say(f"rows of {left} ranks could not be delivered{because}; they are in {spool}")
+        log(f"rows of {left} ranks could not be delivered{because}; they are in {spool}")
     return left > 0
 
 
@@ -111,7 +111,7 @@ def monitor_of(
     except SessionHeldError as error:
         if settings.session or not nodes.several:
             raise
-        say(f"no monitor for this run: {error}")
+        log(f"no monitor for this run: {error}")
         return None
 
 
@@ -186,7 +186,7 @@ class Monitor:
         try:
             self._start()
         except Exception as error:
-            say(f"{_NO_MONITOR}: {error_text(error)}")
+            log(f"{_NO_MONITOR}: {error_text(error)}")
             with contextlib.suppress(OSError):  # a full disk may be the reason
                 self._show_state("failed", error_text(error))
             return
@@ -197,13 +197,13 @@ class Monitor:
 
     def _start(self) -> None:
         if self._session and self._session.moved is not None:
-            say(f"an older session {self._name!r} is now {self._session.moved}")
+            log(f"an older session {self._name!r} is now {self._session.moved}")
         environ, address = self.environ, self.settings.ray_address
         if address is None:
             self._ray = PrivateRay(self._runtime, self.environ, self.nodes.head, self.nodes.rank)
             environ, address = self._ray.environ, self._ray.address
             if self._ray.token is None:
-                say("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
+                log("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
         self._address = address
         self._show_state("starting")
         self._let_others_attach(address)
@@ -281,12 +281,12 @@ class Monitor:
             if finished is not None and finished.waiting:
                 late, count = finished.waiting, self.nodes.count
                 again = _RAY_ENDS if self._ray is not None else ": they are written again when all have"
-                say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
+                log(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
             in_time(lambda: _report(session), LAUNCHER_S)
             return False
         except (DiskHangsError, TimeoutError):
             self._disk_hangs = True
-            say(
+            log(
                 f"{self._unfinished}: the disk of {session.path} does not answer. The reports are not "
                 "written, and rows of the last seconds are not in it. Once it answers, "
                 f"`traceml-ray report {shlex.quote(str(session.path))}` reports what is stored."
@@ -297,7 +297,7 @@ class Monitor:
         """Print where the session is; return whether rows of this node are left here."""
         left = report_undelivered_rows(self._spool, finished.detail if finished is not None else "")
         host = self.nodes.host or "the first node"
-        say(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
+        log(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
         return left
 
     def _clear(self, left_behind: bool) -> None:
@@ -317,7 +317,7 @@ class Monitor:
         if fd is None:
             return
         if self._session is None:
-            say(f"the live view is on {self.nodes.host or 'the first node'}")
+            log(f"the live view is on {self.nodes.host or 'the first node'}")
             return
         environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
         self._view = LiveView(self._session.path, fd, environ)
@@ -328,18 +328,18 @@ class Monitor:
         if self.dashboard is None:
             return
         if self._session is None:
-            say(f"the dashboard is on {self.nodes.host or 'the first node'}")
+            log(f"the dashboard is on {self.nodes.host or 'the first node'}")
             return
         environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
         out = str(self._session.path.parent)
-        self._dashboard = DashboardProcess(self._name, environ, say, sessions=out, **self.dashboard)
+        self._dashboard = DashboardProcess(self._name, environ, log, sessions=out, **self.dashboard)
 
     def _print_dashboard_command(self, dashboard: DashboardProcess) -> None:
         """Print the command that opens the session in a browser, and whether its dashboard stays."""
         if dashboard.lingers:
-            say(f"dashboard: {dashboard.url} stays while a browser watches")
+            log(f"dashboard: {dashboard.url} stays while a browser watches")
         if dashboard.url and self._session is not None:
-            say(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
+            log(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
 
     def _let_others_attach(self, address: str) -> None:
         """Write what ranks and views need to attach; so the token is in no environment."""
@@ -387,12 +387,12 @@ class Monitor:
         """End the session without its aggregator; return whether its files are written."""
         why = finished.detail if finished is not None else ""
         if why:
-            say(f"finishing the session without its aggregator: {why}")
+            log(f"finishing the session without its aggregator: {why}")
         reply = offline.finish(why)
         if reply.aside:
-            say(f"the session file was damaged and is now {reply.aside}; some rows are lost with it")
+            log(f"the session file was damaged and is now {reply.aside}; some rows are lost with it")
         if reply.error:
-            say(f"{self._unfinished}: {reply.error}")
+            log(f"{self._unfinished}: {reply.error}")
         return not reply.error
 
 
@@ -401,14 +401,14 @@ def _report(session: SessionFolder) -> None:
     shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)  # those that matter are in a bundle
     summary = json.loads(session.summary_json.read_bytes())
     first, verdict = summary["conclusion"], summary["verdict"]
-    say(f"{first['label']}: {first['why']}")
+    log(f"{first['label']}: {first['why']}")
     if first["next"]:
-        say(f"next: {first['next']}")
+        log(f"next: {first['next']}")
     if first["subject"] != "steps":
-        say(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
+        log(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
     for one in beside(findings_in(summary), first["key"])[:_MAX_ALSO]:
-        say(f"also: {line_of(one)}")
-    say(f"files: {session.path}")
+        log(f"also: {line_of(one)}")
+    log(f"files: {session.path}")
 
 
 def _private_folder() -> tuple[Path, int]:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from traceml_ray.agent.bootstrap import clear_rank_environment
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
-from traceml_ray.text import masked_text, say
+from traceml_ray.text import log, masked_text
 from traceml_ray.wire import messages as wire
 
 from .arguments import (
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_floors(args)
         monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
-        say(error)
+        log(error)
         return 2
     _train(args, monitor)
     return 0
@@ -192,7 +192,7 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
         return
     if args.master_port is not None and not _port_is_free(args.master_addr, args.master_port):
         taken, args.master_port = args.master_port, free_port()
-        say(f"master port {taken} is in use, taking {args.master_port}")
+        log(f"master port {taken} is in use, taking {args.master_port}")
 
 
 def _is_there(script: Path) -> bool:

@@ -135,4 +135,4 @@ def replayed(window: Window) -> tuple[list[tuple[int, Verdict]], Verdict]:
 
     judge.update = recorded  # type: ignore[method-assign]
     replay.add(window)
-    return live, replay.done().whole()
+    return live, replay.done().run_verdict()

@@ -295,7 +295,7 @@ def refresh_request(
     tick: Any = 1, pathname: Any = "/", search: Any = "", zone: Any = "UTC", seen: Any = None
 ) -> dict[str, Any]:
     """Return what a browser posts for a refresh of a page."""
-    inputs = (("tick", "n_intervals"), ("url", "pathname"), ("url", "search"), ("zone", "data"))
+    inputs = (("tick", "n_intervals"), ("url", "pathname"), ("url", "search"), ("timezone", "data"))
     values = zip(inputs, (tick, pathname, search, zone), strict=True)
     return {
         "output": "..{}..".format("...".join(f"{id}.{name}" for id, name in _SHOWN.items())),

@@ -232,7 +232,7 @@ def total_ns(window: Window) -> int:
 
 
 def play(
-    tally: SummedSteps,
+    totals: SummedSteps,
     job: Job,
     faults: Sequence[Fault | None],
     seeds: int,
@@ -253,4 +253,4 @@ def play(
         for window, usual in zip(played, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
             cost = 1 - total_ns(usual) / total_ns(window)
-            tally.add(judge_window(judged, thresholds).verdict, fault, cost, note)
+            totals.add(judge_window(judged, thresholds).verdict, fault, cost, note)

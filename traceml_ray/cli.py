@@ -41,7 +41,7 @@ from traceml_ray.launchers.arguments import marked
 from traceml_ray.settings import SettingError
 from traceml_ray.store import query, session
 from traceml_ray.store.schema import SessionFileError
-from traceml_ray.text import in_ascii, one_line, say
+from traceml_ray.text import in_ascii, log, one_line
 
 _HANDLER = "traceml_ray.in_ascii"
 
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except session.SessionStartingError as error:
-        say(error)
+        log(error)
         return 1
     except (session.SessionError, SessionFileError, query.QueryError, SettingError) as error:
-        say(error)
+        log(error)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = error.filename is not None and error.filename2 is None
         reason = f"{error.filename}: {error.strerror}" if named else str(error)
-        say(reason)
+        log(reason)
         return 1
 
 

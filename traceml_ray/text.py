@@ -496,7 +496,7 @@ def show(text: object, *, end: str = "\n", file: TextIO | None = None) -> None:
     print(visible(str(text)), end=end, file=file, flush=True)
 
 
-def say(message: object) -> None:
+def log(message: object) -> None:
     """Print one line on stderr, where there is one."""
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         if sys.stderr is not None:

@@ -176,8 +176,8 @@
   });
 
   /* IANA, and minutes ahead of UTC for a server that does not know it. */
-  const zone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
+  const timezone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
 
   window.traceml_ray = { Content: ({ content }) => element(content), Chart };
-  (window.dash_clientside ??= {}).traceml = { apply, watch, theme, zone, pause };
+  (window.dash_clientside ??= {}).traceml = { apply, watch, theme, timezone, pause };
 }

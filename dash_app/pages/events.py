@@ -22,7 +22,7 @@ from traceml_ray.store.results import BundleInfo
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
 
-from .. import listing, zone
+from .. import listing, timezone
 from ..components import (
     Columns,
     aria,
@@ -179,7 +179,7 @@ def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) 
         "what": lambda event: html.Span(marked(event["text"])),
     }
     shown = {name: columns[name] for name in names or columns}
-    heads = {"time": f"time, {zone.abbreviation()}"}
+    heads = {"time": f"time, {timezone.abbreviation()}"}
     body: list[Any] = []
     for group, rows in groupby(events, key=itemgetter("group")):
         body += [html.H3(group or "Before")] if body or group else []

@@ -18,7 +18,7 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
 from traceml_ray.reports.headlines import change
-from traceml_ray.reports.tiles import tiles
+from traceml_ray.reports.kpis import kpis
 from traceml_ray.signals.views import POLLED, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -50,36 +50,36 @@ from ..session_cache import SessionCache
 from .events import event_table
 
 
-def tile_data(
+def kpi_data(
     times: Mapping[str, Any], columns: Mapping[str, Any], signals: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [
         {
-            "key": tile.key,
-            "label": tile.label,
-            "value": number(tile.value),
-            "unit": tile.unit,
-            "text": tile.about,
-            "series": rounded(tile.line),
-            "title": tile.title,
+            "key": kpi.key,
+            "label": kpi.label,
+            "value": number(kpi.value),
+            "unit": kpi.unit,
+            "text": kpi.about,
+            "series": rounded(kpi.line),
+            "title": kpi.title,
         }
-        for tile in tiles(times, columns, signal_numbers(signals))
+        for kpi in kpis(times, columns, signal_numbers(signals))
     ]
 
 
-def tile_box(tile: Mapping[str, Any]) -> html.Div:
-    """Return the elements of a tile."""
-    value = [html.Span(text.number(tile["value"]), className="value")]
-    if tile["value"] is not None:
-        value.append(html.Span(tile["unit"], className="unit"))
-    values = [v for v in tile["series"] if v is not None]
+def kpi_box(kpi: Mapping[str, Any]) -> html.Div:
+    """Return the elements of a KPI."""
+    value = [html.Span(text.number(kpi["value"]), className="value")]
+    if kpi["value"] is not None:
+        value.append(html.Span(kpi["unit"], className="unit"))
+    values = [v for v in kpi["series"] if v is not None]
     first, last = (text.number(values[index]) if values else "" for index in (0, -1))
-    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if values else ""
-    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"], className="text")
-    drawn = [spark(tile["series"], alt), *_ends(values)] if len(values) > 1 else []
+    alt = f"{kpi['label']}: {first} to {last} {kpi['unit']}" if values else ""
+    label, under = html.Div(kpi["label"], className="label"), html.Div(kpi["text"], className="text")
+    drawn = [spark(kpi["series"], alt), *_ends(values)] if len(values) > 1 else []
     line = html.Div(drawn, className="spark-box")
-    return html.Div([label, html.Div(value), line, under], className="tile", title=tile["title"] or None)
+    return html.Div([label, html.Div(value), line, under], className="kpi", title=kpi["title"] or None)
 
 
 def _ends(values: Sequence[float]) -> list[html.Span]:
@@ -114,9 +114,9 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     }
     view["change"] = cache.ask(asked_change) if asked_change else None
     if not times or not columns or not len(columns["first"]):
-        return {**view, "tiles": [], "heat": {"ranks": []}, "columns": {}}
+        return {**view, "kpis": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**view, "tiles": tile_data(times, columns, signals), "heat": heat, "columns": columns}
+    return {**view, "kpis": kpi_data(times, columns, signals), "heat": heat, "columns": columns}
 
 
 def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    shown = part(html.Div([tile_box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
+    shown = part(html.Div([kpi_box(kpi) for kpi in view["kpis"]], id="kpis", className="kpis"))
     cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
     rows = event_table(view["events"][:_LISTED], route, "time", "severity", "kind", ">rank", "what")
     listed = part(html.Div(rows, id="event-list"))

@@ -17,7 +17,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
 from traceml_ray.wire.commands import OPTIONS
 
-from .. import listing, profiles, zone
+from .. import listing, profiles, timezone
 from ..components import (
     Columns,
     aria,
@@ -152,7 +152,7 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
     more = [name for name in OPTIONS if getattr(profile, name)]
     bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
     return {
-        f"asked for, {zone.abbreviation()}": zone.date(profile.time),
+        f"asked for, {timezone.abbreviation()}": timezone.date(profile.time),
         "why": profile.why,
         "recorded also": ", ".join(more) or "nothing",
         **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),

@@ -14,7 +14,7 @@ from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.messages import MAX_PROFILE_STEPS
 
-from .. import profiles, zone
+from .. import profiles, timezone
 from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table
 from ..route import Route
 from ..session_cache import SessionCache
@@ -184,7 +184,7 @@ def _rows(view: Mapping[str, Any], route: Route) -> Any:
     several = len(view["names"]) > 1
     run: dict[str, Callable[[Any], Any]] = {"run": lambda one: view["names"].get(one.run, one.run)}
     columns: Columns = {
-        "asked for": lambda one: profiles.link(one, route, zone.date(one.time)),
+        "asked for": lambda one: profiles.link(one, route, timezone.date(one.time)),
         "why": lambda one: html.Span(marked(one.why)),
         **(run if several else {}),
         ">ranks": lambda one: text.ranges(rank.rank for rank in one.captured) or "none",

@@ -20,7 +20,7 @@ from traceml_ray.store.step_shapes import StepSample
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import age_s, rounded
 
-from .. import figures, listing, zone
+from .. import figures, listing, timezone
 from ..components import (
     Chart,
     Columns,
@@ -115,7 +115,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     }
     heads = listing.heads(columns, _KEYS, route)
     if "began" in heads:
-        heads["began"].children += f", {zone.abbreviation()}"
+        heads["began"].children += f", {timezone.abbreviation()}"
     rows = table(columns, chosen.items, heads=heads, empty="No session is like that.", label="Sessions")
     return html.Div(
         [

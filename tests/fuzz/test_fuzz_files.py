@@ -337,6 +337,6 @@ def test_kept_statistics_of_any_bytes_are_used_or_refused(data: bytes) -> None:
             statistics.add(folded(range(200, 400)), (0, 1), 0, 2)
             statistics.finish(2)
             assert statistics.replay is not None
-            statistics.replay.done().whole()
+            statistics.replay.done().run_verdict()
             stats = statistics.history.stats()
             assert stats is None or stats.stages().shape[1] == 6

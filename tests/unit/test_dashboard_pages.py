@@ -92,7 +92,7 @@ class TestRefresh:
         pages.poll()
         page, second = refresher.refresh("/", "", first["seen"])
         assert sent(page) < 100
-        assert {"exposed", "timeline", "tiles", "heat"} <= second["set"].keys()
+        assert {"exposed", "timeline", "kpis", "heat"} <= second["set"].keys()
 
     @pytest.mark.parametrize("path", ["/node/host-1", "/rank/5"])
     def test_chart_that_gets_longer_is_sent_its_new_points(

@@ -121,50 +121,50 @@ def test_fault_on_the_hosts_clock_alone_blames_nobody_or_the_wrong_rank():
 
 
 def test_device_bound_jobs_without_a_fault_are_healthy():
-    tally = SummedSteps()
+    totals = SummedSteps()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
         for ranks, seeds in ((2, 24), (8, 14), (32, 6)):
             for device, host, tails in ((0.02, 0.05, 0), (0.10, 0.10, 0), (0.10, 0.20, 0.002)):
                 noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host, tails=tails)
-                play(tally, noisy, [None], seeds, number)
-    assert tally.windows >= 1000
+                play(totals, noisy, [None], seeds, number)
+    assert totals.windows >= 1000
     # Where noise is largest, unequal times cost a little more than a tenth: that is no rank's.
-    assert tally.labels["healthy"] + tally.labels["imbalance"] == tally.windows
-    assert tally.labels["imbalance"] <= 0.02 * tally.windows
+    assert totals.labels["healthy"] + totals.labels["imbalance"] == totals.windows
+    assert totals.labels["imbalance"] <= 0.02 * totals.windows
 
 
 def test_host_bound_jobs_without_a_fault_name_no_rank():
-    tally = SummedSteps()
+    totals = SummedSteps()
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
         for ranks, seeds in ((2, 28), (8, 16)):
             for device, host in ((0.02, 0.05), (0.10, 0.10)):
                 noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host)
-                play(tally, noisy, [None], seeds, number)
-    assert tally.windows >= 600
-    named = tally.windows - tally.labels["healthy"] - tally.labels["accounting_only"]
-    assert named <= 0.01 * tally.windows, tally.notes
+                play(totals, noisy, [None], seeds, number)
+    assert totals.windows >= 600
+    named = totals.windows - totals.labels["healthy"] - totals.labels["accounting_only"]
+    assert named <= 0.01 * totals.windows, totals.notes
 
 
 def test_device_bound_jobs_with_a_fault_have_their_rank_and_stage():
-    tally = SummedSteps()
+    totals = SummedSteps()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
         for ranks in (2, 8):
             here = replace(job, ranks=ranks)
-            play(tally, here, [*single_faults(here, ranks - 1), *several_faults(ranks - 1)], 1, number)
-    assert tally.costs >= 150
-    assert (tally.rank, tally.stage, tally.wrong, tally.free_named) == (tally.costs, tally.costs, 0, 0)
+            play(totals, here, [*single_faults(here, ranks - 1), *several_faults(ranks - 1)], 1, number)
+    assert totals.costs >= 150
+    assert (totals.rank, totals.stage, totals.wrong, totals.free_named) == (totals.costs, totals.costs, 0, 0)
 
 
 def test_host_bound_jobs_with_a_fault_have_their_rank_or_no_verdict():
-    tally = SummedSteps()
+    totals = SummedSteps()
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
         for ranks in (2, 8):
             here = replace(job, ranks=ranks)
-            play(tally, here, single_faults(here, ranks - 1), 1, number)
-    assert tally.costs >= 125
-    assert tally.wrong == 0, tally.notes
-    assert tally.rank >= 0.75 * tally.costs
-    assert tally.rank + tally.abstains >= 0.99 * tally.costs, tally.notes
+            play(totals, here, single_faults(here, ranks - 1), 1, number)
+    assert totals.costs >= 125
+    assert totals.wrong == 0, totals.notes
+    assert totals.rank >= 0.75 * totals.costs
+    assert totals.rank + totals.abstains >= 0.99 * totals.costs, totals.notes
 
 
 def test_rows_of_devices_without_their_leads_name_no_rank():
@@ -203,20 +203,20 @@ def test_jobs_with_several_exchanges_a_step_have_their_rank_and_are_healthy_with
 
 
 def test_large_step_of_which_the_launch_queue_holds_little_is_judged_as_any_other():
-    tally = SummedSteps()
+    totals = SummedSteps()
     for number, job in enumerate(LARGE_DEVICE_BOUND_JOBS.values()):
         here = replace(job, ranks=4)
-        play(tally, here, [*single_faults(here, 3, (0.2,)), *several_faults(3)], 1, number)
+        play(totals, here, [*single_faults(here, 3, (0.2,)), *several_faults(3)], 1, number)
     slow = Fault(3, "device", (FORWARD,), 7)
     for [window] in windows(replace(LARGE_DEVICE_BOUND_JOBS["large step"], ranks=4), [None, slow]):
         assert not judge(window).host_bound
-    assert (tally.rank, tally.wrong, tally.free_named) == (tally.costs, 0, 0)
+    assert (totals.rank, totals.wrong, totals.free_named) == (totals.costs, 0, 0)
     for number, job in enumerate(LARGE_HOST_BOUND_JOBS.values()):
         here = replace(job, ranks=4)
-        play(tally, here, single_faults(here, 3, (0.2,)), 1, number)
+        play(totals, here, single_faults(here, 3, (0.2,)), 1, number)
         assert judge(windows(here)[0][0]).label == "healthy"
-    assert tally.rank + tally.abstains == tally.costs >= 45
-    assert tally.wrong == 0
+    assert totals.rank + totals.abstains == totals.costs >= 45
+    assert totals.wrong == 0
 
 
 def test_rank_whose_host_has_lost_its_lead_in_one_stall_is_not_named():
@@ -225,10 +225,10 @@ def test_rank_whose_host_has_lost_its_lead_in_one_stall_is_not_named():
         kernels=(4, 0, 1, 7, 10), exchange_ms=1.178, ranks=8, slots=44, events_too=False, contention=0.116,
         device_noise=0.0382, host_noise=0.0521, tails=0.002, spread=0.0019, launch_ms=0.0054,
     )  # fmt: skip
-    [healthy], tally = windows(job, seeds=6, seed=90_143), SummedSteps()
-    play(tally, job, [Fault(7, "device", (stage,), 4.191) for stage in (FORWARD, POST_SYNC)], 1, 90_043)
+    [healthy], totals = windows(job, seeds=6, seed=90_143), SummedSteps()
+    play(totals, job, [Fault(7, "device", (stage,), 4.191) for stage in (FORWARD, POST_SYNC)], 1, 90_043)
     assert {judge(window).label for window in healthy} == {"healthy"}
-    assert tally.wrong == 0
+    assert totals.wrong == 0
 
 
 @pytest.mark.parametrize(("where", "stage"), [("device", BACKWARD), ("host", FORWARD)])
@@ -239,9 +239,9 @@ def test_fault_of_a_sharded_job_whose_hosts_wait_for_their_devices_is_named(wher
         waits=frozenset({"loss", "scaler"}), contention=0.0099, device_noise=0.0959, host_noise=0.0698,
         tails=0.002, spread=0.0038, launch_ms=0.0055, layers=5,
     )  # fmt: skip
-    tally = SummedSteps()
-    play(tally, job, [Fault(0, where, (stage,), ms) for ms in (9.25, 18.5)], 1, 90_090)
-    assert tally.rank == tally.stage == tally.costs == 2
+    totals = SummedSteps()
+    play(totals, job, [Fault(0, where, (stage,), ms) for ms in (9.25, 18.5)], 1, 90_090)
+    assert totals.rank == totals.stage == totals.costs == 2
 
 
 def test_rank_is_not_found_healthy_where_the_queues_of_its_peers_are_full_in_its_stage():
@@ -256,9 +256,9 @@ def test_device_that_is_a_large_kernel_behind_its_host_is_not_slow():
         kernels=(1, 0, 1, 3, 16), exchange_ms=6.17, buckets=4, ranks=16, slots=27, events_too=False,
         contention=0.14, device_noise=0.046, host_noise=0.107, spread=0.0013, memory=0.5, launch_ms=0.005,
     )  # fmt: skip
-    tally = SummedSteps()
-    play(tally, job, [None], 6, 1)
-    assert tally.labels == {"healthy": 6}
+    totals = SummedSteps()
+    play(totals, job, [None], 6, 1)
+    assert totals.labels == {"healthy": 6}
 
 
 SHARDED = Job(
@@ -275,9 +275,9 @@ HELD_AT_THE_END = Job(
 
 
 def test_host_that_is_last_by_chance_names_no_rank_though_its_lead_is_a_large_kernel():
-    tally = SummedSteps()
-    play(tally, SHARDED, [None], 8, 2)
-    assert tally.labels == {"healthy": 8}, tally.notes
+    totals = SummedSteps()
+    play(totals, SHARDED, [None], 8, 2)
+    assert totals.labels == {"healthy": 8}, totals.notes
 
 
 def test_host_that_is_last_by_chance_names_no_rank_where_a_stage_is_one_kernel():
@@ -286,15 +286,15 @@ def test_host_that_is_last_by_chance_names_no_rank_where_a_stage_is_one_kernel()
         kernels=(1, 0, 1, 4, 11), exchange_ms=3.797, buckets=4, ranks=3, slots=612, micro=2, contention=0.134,
         device_noise=0.037, host_noise=0.127, spread=0.01, launch_ms=0.004, syncs=2,
     )  # fmt: skip
-    tally = SummedSteps()
-    play(tally, job, [None], 6, 310_138)
-    assert tally.labels == {"healthy": 6}, tally.notes
+    totals = SummedSteps()
+    play(totals, job, [None], 6, 310_138)
+    assert totals.labels == {"healthy": 6}, totals.notes
 
 
 def test_lateness_that_wanders_names_no_rank_where_hosts_wait_for_their_devices():
-    tally = SummedSteps()
-    play(tally, HELD_AT_THE_END, [None], 8, 210_127)
-    assert tally.labels["healthy"] + tally.labels["accounting_only"] == 8, tally.notes
+    totals = SummedSteps()
+    play(totals, HELD_AT_THE_END, [None], 8, 210_127)
+    assert totals.labels["healthy"] + totals.labels["accounting_only"] == 8, totals.notes
 
 
 def test_stage_that_begins_with_a_lead_and_ends_without_names_no_rank_of_a_healthy_job():
@@ -304,9 +304,9 @@ def test_stage_that_begins_with_a_lead_and_ends_without_names_no_rank_of_a_healt
         waits=frozenset({"loss"}), micro=3, contention=0.13, device_noise=0.004, host_noise=0.015,
         spread=0.0034, memory=0.6, launch_ms=0.005,
     )  # fmt: skip
-    tally = SummedSteps()
-    play(tally, job, [None], 6, 1)
-    assert tally.labels["healthy"] + tally.labels["accounting_only"] == 6
+    totals = SummedSteps()
+    play(totals, job, [None], 6, 1)
+    assert totals.labels["healthy"] + totals.labels["accounting_only"] == 6
 
 
 @pytest.mark.parametrize("stage", [FORWARD, POST_SYNC])
@@ -317,9 +317,9 @@ def test_fault_of_which_kernels_of_waiting_ranks_hide_a_part_is_named(stage):
         waits=frozenset({"scaler"}), contention=0.23, device_noise=0.052, host_noise=0.147, spread=0.0056,
         memory=0.5, launch_ms=0.005,
     )  # fmt: skip
-    tally = SummedSteps()
-    play(tally, job, [Fault(0, "device", (stage,), 5.61)], 1, 1)
-    assert (tally.costs, tally.rank, tally.stage) == (1, 1, 1)
+    totals = SummedSteps()
+    play(totals, job, [Fault(0, "device", (stage,), 5.61)], 1, 1)
+    assert (totals.costs, totals.rank, totals.stage) == (1, 1, 1)
 
 
 def test_abstention_from_rows_on_a_devices_clock_is_one():

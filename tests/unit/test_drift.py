@@ -239,7 +239,7 @@ class TestHistory:
 
     def test_verdict_of_the_run_gives_the_share_of_a_drift(self, snapshot: Snapshot):
         run = judge_run(processes(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
-        whole = run.whole()
+        whole = run.run_verdict()
         assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
             "group_wide", "data", None, 500, 999,
         )  # fmt: skip
@@ -249,7 +249,7 @@ class TestHistory:
 
     def test_drift_in_a_tenth_of_the_run_is_in_the_history_only(self):
         run = judge_run(processes(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
-        assert run.whole().label == "healthy"
+        assert run.run_verdict().label == "healthy"
         assert "group_wide" in {period.label for period in run.periods}
 
     def test_drift_is_chronic_by_its_share_of_windows(self):
@@ -272,8 +272,8 @@ class TestHistory:
             last = whole.select(slice(end - 50, end))
             verdicts = [often.update(last) for _ in range(3)]
             assert seldom.update(last) == verdicts[0] == verdicts[-1]
-        assert (seldom.whole(), seldom.periods, seldom.baseline) == (
-            often.whole(),
+        assert (seldom.run_verdict(), seldom.periods, seldom.baseline) == (
+            often.run_verdict(),
             often.periods,
             often.baseline,
         )
@@ -281,7 +281,7 @@ class TestHistory:
     def test_straggler_of_the_run_stays_the_headline(self):
         late = of_ms([WAITS, WAITS, LATE_DATA])
         run = judge_run(processes(rows((BALANCED, 350), (SLOW, 250), (late, 700))), 3)
-        assert (run.whole().label, run.whole().rank) == ("straggler", 2)
+        assert (run.run_verdict().label, run.run_verdict().rank) == ("straggler", 2)
 
 
 @pytest.mark.parametrize("name", ["h2", "h3", "h4", "late3"])

@@ -133,7 +133,7 @@ def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
     assert any(note.startswith("rank 1 late in `data` for 0.") for note in notes)
     assert (run.episodes.episodes, run.episodes.brief.count) == ([], 1)
     assert run.episodes.brief.cost_s == pytest.approx(0.4 * seconds, rel=0.2)
-    assert run.whole().label == "healthy"
+    assert run.run_verdict().label == "healthy"
 
 
 def test_name_is_taken_back_two_seconds_after_the_last_late_step():
@@ -189,7 +189,7 @@ def test_run_that_is_late_from_its_first_step_is_named():
     assert next(t_s for _, t_s, verdict in verdicts if names(verdict)) <= 6
     (period,) = run.periods
     assert (period.label, period.from_step) == ("straggler", 10)
-    assert run.whole().chronic
+    assert run.run_verdict().chronic
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -200,7 +200,7 @@ def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
     run, verdicts = live(d)
     assert named(verdicts) == set()
     assert len(changes(verdicts)) <= 2
-    assert run.whole().label in ("healthy", "ambiguous")
+    assert run.run_verdict().label in ("healthy", "ambiguous")
 
 
 def single_windows(d):
@@ -240,7 +240,7 @@ def test_label_stays_while_others_use_the_machine_for_a_while(step_ms):
     spell_s = sum(step_s[first:last].sum() for first, last, _ in spells)
     assert len(watched(verdicts)) <= 2 * (spell_s + 2 * len(spells))
     assert run.episodes.episodes == []
-    assert run.whole().label == "healthy"
+    assert run.run_verdict().label == "healthy"
     after = judge_run(processes(d), 2)
     assert after.episodes.episodes == []
     assert after.episodes.brief.cost_s == pytest.approx(longer_s, rel=0.05)
@@ -284,7 +284,7 @@ def test_lasting_slowdown_is_found_after_worse_but_passing_ones():
 def test_short_run_slower_than_a_given_session_is_group_wide():
     good = judge_run(processes(played(500, 20)), 2).baseline.elsewhere("session good")
     slow = judge_run(processes(played(400, 20, machine=[(0, None, 1.3)])), 2, baseline=good)
-    whole = slow.whole()
+    whole = slow.run_verdict()
     assert (whole.label, whole.from_step) == ("group_wide", 10)
     assert whole.lost_s == pytest.approx(whole.cost_pct / 100 * whole.elapsed_s)
 
@@ -325,7 +325,7 @@ def test_sampled_steps_count_for_those_between_them():
     assert episode.seconds == pytest.approx(full.seconds, rel=0.1)
     assert episode.rank_hours == pytest.approx(full.rank_hours, rel=0.1)
     assert episode.cost_range_pct == pytest.approx(full.cost_range_pct, rel=0.3)
-    assert sampled.whole().elapsed_s == pytest.approx(all_steps.whole().elapsed_s, rel=0.1)
+    assert sampled.run_verdict().elapsed_s == pytest.approx(all_steps.run_verdict().elapsed_s, rel=0.1)
 
 
 def sampled(d, every, piece=6):
@@ -357,7 +357,8 @@ def test_stalls_of_sampled_steps_recur_where_they_are_two_seconds_apart():
     d = stalled(300, 15, *[(step, 0, DATA, 0.3) for step in range(60, 276, 24)])
     (run, _), (twice, verdicts) = sampled(d, 8), sampled(d[:100], 8)
     assert named(verdicts) == set()
-    assert (run.whole().label, run.whole().ranks, twice.whole().label) == ("straggler", (0,), "healthy")
+    verdict = run.run_verdict()
+    assert (verdict.label, verdict.ranks, twice.run_verdict().label) == ("straggler", (0,), "healthy")
 
 
 def stalled(steps, step_ms, *stalls, ranks=4, noise=0.03, seed=0):
@@ -539,7 +540,7 @@ class TestSideBySide:
         d[::every, 1:, SYNC_WAIT] += 2_400_000_000
         run = judge_run(processes(d), 4)
         cost_s = 2.4 * len(range(10, 480, every))
-        assert run.whole().cost_s == pytest.approx(cost_s, rel=0.1)
+        assert run.run_verdict().cost_s == pytest.approx(cost_s, rel=0.1)
         assert sum(one.cost_s for one in [*run.episodes.episodes, *run.episodes.passed]) <= 1.05 * cost_s
 
     def test_more_than_eight_are_counted(self):
@@ -595,7 +596,7 @@ class TestWatching:
         assert last.cost_pct == pytest.approx(100 * cost_s / since(d, 1000, t_s), rel=0.2)
         assert (last.next[:14], last.confidence, last.chronic) == ("If it stays: l", "low", None)
         run.episodes.close()
-        whole = run.whole()
+        whole = run.run_verdict()
         assert (whole.label, whole.ranks, whole.confidence) == ("straggler", (2,), "low")
         assert whole.cost_s == pytest.approx(cost_s, rel=0.05)
         assert whole.cost_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
@@ -716,13 +717,13 @@ class TestWholeRun:
         d[400, 1, SYNC_WAIT] += 3_000_000_000
         run, verdicts = live(d)
         assert named(verdicts) == set()
-        assert run.whole().label == "healthy"
+        assert run.run_verdict().label == "healthy"
 
     def test_stall_that_recurs_is_a_transient_straggler(self):
         d = played(2000, 20)
         d[100::100, 0, DATA] += 750_000_000
         d[100::100, 1, SYNC_WAIT] += 750_000_000
-        whole = judge_run(processes(d), 2).whole()
+        whole = judge_run(processes(d), 2).run_verdict()
         assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
         assert whole.lost_s == pytest.approx(19 * 0.75, rel=0.1)
 
@@ -732,14 +733,14 @@ class TestWholeRun:
         d = played(8000, 20)
         d[100::every, 0, DATA] += 1_500_000_000
         d[100::every, 1, SYNC_WAIT] += 1_500_000_000
-        whole, cost_s = judge_run(processes(d), 2).whole(), 1.5 * len(range(100, 8000, every))
+        whole, cost_s = judge_run(processes(d), 2).run_verdict(), 1.5 * len(range(100, 8000, every))
         assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
         assert whole.cost_s == pytest.approx(cost_s, rel=0.1) and whole.lost_s == whole.cost_s
         assert whole.cost_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s)
 
     def test_costly_episode_is_the_verdict_of_the_run(self):
         run = judge_run(processes(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
-        whole = run.whole()
+        whole = run.run_verdict()
         assert (whole.label, whole.stage, whole.rank) == ("straggler", "data", 1)
         assert (abs(whole.from_step - 1000) <= 2, abs(whole.to_step - 1799) <= 2) == (True, True)
         assert whole.lost_s == pytest.approx(800 * 3 / 7 * 0.02, rel=0.05)
@@ -750,7 +751,7 @@ class TestWholeRun:
     def test_rank_that_is_late_in_the_last_steps_only_is_a_note(self, step_ms, steps):
         d = played(1000, step_ms, (DATA, 1, 1000 - steps, None, 0.2), ranks=4)
         run = judge_run(processes(d), 4)
-        whole, lost_s = run.whole(), steps * step_ms / 4 / 1e3
+        whole, lost_s = run.run_verdict(), steps * step_ms / 4 / 1e3
         assert (whole.label, whole.ranks, whole.about) == ("healthy", (), "run")
         assert "rank 1 late in `data`" in whole.note or "a cause was named once" in whole.note
         assert run.episodes.lost_s + run.episodes.brief.cost_s == pytest.approx(lost_s, rel=0.1)
@@ -758,7 +759,7 @@ class TestWholeRun:
 
     def test_what_was_late_at_the_end_is_in_the_note_with_its_cost(self):
         d = played(1000, 20, (DATA, 1, 980, None, 0.2), ranks=4)
-        note = judge_run(processes(d), 4).whole().note
+        note = judge_run(processes(d), 4).run_verdict().note
         assert re.fullmatch(
             r"rank 1 late in `data` in the last 20 steps: 0.(1|09) s, 0.4\d? % of the run", note
         )
@@ -766,7 +767,7 @@ class TestWholeRun:
     def test_cost_of_a_cause_is_the_share_of_the_run_in_every_figure(self):
         """Late at first only: what a fix saves of the run is less than what it saved of these steps."""
         d = played(3000, 20, (DATA, 1, 0, 1700, 0.3), ranks=4)
-        whole = judge_run(processes(d), 4).whole()
+        whole = judge_run(processes(d), 4).run_verdict()
         cost_s = 1690 * 0.3 / 0.7 * 0.02
         assert (whole.label, whole.ranks) == ("straggler", (1,))
         assert (whole.cost_s, whole.lost_s) == (pytest.approx(cost_s, rel=0.05),) * 2
@@ -776,12 +777,12 @@ class TestWholeRun:
     def test_rank_named_in_one_stage_and_then_in_two_is_one_cause_of_the_run(self):
         first, second = (BACKWARD, 1, 100, 900, 0.2), (FORWARD, 1, 500, 900, 0.25)
         run = judge_run(processes(played(1600, 40, first, second, ranks=4)), 4)
-        whole = run.whole()
+        whole = run.run_verdict()
         assert (whole.label, whole.ranks, whole.also) == (whole.label, (1,), ())
         assert whole.cost_s == pytest.approx(run.episodes.lost_s) == whole.lost_s
 
     def test_cheap_episode_is_a_note(self):
-        whole = judge_run(processes(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
+        whole = judge_run(processes(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).run_verdict()
         assert (whole.label, whole.rank) == ("healthy", None)
         assert "a cause was named once" in whole.note
         assert whole.lost_s == pytest.approx(200 * 3 / 7 * 0.02, rel=0.1)
@@ -806,7 +807,7 @@ def test_missing_telemetry_is_reported_at_once_and_the_episode_goes_on_after_it(
 
 def test_balanced_rows_have_no_episode():
     run = judge_run(processes(np.tile(of_ms([QUIET] * 3), (400, 1, 1))), 3)
-    assert (run.episodes.episodes, run.episodes.brief.count, run.whole().lost_s) == ([], 0, 0)
+    assert (run.episodes.episodes, run.episodes.brief.count, run.run_verdict().lost_s) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("share", [0.18, 0.25])

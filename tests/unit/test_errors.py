@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BROAD = {"Exception", "BaseException"}
 TELLS = {"note", "swallow", "failed", "_failed", "fail", "_fail", "_traceml_failed", "_lost", "set_exception"}
 """Calls that count an exception, or hand it on to who asked."""
-SAYS = {"say", "warn", "warning", "write", "_inert"}
+SAYS = {"log", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
     "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",

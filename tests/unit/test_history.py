@@ -34,7 +34,7 @@ def periods(run):
 def test_recorded_runs_name_the_rank_of_their_fault_and_no_other(name):
     d, expected = RECORDED[name], EXPECTED[name]
     run = judge_run(processes(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
-    whole, rank = run.whole(), expected["rank"]
+    whole, rank = run.run_verdict(), expected["rank"]
     assert {period.rank for period in run.periods} <= {None, rank}
     assert whole.rank == rank
     if rank is None:
@@ -53,7 +53,7 @@ def test_recorded_late_fault_is_named_from_its_onset():
     assert abs(late.from_step - 130) <= 3
     assert before[-1].to_step == late.from_step - 1
     assert {period.rank for period in before} <= {None}
-    assert run.whole().from_step == late.from_step
+    assert run.run_verdict().from_step == late.from_step
 
 
 def test_verdict_changes_are_consecutive_spans():
@@ -72,7 +72,7 @@ def test_verdict_changes_are_consecutive_spans():
 def test_warm_up_is_left_out():
     run = judge_run(processes(rows((LATE_DATA, 10), (BALANCED, 60)), first_step=1000), 3)
     assert [period.label for period in run.periods] == ["healthy"]
-    assert (run.whole().from_step, run.whole().window_steps) == (1010, 60)
+    assert (run.run_verdict().from_step, run.run_verdict().window_steps) == (1010, 60)
 
 
 def test_warm_up_is_counted_from_the_first_step_of_the_run():
@@ -85,18 +85,18 @@ def test_warm_up_is_counted_from_the_first_step_of_the_run():
 def test_short_run_is_not_judged(steps):
     run = judge_run(processes(rows((LATE_DATA, 50))[:steps]), 3)
     assert not run.periods
-    assert run.whole().label == "telemetry_limited"
-    assert f"{max(steps - 10, 0)} step" in run.whole().why
+    assert run.run_verdict().label == "telemetry_limited"
+    assert f"{max(steps - 10, 0)} step" in run.run_verdict().why
 
 
 def test_missing_ranks_are_named_before_there_are_enough_steps(snapshot: Snapshot):
     run = judge_run(processes(rows((LATE_DATA, 15))), 9, missing=[3, 4, 5, 6, 7, 8])
-    snapshot("verdict", run.whole().why)
+    snapshot("verdict", run.run_verdict().why)
 
 
 def test_run_without_rows_is_telemetry_limited():
-    assert judge_run([], 4).whole().label == "telemetry_limited"
-    assert RunJudge().whole().label == "telemetry_limited"
+    assert judge_run([], 4).run_verdict().label == "telemetry_limited"
+    assert RunJudge().run_verdict().label == "telemetry_limited"
 
 
 def test_straggler_is_chronic_by_its_share_of_windows():
@@ -109,7 +109,7 @@ def test_straggler_is_chronic_by_its_share_of_windows():
             chronic[end] = verdict.chronic
     assert not chronic[min(chronic)]
     assert chronic[500]
-    assert not run.whole().chronic  # 40 % of the run
+    assert not run.run_verdict().chronic  # 40 % of the run
 
 
 def test_judging_more_often_changes_nothing():
@@ -119,7 +119,7 @@ def test_judging_more_often_changes_nothing():
         last = window(d[end - 50 : end], end - 50)
         verdicts = [often.update(last) for _ in range(5)]
         assert seldom.update(last) == verdicts[0] == verdicts[-1]
-    assert seldom.whole() == often.whole()
+    assert seldom.run_verdict() == often.run_verdict()
     assert periods(seldom) == periods(often)
 
 
@@ -130,8 +130,8 @@ def test_long_run_is_sampled_evenly_and_within_a_bound(snapshot: Snapshot):
     for start in range(0, 20_000, 50):
         run.update(window(d if start < 12_000 else rows((BALANCED, 50)), start))
         if start % 1000 == 0:
-            assert run.whole().window_steps <= 550
-    whole = run.whole()
+            assert run.run_verdict().window_steps <= 550
+    whole = run.run_verdict()
     # A fault in 60 % of the run is named by the whole, long after it ended.
     assert (whole.label, whole.rank, whole.from_step, whole.to_step) == ("straggler", 2, 0, 19_999)
     assert whole.chronic
@@ -145,7 +145,7 @@ def test_rows_missing_for_a_while_do_not_hide_the_verdict_of_a_long_run():
     cut = recorded[1]
     recorded[1] = replace(cut, keys=cut.keys[~lost], flags=cut.flags[~lost], rows=cut.rows[~lost])
     run = judge_run(recorded, len(recorded))
-    assert (run.whole().label, run.whole().rank) == ("straggler", 2)
+    assert (run.run_verdict().label, run.run_verdict().rank) == ("straggler", 2)
     assert "telemetry_limited" in {
         period.label for period in run.periods
     }  # where they are missing it says so
@@ -155,7 +155,7 @@ def test_many_ranks_are_sampled_by_rows():
     run = RunJudge(Thresholds(run_rows=600, warmup_steps=0))
     for start in range(0, 2000, 50):
         run.update(window(rows((LATE_DATA, 50)), start))
-    assert run.whole().window_steps <= 250
+    assert run.run_verdict().window_steps <= 250
 
 
 def test_change_of_ranks_restarts_the_verdict_of_the_run():
@@ -164,7 +164,7 @@ def test_change_of_ranks_restarts_the_verdict_of_the_run():
     run.update(window(d, 0))
     without = align(processes(d[:, :2], 50), 2)
     run.update(without)
-    assert (run.whole().from_step, run.whole().window_steps) == (50, 50)
+    assert (run.run_verdict().from_step, run.run_verdict().window_steps) == (50, 50)
     assert [period.label for period in run.periods] == ["straggler", "healthy"]
 
 
@@ -181,7 +181,7 @@ def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
     for row in range(200, 1960, 80):
         d[row, 0, 1] += 600_000_000
         d[row, 1, 5] += 600_000_000
-    whole = judge_run(processes(d, exchanges=2), 2).whole()
+    whole = judge_run(processes(d, exchanges=2), 2).run_verdict()
     assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
 
 
@@ -196,7 +196,7 @@ def late_together(steps, count, seed=0, share=(0, 1)):
 
 def test_ranks_that_are_equally_late_are_chronic_together():
     run = judge_run(processes(late_together(600, 3)), 6, thresholds=AT_ONCE)
-    whole = run.whole()
+    whole = run.run_verdict()
     assert (whole.label, whole.stage, whole.ranks) == ("straggler", "data", (0, 1, 2))
     assert whole.chronic
 
@@ -207,7 +207,7 @@ def test_episodes_of_ranks_that_are_equally_late_are_added_up():
     run = judge_run(processes(np.concatenate(parts)), 6, thresholds=AT_ONCE)
     episodes = run.episodes.episodes
     assert {episode.rank for episode in episodes if episode.ranks} == {0, 1}
-    whole = run.whole()
+    whole = run.run_verdict()
     assert (whole.label, whole.ranks) == ("straggler", (0, 1))
     cost_s = sum(episode.cost_s for episode in episodes if episode.ranks)
     assert whole.cost_pct == pytest.approx(100 * cost_s / whole.elapsed_s, rel=1e-3)

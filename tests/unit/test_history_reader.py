@@ -63,7 +63,7 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
     check_stats(run.history, exact(align(every, RANKS).since(LIMITS.warmup_steps)))
     assert run.history.counts() == dict.fromkeys(range(RANKS), STEPS)
     judged, other = (one.replay.done() for one in (run, at_once))
-    assert list(judged.periods) == list(other.periods) and judged.whole() == other.whole()
+    assert list(judged.periods) == list(other.periods) and judged.run_verdict() == other.run_verdict()
     assert judged.episodes.clock.now_ns == other.episodes.clock.now_ns > 0
 
 

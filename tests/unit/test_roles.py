@@ -165,7 +165,7 @@ def test_whole_run_names_the_rank_once() -> None:
     replay.add(window)
     judged = replay.done()
     assert [(one.ranks, one.stage) for one in judged.episodes.episodes] == [((3,), "backward")]
-    assert judged.whole().ranks == (3,)
+    assert judged.run_verdict().ranks == (3,)
 
 
 # -- rows ------------------------------------------------------------------------------------------

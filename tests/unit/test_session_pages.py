@@ -23,7 +23,7 @@ from snapshot import Snapshot
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
-from traceml_ray.dash_app import figures, metrics, shell, zone
+from traceml_ray.dash_app import figures, metrics, shell, timezone
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
@@ -44,7 +44,7 @@ from traceml_ray.views.source import StoredSource
 from traceml_ray.views.values import by_stage
 from traceml_ray.wire import messages as wire
 
-DRAWN = ("heat", "columns", "nodes", "tiles")
+DRAWN = ("heat", "columns", "nodes", "kpis")
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def followed(played: Played, seconds: int = 30, **fields: Any) -> SessionPages:
 def _read(view: dict[str, Any]) -> list[str]:
     """What a person reads first: headline, why and next, and what is under each number."""
     verdict = view["verdict"]
-    tiles = [f"{tile['key']}: {tile['text']}" for tile in view["tiles"]]
-    return [verdict["headline"], verdict["why"], verdict["next"], *tiles]
+    kpis = [f"{kpi['key']}: {kpi['text']}" for kpi in view["kpis"]]
+    return [verdict["headline"], verdict["why"], verdict["next"], *kpis]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -80,8 +80,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def tile(view: dict[str, Any], key: str) -> float:
-    return next(tile["value"] for tile in view["tiles"] if tile["key"] == key)
+def kpi(view: dict[str, Any], key: str) -> float:
+    return next(kpi["value"] for kpi in view["kpis"] if kpi["key"] == key)
 
 
 def waited_pct(played: Played) -> float:
@@ -111,10 +111,10 @@ def test_board_numbers_are_those_of_the_summary(
     steps = summary["steps"]
     for pages in (live, stored):
         view = look(pages, "overview")
-        assert tile(view, "median") == pytest.approx(steps["median_ms"], rel=1e-6)
-        assert next(tile["text"] for tile in view["tiles"]) == f"median; p95 {text.ms(steps['p95_ms'])}"
-        assert tile(view, "worst") == pytest.approx(1 + steps["global_skew_pct"] / 100, abs=1e-4)
-        assert tile(view, "wait") == pytest.approx(waited_pct(played), abs=0.01)
+        assert kpi(view, "median") == pytest.approx(steps["median_ms"], rel=1e-6)
+        assert next(kpi["text"] for kpi in view["kpis"]) == f"median; p95 {text.ms(steps['p95_ms'])}"
+        assert kpi(view, "worst") == pytest.approx(1 + steps["global_skew_pct"] / 100, abs=1e-4)
+        assert kpi(view, "wait") == pytest.approx(waited_pct(played), abs=0.01)
         cards = {card["label"]: card for card in view["nodes"]}
         for node, ms in steps["per_node_median_ms"].items():
             assert cards[node]["median_ms"] == pytest.approx(ms, rel=1e-6)
@@ -172,7 +172,7 @@ def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: 
     total = view["columns"]["exposed"].sum(axis=1)
     assert total[after].mean() == pytest.approx(33, abs=1)
     assert view["nodes"][0]["worst_rank"] == 5
-    assert tile(view, "worst") == pytest.approx(1 + 12 / 19.2, abs=0.01)  # though most of the run was well
+    assert kpi(view, "worst") == pytest.approx(1 + 12 / 19.2, abs=0.01)  # though most of the run was well
     assert view["events"][0]["kind"] == "verdict" and view["events"][0]["step"] == played.onset
 
 
@@ -601,7 +601,7 @@ def test_rank_page_has_the_rows_of_gpu_and_host_under_each_other(tmp_path: Path)
         bars = {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in figure["data"]}
         host, gpu = bars["forward"].values()  # the last is on top
         assert host == 2 and 6 < gpu < 7
-        assert max(tile["value"] for tile in look(pages, "overview")["tiles"] if tile["key"] == "idle") > 20
+        assert max(kpi["value"] for kpi in look(pages, "overview")["kpis"] if kpi["key"] == "idle") > 20
         (mine,) = [row for row in look(pages, "node", node="host-1")["ranks"] if row["rank"] == 5]
         assert mine["gpu_idle_pct"] == view["rank"]["gpu_idle_pct"]
     source.close()
@@ -992,8 +992,8 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
     ],
 )
 def test_moments_are_those_of_the_reader(of_browser: str, shown: str) -> None:
-    with zone.timezone_of(of_browser):
-        assert zone.clock("2023-11-14T22:13:25+00:00") == shown
+    with timezone.timezone_of(of_browser):
+        assert timezone.clock("2023-11-14T22:13:25+00:00") == shown
 
 
 def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
     several = RunJudge()
     for end in range(50, 400, 10):
         several.update(rows.select(slice(end - 50, end)))
-    assert several.baseline is None and several.whole().label == "healthy"
+    assert several.baseline is None and several.run_verdict().label == "healthy"
 
 
 def test_missing_rank_of_one_group_hides_no_straggler_in_another(snapshot: Snapshot) -> None:
@@ -278,7 +278,7 @@ def test_group_of_a_rank_reaches_the_session_file(tmp_path: Path) -> None:
     with SessionFile(path) as session:
         rows, _ = session.rows()
         assert [one.group for one in rows] == PAIRS and {one.strategy for one in rows} == {"ddp"}
-        assert named(judge_run(rows, 4).whole()) == ("straggler", "data", (3,))
+        assert named(judge_run(rows, 4).run_verdict()) == ("straggler", "data", (3,))
 
 
 def test_agent_sends_the_group_once_it_knows_it() -> None:

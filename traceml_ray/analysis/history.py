@@ -33,8 +33,8 @@ class RunJudge:
     it once a second, `Replay` every `stride_steps`. Steps before `first_step + warmup_steps` are left out
     (`first_step`: the run's, else the first one seen).
 
-    `periods` are the changes of verdict so far, oldest first (the last 1000). `whole` judges a sample: every
-    window that shares no step with the one before it is kept until there are `run_steps` steps
+    `periods` are the changes of verdict so far, oldest first (the last 1000). `run_verdict` judges a sample:
+    every window that shares no step with the one before it is kept until there are `run_steps` steps
     (or `run_rows` rows); then every second is dropped and from there on only every second taken,
     and so on, so that the sample is spread evenly over the run however long it gets.
 
@@ -76,8 +76,8 @@ class RunJudge:
 
     def resume(self, state: tuple[int | None, int | None, Episodes]) -> None:
         """
-        Continue from the `state` of another judge: its episodes and their cost. `periods` and `whole` are of
-        the windows since then.
+        Continue from the `state` of another judge: its episodes and their cost. `periods` and
+        `run_verdict` are of the windows since then.
         """
         self._first_step, self._judged_to, self.episodes = state
         self._same_ranks_ns = self.episodes.clock.now_ns
@@ -140,7 +140,7 @@ class RunJudge:
             and full
         )
 
-    def whole(self) -> Verdict:
+    def run_verdict(self) -> Verdict:
         """
         Judge the whole run so far, after warm-up, with `chronic` from its share of all windows.
 
@@ -212,7 +212,7 @@ class RunJudge:
         return self._totals[verdict.label, verdict.stage, verdict.rank]
 
     def sample(self) -> Window | None:
-        """Return the steps that `whole` judges. None before there are any."""
+        """Return the steps that `run_verdict` judges. None before there are any."""
         if self._window is None or not self._sample:
             return self._window
         tail = self._window.select(self._window.keys > self._sample[-1].keys[-1])
@@ -247,7 +247,7 @@ class RunJudge:
         return msgspec.structs.replace(verdict, chronic=same >= self._thresholds.chronic_share * counted)
 
     def _collect(self, window: Window) -> None:
-        """Add a window to the sample for the whole-run verdict, see `whole`."""
+        """Add a window to the sample for the whole-run verdict, see `run_verdict`."""
         thresholds = self._thresholds
         if len(window.starts) < thresholds.window_steps or window.keys[0] <= self._sampled_to:
             return
@@ -335,7 +335,7 @@ class Replay:
         self._tail = window.last(self._limits.window_steps)
 
     def done(self) -> RunJudge:
-        """Judge the last steps; read `periods`, `whole()` and `baseline` of the result."""
+        """Judge the last steps; read `periods`, `run_verdict()` and `baseline` of the result."""
         if self._tail is not None and self._judged != self._seen:
             self._run.update(self._tail)
         self._run.episodes.close()

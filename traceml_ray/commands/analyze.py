@@ -13,7 +13,7 @@ from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
 from traceml_ray.settings import Settings
 from traceml_ray.store import session
-from traceml_ray.text import say, show
+from traceml_ray.text import log, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         with text.progress_bar("analyze"):
             analysis = over_files.analyze(paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
     except RankFilterError as error:
-        say(error)
+        log(error)
         return 2
     except over_files.AnalyzeError as error:
         _print_refused(error.refused or [error])
@@ -103,4 +103,4 @@ def _is_missing(path: Path) -> bool:
 def _print_refused(refused: Sequence[Any]) -> None:
     """Print on stderr which files are not used, in one line each."""
     for refused_file in refused:
-        say(refused_file)
+        log(refused_file)

@@ -9,7 +9,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.commands.completion import names_of_sessions
-from traceml_ray.text import one_line, say, show
+from traceml_ray.text import log, one_line, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -66,6 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
     if gate is None:
         return 0
     if comparison.word is None:
-        say(comparison.headline)
+        log(comparison.headline)
         return 1
     return 3 if regressed(comparison, gate) else 0

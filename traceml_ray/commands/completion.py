@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         from argcomplete.shell_integration import shellcode
     except ImportError:
         missing = "completion needs argcomplete: pip install 'traceml-ray[completion]'"
-        say(missing)
+        log(missing)
         return 1
     sys.stdout.write(shellcode(["traceml-ray"], shell=arguments.shell) + "\n")
     return 0

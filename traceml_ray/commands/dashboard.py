@@ -6,7 +6,7 @@ import argparse
 import os
 
 from traceml_ray.commands import which
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (error.name or "").startswith("traceml_ray"):
             raise
         missing = f"the dashboard needs {error.name}: pip install 'traceml-ray[dash]'"
-        say(missing)
+        log(missing)
         return 1
     token = os.environ.pop("TRACEML_DASHBOARD_TOKEN", None) or None
     if arguments.token is None:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return serve(arguments)
     except SourceError as error:
-        say(error)
+        log(error)
         return 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from traceml_ray.commands import which
-from traceml_ray.text import say, show
+from traceml_ray.text import log, show
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -21,6 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         show(control.dump(folder))
     except control.ControlError as error:
-        say(error)
+        log(error)
         return 1
     return 0

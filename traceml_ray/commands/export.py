@@ -8,7 +8,7 @@ from pathlib import Path
 from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.settings import Settings
-from traceml_ray.text import one_line, say, show
+from traceml_ray.text import log, one_line, show
 
 FORMATS = ("parquet", "csv", "perfetto")
 
@@ -60,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         with text.progress_bar(f"export of {name}"):
             files = export(folder, kind, out, chosen, arguments.run)
     except RankFilterError as error:
-        say(error)
+        log(error)
         return 2
     except ExportError as error:
-        say(error)
+        log(error)
         return 1
     size = text.size(sum(path.stat().st_size for path in files))
     what = "open it at https://ui.perfetto.dev" if kind == "perfetto" else text.count(len(files), "file")

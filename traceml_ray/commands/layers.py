@@ -9,7 +9,7 @@ from pathlib import Path
 from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.signals.layers.answer import GetLayers
-from traceml_ray.text import say, show
+from traceml_ray.text import log, show
 from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
@@ -59,10 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
                     goes_on=lambda: session.holder(folder) is not None,
                 )
     except ValueError as error:
-        say(error)
+        log(error)
         return 2
     except ControlError as error:
-        say(error)
+        log(error)
         return 1
     finally:
         answers.close()
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif layers.ranks:
         show(render_layers(layers), end="")
     else:
-        say(_nothing(folder, arguments.steps))
+        log(_nothing(folder, arguments.steps))
     return 0 if layers.ranks else 1
 
 

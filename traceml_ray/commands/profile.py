@@ -13,7 +13,7 @@ from traceml_ray.launchers.profile_request import profile
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
-from traceml_ray.text import progress_bar, say, show
+from traceml_ray.text import log, progress_bar, show
 from traceml_ray.wire import messages as wire
 
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     was profiled.
     """
     if (wrong := _contradiction(arguments)) is not None:
-        say(wrong)
+        log(wrong)
         return 2
     shows = _views(arguments)
     if shows:
@@ -139,13 +139,13 @@ def run(arguments: argparse.Namespace) -> int:
             {name: value for name, value in given.items() if value is not None}
         )
     except ValueError as error:
-        say(error)
+        log(error)
         return 2
     try:
         with progress_bar("profile"):
             result = profile(folder, wanted)
     except ControlError as error:
-        say(error)
+        log(error)
         return 1
     # What is shown of it may be one document (--json).
     show(render_profile(result.profile, result.path), end="", file=sys.stderr if shows else None)
@@ -158,5 +158,5 @@ def _remove(folder: Path, name: str) -> int:
     if remove_profile(folder, name):
         return 0
     profile_ids = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
-    say(f"no profile {name!r} in {folder}; there: {profile_ids}")
+    log(f"no profile {name!r} in {folder}; there: {profile_ids}")
     return 2

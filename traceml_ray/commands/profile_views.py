@@ -14,7 +14,7 @@ from traceml_ray.files import write_file
 from traceml_ray.identity import RankFilterError, rank_filter
 from traceml_ray.reports.profiles import render_difference, render_operations
 from traceml_ray.store.profiles import MAX_RANKS, Profile, StoredProfile, profiles_of
-from traceml_ray.text import say, show
+from traceml_ray.text import log, show
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import MEDIAN, Difference, RecordingError, difference
 from traceml_ray.traces.key_averages import (
@@ -76,7 +76,7 @@ def _run_view(
         if profile is not None and not named:
             _note(chosen, profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, FormatError) as error:
-        say(error)
+        log(error)
         return 2
     return 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.store import session
-from traceml_ray.text import one_line, say, show
+from traceml_ray.text import log, one_line, show
 
 if TYPE_CHECKING:
     from traceml_ray.reports.listing import Listed
@@ -103,14 +103,14 @@ def _remove(one: Listed, advance: text.Progress, share: float) -> int:
     try:
         left = session.remove(Path(one.path))
     except (session.SessionError, OSError) as error:
-        say(error)
+        log(error)
         return 1
     if left:
         names = ", ".join(left[:5])
-        say(f"{one.path}: left there, as it is not of the monitor: {names}")
+        log(f"{one.path}: left there, as it is not of the monitor: {names}")
     return 0
 
 
 def _refused(why: str) -> int:
-    say(f"sessions: {why}")
+    log(f"sessions: {why}")
     return 2

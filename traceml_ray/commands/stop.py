@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from traceml_ray.commands import which
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -21,6 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         control.stop(folder)
     except control.ControlError as error:
-        say(error)
+        log(error)
         return 1
     return 0

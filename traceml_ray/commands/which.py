@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from traceml_ray.commands.completion import names_of_sessions
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, SessionStartingError, await_session
-from traceml_ray.text import say
+from traceml_ray.text import log
 
 if TYPE_CHECKING:
     from traceml_ray.reports.answers import Answers
@@ -88,7 +88,7 @@ def wait_for_folder(session: str | None, arguments: argparse.Namespace) -> Path:
     """Return the folder of that session, see `folder_of`; the arguments say where, and how long to wait."""
     waits_for = (SessionStartingError,) if arguments.wait is None else (SessionStartingError, NoSessionError)
     wait_s = _WAIT_S if arguments.wait is None else arguments.wait
-    return await_session(session, Settings.load(out=arguments.out).out, wait_s, waits_for, say)
+    return await_session(session, Settings.load(out=arguments.out).out, wait_s, waits_for, log)
 
 
 def stored(arguments: argparse.Namespace) -> tuple[Path, Answers]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from traceml_ray.document.elements import CELL, NOTHING, Content, Markup, grid, join, sentence, tag
 from traceml_ray.document.model import Drawing, Facts, Lines, Section, Table
-from traceml_ray.document.svg import drawn, tiles
+from traceml_ray.document.svg import drawn, kpis
 from traceml_ray.document.text import shortened
 
 _MOST_LINES = 4
@@ -18,7 +18,7 @@ def section(content: Section, most: int | None = None) -> Markup:
     Return a section: its numbers, a titled box for its facts, lines and drawings, and one for each table, of
     which `most` rows are shown.
     """
-    shown = tiles(content.numbers) if content.numbers else NOTHING
+    shown = kpis(content.numbers) if content.numbers else NOTHING
     alone = () if content.title else [block for block in content.blocks if isinstance(block, Lines)]
     boxed = [_block(block) for block in content.blocks if block not in alone and not isinstance(block, Table)]
     tables = [block for block in content.blocks if isinstance(block, Table) and (block.items or block.note)]

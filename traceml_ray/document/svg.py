@@ -97,12 +97,12 @@ def _bars(block: Bars) -> Markup:
     return join(note, shown, _numbers(block.table._replace(note="")))
 
 
-def tiles(numbers: Sequence[Number]) -> Markup:
+def kpis(numbers: Sequence[Number]) -> Markup:
     """Return numbers, each with its line."""
-    return tag("div", map(_tile, numbers), cls="tiles")
+    return tag("div", map(_kpi, numbers), cls="kpis")
 
 
-def _tile(number: Number) -> Markup:
+def _kpi(number: Number) -> Markup:
     values = [None if np.isnan(value) else float(value) for value in number.line]
     path = drawing.spark(values, None, (120, 28))
     line = tag("path", d=path, fill="none", stroke=drawing.BLUE, stroke_width=1.5, **_THIN)

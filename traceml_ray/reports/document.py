@@ -33,11 +33,11 @@ from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports import contents
 from traceml_ray.reports.deaths import exit_words, place_words
 from traceml_ray.reports.headlines import change, cost_of, current_episode, findings_in, named
+from traceml_ray.reports.kpis import kpis
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
-from traceml_ray.reports.tiles import tiles
 from traceml_ray.signals.views import VIEWS, sections_of, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -160,7 +160,7 @@ def _findings(chart_data: ChartData) -> Iterator[Section]:
 def _numbers(chart_data: ChartData) -> Iterator[Section]:
     """Yield the numbers above all charts."""
     if chart_data.times and chart_data.columns:
-        yield Section(numbers=tiles(chart_data.times, chart_data.columns, signal_numbers(chart_data.signals)))
+        yield Section(numbers=kpis(chart_data.times, chart_data.columns, signal_numbers(chart_data.signals)))
 
 
 def _deaths(chart_data: ChartData) -> Iterator[Section]:

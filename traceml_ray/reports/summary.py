@@ -156,7 +156,7 @@ def _summary(
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     spans, dated = StoredSpans(facts.session, facts.ranks), (lines, facts.thresholds.warmup_steps)
     stood = hangs(facts.session.verdicts()[0])
-    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, totals, spans)
+    performance = _with_span(judged.run_verdict() if judged else _no_step(facts), facts, totals, spans)
     verdict, signals = _outcome(facts, known, totals, performance, stood)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     verdict = _with_first_steps(verdict, first := first_steps_of(facts, totals))

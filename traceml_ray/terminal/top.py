@@ -26,7 +26,7 @@ from traceml_ray.document.terminal import fit
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import NoSessionError, await_session
 from traceml_ray.terminal.screen import TerminalWindow, is_window
-from traceml_ray.text import exit_now, exit_soon, say, show
+from traceml_ray.text import exit_now, exit_soon, log, show
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 from traceml_ray.views.state import OVER
@@ -179,7 +179,7 @@ def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
     at Ctrl-C. Raises SessionError where there is none by then.
     """
     try:
-        await_session(session, source.out, wait_s, (NoSessionError,), say, starting=True)
+        await_session(session, source.out, wait_s, (NoSessionError,), log, starting=True)
     except KeyboardInterrupt:
         return False
     return True

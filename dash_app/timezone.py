@@ -12,14 +12,14 @@ from zoneinfo import ZoneInfo
 
 from traceml_ray import text
 
-_ZONE: ContextVar[tzinfo] = ContextVar("zone", default=timezone.utc)
+_ZONE: ContextVar[tzinfo] = ContextVar("timezone", default=timezone.utc)
 
 
 @contextmanager
 def timezone_of(name: str) -> Iterator[None]:
     """
-    Show moments in a zone: its name (IANA) and, for a machine that does not know it, by how many minutes it
-    is ahead of UTC: "Asia/Kolkata 330". UTC where neither helps.
+    Show moments in a timezone: its name (IANA) and, for a machine that does not know it, by how many minutes
+    it is ahead of UTC: "Asia/Kolkata 330". UTC where neither helps.
     """
     before = _ZONE.set(_zone(name))
     try:

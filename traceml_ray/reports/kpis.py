@@ -15,7 +15,7 @@ _SPARK = 60
 Array = np.ndarray[Any, Any]
 
 
-def tiles(
+def kpis(
     times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()
 ) -> list[Number]:
     """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
@@ -31,37 +31,37 @@ def tiles(
     median, p95 = times["median_ms"], text.ms(times["p95_ms"])
     every = f"the share of their time in which ranks wait for others, {steps_text}"
     shown = [
-        _tile("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
-        _tile("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"]),
-        _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
-        _tile(
+        _kpi("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
+        _kpi("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"]),
+        _kpi("goodput", "Productive time", times["productive_pct"], "%", since, ()),
+        _kpi(
             "wait", "Waiting per rank", times["waiting_pct"], "%", steps_text, columns["waiting_pct"], every
         ),
-        _tile(
+        _kpi(
             "worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], steps_text
         ),
         *_idle(times),
     ]
     for one in signals:
-        tile = _tile(one.key, one.label, one.value, one.unit, one.about or steps_text, one.line, one.title)
+        kpi = _kpi(one.key, one.label, one.value, one.unit, one.about or steps_text, one.line, one.title)
         places = [other.key for other in shown]
         if one.key in places:
-            shown[places.index(one.key)] = tile
+            shown[places.index(one.key)] = kpi
         else:
-            shown.insert(places.index(one.after) + 1 if one.after in places else len(shown), tile)
+            shown.insert(places.index(one.after) + 1 if one.after in places else len(shown), kpi)
     return shown
 
 
 def _idle(times: Mapping[str, Any]) -> list[Number]:
-    """Return the tile of the GPU that waits most for its host, where ranks have a device clock."""
+    """Return the KPI of the GPU that waits most for its host, where ranks have a device clock."""
     idle = times["gpu_idle_pct"]
     if np.isnan(idle).all():
         return []
     position = int(np.nanargmax(idle))
-    return [_tile("idle", "GPU idle, most", idle[position], "%", f"rank {times['ranks'][position]}", ())]
+    return [_kpi("idle", "GPU idle, most", idle[position], "%", f"rank {times['ranks'][position]}", ())]
 
 
-def _tile(
+def _kpi(
     key: str,
     label: str,
     value: float | None,

@@ -60,7 +60,7 @@ def test_verdicts_are_the_same_in_any_pieces(cuts):
     one, several = judged
     assert list(several.periods) == list(one.periods)
     assert several.episodes.episodes == one.episodes.episodes
-    assert several.whole() == one.whole()
+    assert several.run_verdict() == one.run_verdict()
     assert several.baseline == one.baseline
 
 
