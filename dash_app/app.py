@@ -28,13 +28,14 @@ from flask import Flask
 from plotly.io.json import to_json_plotly
 
 from traceml_ray.text import natural
+from traceml_ray.views import timezone
+from traceml_ray.views.figures import Figure
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep_newest
 from traceml_ray.views.values import whole_number
 
-from . import listing, shell, timezone
+from . import listing, shell
 from .components import Chart, Content
-from .figures import Figure
 from .pages import PAGES, has_nothing, start
 from .route import SCOPE, Route
 from .session_pages import SessionPages

@@ -18,10 +18,10 @@ from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.document import drawing
 from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.store import query
+from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import Array, rounded, whole_number
+from traceml_ray.views.values import rounded, whole_number
 
-from . import figures
 from .components import CLICKED, Columns, aria, link, numbers, part, table
 from .route import Route
 from .session_cache import SessionCache
@@ -319,10 +319,3 @@ def _bar_style(spine: Mapping[str, Any], first: int, last: int) -> dict[str, str
     left = 100 * (min(max(first, low), high) - low) / (high - low)
     width = 100 * (min(max(last + 1, low), high) - low) / (high - low) - left
     return {"left": f"{left:.2f}%", "width": f"{max(0, width):.2f}%"}
-
-
-def middles(columns: Mapping[str, Any]) -> list[int]:
-    """Return the step at which a column is drawn as a point of a line."""
-    both: Array = (columns["first"] + columns["last"]) // 2
-    steps: list[int] = both.tolist()
-    return steps

@@ -16,8 +16,8 @@ from traceml_ray.document.model import SIGNS, Column
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
+from traceml_ray.views import figures, timezone
 
-from . import figures, timezone
 from .route import Route
 
 _MOST_OFF = 8

@@ -12,9 +12,8 @@ from traceml_ray import text
 from traceml_ray.analysis import row_table
 from traceml_ray.document import drawing
 from traceml_ray.stages import STAGES
+from traceml_ray.views import figures
 from traceml_ray.views.values import Array, rounded
-
-from . import figures
 
 MOST_ROWS = 128
 """Largest number of ranks shown one per row. In a larger job a row is a node, drawn as its last rank."""

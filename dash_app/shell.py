@@ -25,6 +25,7 @@ from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
+from traceml_ray.views import timezone
 from traceml_ray.views.events import incident
 from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.run_state import RunState
@@ -38,7 +39,7 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-from . import profiles, timezone
+from . import profiles
 from .components import Content, aria, copying, dated, link, marked, part
 from .pages.node import evidence_link
 from .route import Route

@@ -1,4 +1,4 @@
-/* The mouse and the arrow keys on the heatmap; its trace has in `meta` what its rows and columns are, see heatmap.py. */
+/* The mouse and the arrow keys on the heatmap; its trace has in `meta` what its rows and columns are, see views/heat_figure.py. */
 {
   const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   const cursor = [Infinity, 0]; // column and row

@@ -19,10 +19,11 @@ from traceml_ray.document.model import SIGNS
 from traceml_ray.reports.headlines import brief, hours_of, named
 from traceml_ray.store import query
 from traceml_ray.store.results import BundleInfo
+from traceml_ray.views import timezone
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
 
-from .. import listing, timezone
+from .. import listing
 from ..components import (
     Columns,
     aria,

@@ -15,11 +15,12 @@ from traceml_ray.document.drawing import icicle
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layer, Layers
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences
+from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import layer_columns, layer_rank_columns
 from traceml_ray.wire.commands import MAX_LAYER_STEPS
 
-from .. import figures, listing, profiles
+from .. import listing, profiles
 from ..components import Columns, aria, cells_of, chart, keys_of, marked, panel, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache

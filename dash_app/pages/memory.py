@@ -22,11 +22,13 @@ from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.sharding.judge import ModelShards, ShardingInfo
 from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
 from traceml_ray.store import query
+from traceml_ray.views import figures
+from traceml_ray.views.memory_curves import COUNTERS, memory_curves
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
 from traceml_ray.views.tables import memory_columns
 
-from .. import axis, figures, listing
+from .. import axis, listing
 from ..components import (
     Chart,
     Columns,
@@ -78,12 +80,6 @@ _LINES = 6
 """Largest number of ranks drawn."""
 _SAMPLES = 240
 _MOST = 100
-_COUNTERS = {
-    "allocated_bytes": "allocated by torch",
-    "process_bytes": "on the device, by the driver",
-    "rss_bytes": "resident (RSS)",
-}
-"""Charts by field of a memory sample."""
 _ALIKE = 3
 """More findings of one kind than this are shown as one line."""
 
@@ -108,7 +104,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "attributions": [attribution for attribution in memory.collectives if attribution.rank in asked],
         "chosen": chosen,
         "wrong": wrong,
-        "lines": _lines(run, drawn, samples),
+        "lines": memory_curves({rank: run.ranks[rank].id for rank in drawn if rank in run.ranks}, samples),
         "axis": spine,
         "bundles": events.bundles_of(cache),
         "sharding": divided,
@@ -139,23 +135,6 @@ def _drawn(memory: Memory, ranks: Sequence[int]) -> list[int]:
     first = [memory.first_cause.rank] if memory.first_cause else []
     named = [*first, *(finding.rank for finding in memory.findings), *ranks]
     return [rank for rank in dict.fromkeys(named) if rank in ranks][:_LINES]
-
-
-def _lines(
-    run: RunState, drawn: Sequence[int], samples: Sequence[tuple[int, Any]]
-) -> dict[str, dict[str, tuple[list[int], list[float | None]]]]:
-    """Return by field, then by rank and device: times and values."""
-    ranks = {run.ranks[rank].id: rank for rank in drawn if rank in run.ranks}
-    charts: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {name: {} for name in _COUNTERS}
-    for process, sample in samples:
-        device = "" if sample.device is None else f", GPU {sample.device}"
-        for name, lines in charts.items():
-            value = getattr(sample, name)
-            if value is not None:
-                times, values = lines.setdefault(f"rank {ranks[process]}{device}", ([], []))
-                times.append(sample.t_ns)
-                values.append(value)
-    return {name: lines for name, lines in charts.items() if lines}
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
@@ -241,9 +220,9 @@ def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: 
     drawn = {rank: (*curve, colours[rank]) for rank, curve in lines.items()}
     return chart(
         f"memory-{name}",
-        f"Memory {_COUNTERS[name]}",
+        f"Memory {COUNTERS[name]}",
         figures.sizes(drawn, frame=axis.clock(view["axis"])),
-        f"Memory {_COUNTERS[name]} of the ranks that stand out, over time",
+        f"Memory {COUNTERS[name]} of the ranks that stand out, over time",
         route,
         series=colours,
         tall="low",

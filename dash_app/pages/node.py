@@ -13,11 +13,12 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
 from traceml_ray.text import natural
+from traceml_ray.views import figures
 from traceml_ray.views.ranks import nodes, position
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import as_dict, by_rank, number, rounded
 
-from .. import axis, figures
+from .. import axis
 from ..components import (
     Chart,
     Columns,

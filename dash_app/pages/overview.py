@@ -22,13 +22,15 @@ from traceml_ray.reports.kpis import kpis
 from traceml_ray.signals.views import POLLED, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
+from traceml_ray.views import figures
 from traceml_ray.views.events import events_of
+from traceml_ray.views.heat_figure import heat_figure
 from traceml_ray.views.ranks import nodes
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_stage, number, rounded
 from traceml_ray.wire.codec import ready
 
-from .. import axis, figures, heatmap
+from .. import axis, heatmap
 from ..components import (
     CLICKED,
     Chart,
@@ -200,7 +202,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
     revision, columns = str(view["session"]["run"]), view["columns"]
-    steps, frame = axis.middles(columns) if columns else [], axis.frame(view["axis"])
+    steps, frame = figures.middles(columns) if columns else [], axis.frame(view["axis"])
     return [
         chart(
             "exposed",
@@ -264,7 +266,7 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
     if len(heat["ranks"]):
         drawn = heatmap.rows(heat, view["verdict"] or {}, route)
         frame, revision = axis.frame(view["axis"]), str(view["session"]["run"])
-        figure, names = heatmap.figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
+        figure, names = heat_figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
         if route.get("table") == "heat":
             rows = heatmap.as_table(heat, drawn)
     missing = html.Span([html.I(className="missing"), "missing"], className="key")

@@ -13,11 +13,12 @@ from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Compared, Difference
 from traceml_ray.traces.key_averages import Operation
+from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
 from traceml_ray.wire.commands import OPTIONS
 
-from .. import listing, profiles, timezone
+from .. import listing, profiles
 from ..components import (
     Columns,
     aria,

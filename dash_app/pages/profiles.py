@@ -11,10 +11,11 @@ from traceml_ray import text
 from traceml_ray.launchers.profile_request import so_far
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
+from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.messages import MAX_PROFILE_STEPS
 
-from .. import profiles, timezone
+from .. import profiles
 from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table
 from ..route import Route
 from ..session_cache import SessionCache

@@ -20,11 +20,12 @@ from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
+from traceml_ray.views import figures
 from traceml_ray.views.ranks import position
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_rank, by_stage, mean, number, whole_number
 
-from .. import axis, figures, profiles
+from .. import axis, profiles
 from ..components import (
     Chart,
     Columns,

@@ -17,10 +17,11 @@ from traceml_ray.reports.headlines import severity
 from traceml_ray.reports.listing import Entry, entries, found_in, names
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepSample
+from traceml_ray.views import figures, timezone
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import age_s, rounded
 
-from .. import figures, listing, timezone
+from .. import listing
 from ..components import (
     Chart,
     Columns,

@@ -18,13 +18,15 @@ from plotly.io.json import to_json_plotly
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING
-from traceml_ray.dash_app import components, figures, heatmap
+from traceml_ray.dash_app import components, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.components import part
 from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document import drawing
+from traceml_ray.views import figures
+from traceml_ray.views.heat_figure import heat_figure
 from traceml_ray.wire import messages as wire
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]
@@ -269,7 +271,7 @@ class TestHeatmap:
         assert sorted(covered) == [*range(world)]
         assert by_cost or covered == sorted(covered)
         assert [row.rank for row in drawn if row.named] == [late][: len(verdict["ranks"])]
-        figure = heatmap.figure(heat, drawn, "", {"between": (4.5, 14.5), "onset": None})
+        figure = heat_figure(heat, drawn, "", {"between": (4.5, 14.5), "onset": None})
         assert "y" not in figure["data"][0]  # rows that are not equally high are painted cell by cell
         sent = figure["data"][0]["z"]
         shape = [int(n) for n in sent["shape"].split(",")]

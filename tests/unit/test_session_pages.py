@@ -23,7 +23,7 @@ from snapshot import Snapshot
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
-from traceml_ray.dash_app import figures, metrics, shell, timezone
+from traceml_ray.dash_app import metrics, shell
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
@@ -39,6 +39,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.text import natural
+from traceml_ray.views import figures, timezone
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.views.values import by_stage

@@ -17,9 +17,8 @@ from traceml_ray import text
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
 from traceml_ray.signals.nodes.quantities import Quantity
+from traceml_ray.views import timezone
 from traceml_ray.views.values import Array, brief, rounded
-
-from . import timezone
 
 Series = Array | Sequence[float | None]
 """Values of a line; NaN or None where a value is not known."""
@@ -375,3 +374,10 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     short = t_ns[-1] - t_ns[0] < 600e9
     ticks = {"nticks": 4, "tickformat": "%H:%M:%S"} if short else {"nticks": 5, "tickformat": "%H:%M"}
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
+
+
+def middles(columns: Mapping[str, Any]) -> list[int]:
+    """Return the step at which a column is drawn as a point of a line."""
+    both: Array = (columns["first"] + columns["last"]) // 2
+    steps: list[int] = both.tolist()
+    return steps

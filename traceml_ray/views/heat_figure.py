@@ -1,0 +1,79 @@
+"""The rank × time heatmap as a figure."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.analysis.spread import level
+from traceml_ray.document import drawing
+from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MISSING, HEIGHT, HeatRow, css
+from traceml_ray.views.figures import MARGIN, Figure, figure
+
+TOP, BOTTOM = 6, 38
+"""Margins in px above and below the rows."""
+_LINE = 14
+"""px that a line between nodes needs."""
+
+
+def heat_figure(
+    heat: Mapping[str, Any], drawn: Sequence[HeatRow], revision: str, frame: Mapping[str, Any]
+) -> Figure:
+    """Return the heatmap; assets/heatmap.js has what a click and the mouse do from the trace's `meta`."""
+    heights = [row.height for row in drawn]
+    edges = [0, *accumulate(heights)]
+    ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
+    z = drawing.worst(heat, drawn)
+    # Lines of one height: plotly.js paints others cell by cell, in twice the time.
+    z = np.repeat(z, heights, axis=0)
+    grey = 254.01 / 255
+    trace = {
+        "type": "heatmap",
+        "x": ends,
+        "y0": 0.5,
+        "z": {"dtype": "u1", "bdata": b64encode(z.tobytes()).decode(), "shape": f"{len(z)}, {z.shape[1]}"},
+        "zmin": 0,
+        "zmax": 255,
+        "colorscale": [
+            *((level(factor) / 255, css(c)) for factor, c in HEAT_COLOURS.items()),
+            (grey, css(HEAT_MISSING)),
+            (1, css(HEAT_MISSING)),
+        ],
+        "showscale": False,
+        "hoverinfo": "none",
+        "meta": {
+            "rows": [_row_details(heat, row, edge) for row, edge in zip(drawn, edges, strict=False)],
+            "first": heat["first"],
+            "last": heat["last"],
+        },
+    }
+    lines = [edge for edge, row in zip(edges, drawn, strict=False) if edge and row.toggle]
+    room = _LINE * len(lines) <= HEIGHT
+    return figure(
+        [trace],
+        "step",
+        "",
+        revision=f"{revision} {heat['stage']} {len(drawn)}",
+        frame=frame,
+        hovermode="closest",
+        margin={**MARGIN, "t": TOP, "b": BOTTOM},
+        yaxis={"visible": False, "autorange": "reversed"},
+        shapes=[_line(edge) for edge in lines] if room else [],
+    )
+
+
+def _row_details(heat: Mapping[str, Any], row: HeatRow, edge: int) -> dict[str, Any]:
+    """Return what the browser needs of a row: name, link, position, its rank or first and last rank."""
+    ranks = [row.rank]
+    if row.rank is None:
+        ranks = [heat["ranks"][line] for line in (row.lines[0], row.lines[-1])] if row.href else []
+    return {"name": row.name, "href": row.href, "ranks": ranks, "at": edge}
+
+
+def _line(y: float) -> dict[str, Any]:
+    line = {"width": 1.5, "color": drawing.GREY}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
