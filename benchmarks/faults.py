@@ -43,7 +43,7 @@ import msgspec
 import numpy as np
 from overhead import machine  # type: ignore[import-not-found]
 
-from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.evidence import chain
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds

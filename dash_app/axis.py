@@ -14,7 +14,7 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.document import drawing
 from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.store import query

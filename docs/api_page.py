@@ -44,13 +44,12 @@ ERRORS = {
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 PARTS = {
     "traceml_ray/analysis/verdict.py": ("Suspect", "Stack"),
-    "traceml_ray/analysis/uneven_work.py": ("Reason",),
+    "traceml_ray/analysis/uneven_work.py": ("Reason", "ExpertLoad"),
     "traceml_ray/analysis/anomalies.py": ("Anomaly",),
     "traceml_ray/analysis/roles.py": ("RoleShare",),
     "traceml_ray/analysis/track.py": ("Episode",),
     "traceml_ray/analysis/episodes.py": ("Brief",),
-    "traceml_ray/analysis/first_steps.py": ("FirstSteps",),
-    "traceml_ray/analysis/experts.py": ("ExpertLoad",),
+    "traceml_ray/analysis/step_stats.py": ("FirstSteps",),
     "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput"),
     "traceml_ray/signals/sharding/judge.py": (
         *("ShardingInfo", "ShardsOfRank", "ModelShards", "Uneven", "Imbalance"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from simulated_device import Fault, Job, windows
 
-from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.evidence import chain
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import Window

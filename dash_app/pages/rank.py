@@ -8,9 +8,9 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.hang import hangs
-from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.analysis.step_stats import MAX_BINS
+from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document import drawing
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from played import Played
 
 from traceml_ray import cli
-from traceml_ray.analysis.reduction import begun
+from traceml_ray.analysis.step_history import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app.app import Refresher

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from traceml_ray.analysis.step_sizes import amounts
+from traceml_ray.analysis.uneven_work import amounts
 from traceml_ray.store.session_file import SessionFile
 
 ROOT = Path(__file__).parents[2]

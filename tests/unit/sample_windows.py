@@ -12,10 +12,10 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import busy_ns, frontiers
-from traceml_ray.analysis.costs import with_saving
 from traceml_ray.analysis.evidence import comparable
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import with_saving
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.stages import FLAG_EXCLUDED, N_STAGES, SEGMENT_BITS

@@ -16,9 +16,8 @@ from msgspec.structs import replace
 from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
-from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
-from traceml_ray.analysis.samples import Samples
-from traceml_ray.analysis.step_times import of_rows, span
+from traceml_ray.analysis.anomalies import Anomaly, Machine, Samples, anomalies
+from traceml_ray.analysis.step_stats import of_rows, span
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.text import WIDTH
 from traceml_ray.monitor.aggregator import AggregatorCore

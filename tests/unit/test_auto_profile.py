@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from traceml_ray.analysis.peers import median_rank
+from traceml_ray.analysis.roles import median_rank
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Window
 from traceml_ray.monitor.captures import Wanted

@@ -22,7 +22,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import BATCHES
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.analysis.step_sizes import amounts, unpacked
+from traceml_ray.analysis.uneven_work import amounts, unpacked
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.signals.throughput.agent import WorkReport

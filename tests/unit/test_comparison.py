@@ -12,7 +12,7 @@ from played import Played
 from sessions import LIMITS, MS
 from snapshot import Snapshot
 
-from traceml_ray.analysis import resampling
+from traceml_ray.analysis import comparison
 from traceml_ray.analysis.comparison import MemorySeries, compare_memory
 from traceml_ray.cli import main
 from traceml_ray.reports.answers import Answers
@@ -182,13 +182,13 @@ def _series(memory: float, n: int, rng: np.random.Generator) -> np.ndarray:
 def test_blocks_are_as_long_as_steps_remember_each_other() -> None:
     rng = np.random.default_rng(1)
     lengths = [
-        np.mean([resampling.block_length(_series(memory, 400, rng)) for _ in range(20)])
+        np.mean([comparison.block_length(_series(memory, 400, rng)) for _ in range(20)])
         for memory in (0.0, 0.5, 0.9)
     ]
     assert lengths[0] < 4 < lengths[1] < lengths[2]
     spike = np.r_[np.zeros(200), 1e6, np.zeros(200)] + rng.normal(size=401)
-    assert resampling.block_length(spike) < 5
-    assert resampling.block_length(np.ones(100)) == resampling.block_length(np.ones(2)) == 1
+    assert comparison.block_length(spike) < 5
+    assert comparison.block_length(np.ones(100)) == comparison.block_length(np.ones(2)) == 1
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.6, 0.8])
@@ -197,28 +197,28 @@ def test_interval_holds_the_mean_of_correlated_steps_about_as_often_as_it_says(m
     rng, n, inside = np.random.default_rng(2), 250, 0
     for _ in range(150):
         series = _series(memory, n, rng)
-        block = resampling.block_length(series)
-        half = resampling.student(n / block, 0.975) * resampling.error_of_means(series[:, None], block)[0]
+        block = comparison.block_length(series)
+        half = comparison.student(n / block, 0.975) * comparison.error_of_means(series[:, None], block)[0]
         inside += abs(series.mean()) <= half
     assert inside / 150 > 0.87
 
 
 def test_replicates_scatter_as_the_error_of_the_mean_says() -> None:
     series = _series(0.7, 300, np.random.default_rng(3))
-    block = resampling.block_length(series)
-    starts = resampling.starts_of_blocks(300, block, 2000)
-    drawn = resampling.means(series[:, None], block, starts)
-    scatter = drawn.replicates.std() * resampling.few_blocks(300 / block)
-    assert scatter == pytest.approx(resampling.error_of_means(series[:, None], block)[0], rel=0.07)
+    block = comparison.block_length(series)
+    starts = comparison.starts_of_blocks(300, block, 2000)
+    drawn = comparison.means(series[:, None], block, starts)
+    scatter = drawn.replicates.std() * comparison.few_blocks(300 / block)
+    assert scatter == pytest.approx(comparison.error_of_means(series[:, None], block)[0], rel=0.07)
     assert drawn.values[0] == pytest.approx(series.mean())
-    tails = resampling.quantiles_of(series, (0.5, 0.95), block, starts)
+    tails = comparison.quantiles_of(series, (0.5, 0.95), block, starts)
     assert np.all(tails.replicates[:, 0] < tails.replicates[:, 1])
 
 
 def test_run_that_drifts_may_differ_by_as_much_from_the_next() -> None:
     noise = np.random.default_rng(4).normal(20, 1, 500)
     still, rises = (
-        float(resampling.drift(np.array([values[part].mean() for part in resampling.parts_of(500)])))
+        float(comparison.drift(np.array([values[part].mean() for part in comparison.parts_of(500)])))
         for values in (noise, noise + RAMP)
     )
     assert still < 0.3 and rises == pytest.approx(np.std(RAMP), rel=0.25)

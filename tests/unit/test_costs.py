@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceml_ray.analysis.costs import with_cost, with_saving
+from traceml_ray.analysis.track import with_cost, with_saving
 from traceml_ray.analysis.verdict import Verdict
 
 WHY = "rank 1 is 4 ms late: 20 % of the step is not what it costs."

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from traceml_ray.analysis.anomalies import Anomaly
-from traceml_ray.analysis.experts import ExpertLoad, loads
 from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.uneven_work import ExpertLoad, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.headlines import beside, line_of, named
 from traceml_ray.signals.experts.records import RouterTokens

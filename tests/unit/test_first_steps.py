@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from played import QUIET, Played
 from sessions import LIMITS, MS
 
-from traceml_ray.analysis.first_steps import first_steps
+from traceml_ray.analysis.step_stats import first_steps
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT

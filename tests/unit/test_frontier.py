@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from unit.sample_windows import RECORDED
 
-from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.evidence import chain
 
 ROWS = hnp.arrays(
     np.int64,

@@ -11,8 +11,8 @@ from sessions import LIMITS, SECOND, identity
 from unit.sample_windows import align, exact, held_bytes, processes
 from unit.test_step_history import check_stats, rows
 
-from traceml_ray.analysis import reduction
-from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis import step_history
+from traceml_ray.analysis.step_history import Reduction
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import FLAG_EXCLUDED, N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
@@ -39,8 +39,8 @@ def stored(path: Path, chunks: list[RankRows], world: int = RANKS) -> SessionFil
 def read(session: SessionFile, most: int) -> Reduction:
     """All of it, for a report."""
     ranks, _ = session.rows(last=1)
-    run = reduction.begun(ranks, LIMITS, None)
-    run.last_step = reduction.last_common_step(ranks)
+    run = step_history.begun(ranks, LIMITS, None)
+    run.last_step = step_history.last_common_step(ranks)
     HistoryReader(session, LIMITS, 0, run).read_all(most)
     return run
 

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.rules import Finding
 from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from traceml_ray.analysis.levels import least_lateness, usually_alike
+from traceml_ray.analysis.chance import least_lateness, usually_alike
 
 
 def drawn(seed: int, steps: int, ranks: int, stay: int = 1, noise: float = 0.02) -> np.ndarray:

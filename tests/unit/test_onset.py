@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceml_ray.analysis.onset import late_steps, onset
+from traceml_ray.analysis.evidence import late_steps, onset
 
 
 def late(pattern):

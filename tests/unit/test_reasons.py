@@ -13,9 +13,8 @@ from sessions import LIMITS, MS
 from unit.sample_windows import of_ms, window
 
 from traceml_ray.agent.batch_size import packed
-from traceml_ray.analysis.experts import ExpertLoad
 from traceml_ray.analysis.reasons import with_reason
-from traceml_ray.analysis.uneven_work import Reason
+from traceml_ray.analysis.uneven_work import ExpertLoad, Reason
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.throughput.records import StepSizes

@@ -16,7 +16,7 @@ import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
 from traceml_ray.agent.batch_size import packed
-from traceml_ray.analysis.reduction import Reduction, begun
+from traceml_ray.analysis.step_history import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports

@@ -20,9 +20,9 @@ from unit.sample_windows import judge
 from unit.test_recorder import Loop
 
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.analysis.experts import loads, sentence
 from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.roles import bubbles, role_of
+from traceml_ray.analysis.uneven_work import loads, sentence
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.summary import summarize

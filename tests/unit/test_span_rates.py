@@ -15,7 +15,7 @@ from sessions import MS, Rank, Relay, aggregation, as_made, ask
 from snapshot import Snapshot
 from unit.sample_windows import align, judge
 
-from traceml_ray.analysis.span_rates import SpanRate, SpanRates, span_rates, with_span
+from traceml_ray.analysis.reasons import SpanRate, SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window

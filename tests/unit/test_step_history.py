@@ -14,8 +14,8 @@ from unit.sample_windows import Exact, align, exact, held_bytes, processes, sync
 
 from traceml_ray.analysis.row_table import RankMeta, RowTable
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_stats import MAX_BINS, Bins, StepSums
 from traceml_ray.analysis.step_store import ALL
-from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.stages import (
     FLAG_EXCLUDED,

@@ -17,10 +17,10 @@ from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
 from traceml_ray.analysis import abstention
-from traceml_ray.analysis.costs import with_saving
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.span_rates import SpanRate, SpanRates, with_span
+from traceml_ray.analysis.reasons import SpanRate, SpanRates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import with_saving
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.analysis.window import Group, Window, missing_of
 from traceml_ray.stages import DATA, FLAG_INSEPARABLE, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT

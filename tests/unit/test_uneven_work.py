@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from varying_work import window_of
 
 from traceml_ray.analysis.evidence import Cause, gather
-from traceml_ray.analysis.unequal import is_hidden
+from traceml_ray.analysis.rules import is_hidden
 from traceml_ray.analysis.uneven_work import (
     MIN_STEPS,
     Reason,

@@ -6,7 +6,7 @@ from judged_work import COSTLY, FREE, POINTS, UNEVEN, claims_of, errors_of, nami
 from varying_work import COMPUTE, Played, Work, late, play, uniform
 from work_families import FAMILIES, run_of
 
-from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.evidence import chain
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, SYNC_WAIT
 

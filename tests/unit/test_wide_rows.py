@@ -14,7 +14,6 @@ from played import QUIET, Played
 from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
 from unit.sample_windows import held_bytes
 
-from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.row_table import (
     WIDTH,
     RankMeta,
@@ -24,8 +23,8 @@ from traceml_ray.analysis.row_table import (
     host_part,
     with_host_columns,
 )
-from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.step_times import span
+from traceml_ray.analysis.step_history import StepHistory, begun
+from traceml_ray.analysis.step_stats import span
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore

@@ -9,7 +9,7 @@ import pytest
 from snapshot import Snapshot
 from unit.sample_windows import judge, of_ms, synced, window
 
-from traceml_ray.analysis.span_rates import SpanRate, with_span
+from traceml_ray.analysis.reasons import SpanRate, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, FORWARD, SEGMENT_BITS

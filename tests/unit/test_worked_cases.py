@@ -6,7 +6,7 @@ import pytest
 from snapshot import Snapshot
 from unit.sample_windows import judge, of_ms, window
 
-from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.evidence import chain
 from traceml_ray.analysis.verdict import Verdict
 
 ALL = "all"

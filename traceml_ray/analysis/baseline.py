@@ -1,13 +1,19 @@
-"""The baseline: what a step takes in healthy windows, learned once from the run's own, then fixed."""
+"""
+The baseline, what a step takes in healthy windows: learned once from the run's own, then fixed; and
+`group_wide`: a stage, or the whole step, takes longer than in the baseline on most ranks.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.evidence import Evidence, Timing, late_steps, onset
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.analysis.window import Bool, Float, Int64
+from traceml_ray.stages import SYNC_WAIT
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,3 +123,150 @@ def without_largest(exposed: Float) -> Float:
         return exposed
     cut: Float = np.minimum(exposed, np.partition(exposed, -2, axis=0)[-2])
     return cut
+
+
+_BLOCK = 5
+_GOES_ON = 1 / 3
+_LASTS = 3 / 4
+_WHOLE = -1
+"""Column of the whole step, after the columns of its stages."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """
+    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1). None:
+    no stage carries it, the whole step takes longer. `stages_ns` (6,) has each stage's share of it.
+
+    `timing` is over the whole steps of the window, `from_step` where it began, `slow` (places of
+    ranks) whose own time, in the stage or at work, is nearer to the new level than to the old one.
+    """
+
+    stage: int | None
+    extra_ns: float
+    stages_ns: tuple[float, ...]
+    share: float
+    baseline: Baseline
+    timing: Timing
+    from_step: int
+    slow: tuple[int, ...]
+
+
+def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Drift | None:
+    """
+    Return the stage that exceeds `baseline` most, or the whole step where no stage carries that, or `None`.
+
+    The window's newest 10, 20, … steps are tested, and all of it. A full window requires a drift of
+    `min_drift` of the step and `drift_mads` MADs, n of its K steps √(K ÷ n) times as much. In all cases it
+    must exceed the noise of single steps by `drift_errors` standard errors, last (the lower median over
+    blocks of 5 steps has three quarters of it), continue (the newest 10 steps have a third of it), and make
+    the step as a whole longer. In the newest steps alone, most ranks must be slow, too: other rules find a
+    rank that has just become late, or each in turn.
+    """
+    first = evidence.window.first_step
+    if baseline.to_step is not None and (first is None or first <= baseline.to_step):
+        return None
+    steps, exposed = per_step(evidence)
+    if len(steps) < max(thresholds.first_window_steps, _BLOCK):
+        return None
+    series, usual = np.column_stack([exposed, exposed.sum(axis=1)]), _Usual(baseline)
+    best: tuple[float, int, int, Float, float] | None = None
+    stride = max(thresholds.stride_steps, _BLOCK)
+    tails = [*range(stride, len(steps), stride), len(steps)]
+    newest, _ = _extra(series[-stride:], usual)
+    for count in tails:
+        extra, passes, step_ns = _measured(series, count, newest, usual, thresholds)
+        column = _column(extra, passes, usual, thresholds)
+        weight = 0.0 if column is None else float(extra[column] * np.sqrt(count))
+        if column is not None and (best is None or weight > best[0]):
+            best = weight, column, count, extra, step_ns
+    if best is None:
+        return None
+    _, column, count, extra, step_ns = best
+    tested = count
+    late = late_steps(series[:, column] - usual.level[column])
+    began = onset(late)
+    if began is None and count < len(steps):
+        began = len(steps) - count
+    elif began is not None:  # its cost is that since then
+        since, now_ns = _extra(series[began:], usual)
+        if since[column] > 0:
+            count, extra, step_ns = len(steps) - began, since, now_ns
+    slow = _slow(evidence, column, count, extra, usual)
+    if tested < len(steps) and 2 * len(slow) <= len(evidence.window.ranks):
+        return None
+    return Drift(
+        stage=None if column == _WHOLE else column,
+        extra_ns=float(extra[column]),
+        stages_ns=tuple(extra[:_WHOLE].tolist()),
+        share=float(extra[column]) / step_ns,
+        baseline=baseline,
+        timing=Timing(late, began, goes_on=True),
+        from_step=int(steps[began or 0]),
+        slow=tuple(slow.tolist()),
+    )
+
+
+class _Usual:
+    """A baseline as columns (7,). The whole step varies at most as much as its stages together."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self.level = np.array([*baseline.level_ns, baseline.step_ns])
+        self.mad = np.array([*baseline.mad_ns, sum(baseline.mad_ns)])
+        self.sd = np.array([*baseline.sd_ns, sum(baseline.sd_ns)])
+        self.steps = baseline.steps
+
+
+def _column(extra: Float, passes: Bool, usual: _Usual, thresholds: Thresholds) -> int | None:
+    """Return the stage that has drifted most; the whole step if no stage carries its drift."""
+    stage, carries = int(np.argmax(extra[:_WHOLE])), thresholds.stage_carries
+    rest_ns, rest_level = extra[_WHOLE] - extra[stage], usual.level[_WHOLE] - usual.level[stage]
+    # On a slower machine all stages are slower, and the largest of them has the largest part of it.
+    alone = (
+        extra[stage] >= carries * extra[_WHOLE]
+        and rest_ns * usual.level[stage] <= carries * extra[stage] * rest_level
+    )
+    if passes[_WHOLE] and not alone:
+        return _WHOLE
+    stage = int(np.argmax(np.where(passes[:_WHOLE], extra[:_WHOLE], -np.inf)))
+    return stage if passes[stage] else None
+
+
+def _slow(evidence: Evidence, column: int, count: int, extra: Float, usual: _Usual) -> Int64:
+    """Return the indices of the ranks whose own time is nearer to the new level than to the old one."""
+    stages = slice(column, column + 1) if column != _WHOLE else slice(0, SYNC_WAIT)
+    window = evidence.window
+    rows = max(1, round(len(window.keys) / len(window.starts)))
+    own_ns = rows * evidence.rows.d[-count * rows :, :, stages].sum(axis=2).mean(axis=0)
+    return np.flatnonzero(own_ns >= (usual.level[stages] + extra[stages] / 2).sum())
+
+
+def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:
+    """Return how much longer each column takes than in the baseline, ns (7,), and the mean step."""
+    extra: Float = without_largest(tail).mean(axis=0) - usual.level
+    return extra, float(tail[:, _WHOLE].mean())
+
+
+def _measured(
+    series: Float, count: int, newest: Float, usual: _Usual, thresholds: Thresholds
+) -> tuple[Float, Bool, float]:
+    """
+    Return the drift of each column in the newest `count` steps, ns (7,), where it passes, and the step.
+
+    `newest` is the drift in the newest stride, ns (7,).
+    """
+    tail = series[-count:]
+    extra, step_ns = _extra(tail, usual)
+    short = np.sqrt(max(1.0, thresholds.window_steps / count))
+    noise = usual.sd * np.sqrt(1 / count + 1 / usual.steps)
+    blocks = tail[count % _BLOCK :].reshape(-1, _BLOCK, tail.shape[1]).mean(axis=1)
+    lasting = np.sort(blocks, axis=0)[(len(blocks) - 1) // 2] - usual.level
+    passes = (
+        (extra >= short * thresholds.min_drift * step_ns)
+        & (extra > short * thresholds.drift_mads * usual.mad)
+        & (extra > thresholds.drift_errors * noise)
+        & (lasting >= _LASTS * extra)
+        & (newest >= _GOES_ON * extra)
+        & (extra[_WHOLE] >= thresholds.min_gain * extra)
+    )
+    return extra, passes, step_ns

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.evidence import Rows, comparable
-from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.evidence import Frontier, Rows, chain, comparable
 from traceml_ray.analysis.hosts import LATE
 from traceml_ray.analysis.spread import quantiles, spread
 from traceml_ray.analysis.step_stats import StepStats

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import notes
-from traceml_ray.analysis.costs import with_suspects
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import PATTERNS
-from traceml_ray.analysis.past_steps import PastSteps
+from traceml_ray.analysis.lasting import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import (
     MAX_LEVELS,
@@ -31,9 +29,21 @@ from traceml_ray.analysis.track import (
     level_of,
     may_share_steps,
     overlap,
+    with_suspects,
 )
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.watching import Watch, few_peers, lacking, pending, without_window
+from traceml_ray.analysis.watching import (
+    Watch,
+    few_peers,
+    lacking,
+    more,
+    not_now,
+    pending,
+    so_far,
+    too_brief,
+    too_early,
+    without_window,
+)
 from traceml_ray.analysis.window import Float, Window
 
 _MAX_EPISODES = 1000
@@ -478,9 +488,9 @@ class Episodes:
         others.sort(key=lambda track: -track.share)
         silent_s = (self.clock.now_ns - first.last_ns) / 1e9
         parts = (
-            notes.so_far(first.seconds, first.cost_ns / 1e9),
-            notes.not_now(silent_s) if silent_s > 0 and not first.shown else "",
-            notes.more(len(others) - MAX_ALSO),
+            so_far(first.seconds, first.cost_ns / 1e9),
+            not_now(silent_s) if silent_s > 0 and not first.shown else "",
+            more(len(others) - MAX_ALSO),
             pending(self._candidates, None),
         )
         beside = (without_window(track.costed()) for track in others[:MAX_ALSO])
@@ -499,16 +509,16 @@ class Episodes:
             few = self._steps if self._few_peers(watch.verdict) else None
             usual = self._usual_level(watch.verdict)
             lacks = lacking(watch, self._candidates, usual, self.clock, self._limits, few_steps=few)
-            watching = watch.in_effect(verdict, lacks, self.clock, self._ranks)
-            silent = "" if watch.shown else notes.not_now((self.clock.now_ns - watch.last_ns) / 1e9)
+            early = watch.in_effect(verdict, lacks, self.clock, self._ranks)
+            silent = "" if watch.shown else not_now((self.clock.now_ns - watch.last_ns) / 1e9)
             note = "; ".join(filter(None, (silent, pending(self._candidates, watch))))
-            return msgspec.structs.replace(watching, note=note)
+            return msgspec.structs.replace(early, note=note)
         note = pending(self._candidates, None)
         if verdict.label == unnamed.label:
             return msgspec.structs.replace(verdict, note=note)
         why, confidence = unnamed.why, unnamed.confidence
         if unnamed.label == "healthy":
-            why, confidence = notes.too_brief(self._limits.hold_s), "medium"
+            why, confidence = too_brief(self._limits.hold_s), "medium"
         return msgspec.structs.replace(
             unnamed,
             **verdict.of_window,
@@ -528,7 +538,7 @@ class Episodes:
                 return before
         after = verdict
         if finding:
-            why = notes.too_early(verdict, self._limits.hold_of(verdict.label))
+            why = too_early(verdict, self._limits.hold_of(verdict.label))
             after = Verdict(label="telemetry_limited", why=why, next="Wait.", **verdict.of_window)
         if before is not None and before.label != after.label:
             self.since = self._turning[0] if self._turning else (self._before or -1) + 1

@@ -8,10 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from traceml_ray.analysis.chance import beyond_chance
-from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
-from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.roles import cross_role_wait_ns, several, waited_apart_ns
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
@@ -29,6 +27,104 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     SYNC_WAIT,
 )
+
+_BEFORE, _AFTER, _LEAST = 0.3, 0.7, 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """
+    When the first cause is late.
+
+    `late` (S,) per step of the window; `began` is the place in it of the first late step, `None` when that is
+    before the window; `goes_on`: it has not stopped since.
+    """
+
+    late: Bool
+    began: int | None
+    goes_on: bool
+
+    @property
+    def since(self) -> Bool:
+        """Which steps (S,) are at or after the beginning."""
+        return self.late[self.began or 0 :]
+
+
+def late_steps(series: Float) -> Bool:
+    """
+    Return the late steps (S,) of a series of excess: those above half of what is typical of a late step.
+
+    Typical is the size that splits the sum of all excess in halves (the median weighted by size): neither
+    a majority of punctual steps nor a few huge ones move it.
+    """
+    ordered = np.sort(np.maximum(series, 0.0))
+    passed = np.cumsum(ordered)
+    typical = ordered[np.searchsorted(passed, passed[-1] / 2)]
+    late: Bool = series > 0.5 * typical
+    return late
+
+
+def onset(late: Bool) -> int | None:
+    """
+    Return the place at which `late` (S,) turns from mostly no to mostly yes, or `None`.
+
+    Least squares over all single splits; a split counts when at most 30 % are late before it, at
+    least 70 % from it on, and three or more steps follow. Only whether a step is late is used,
+    not by how much, so that one huge step moves nothing.
+    """
+    count = len(late)
+    if count < 2 * _LEAST:
+        return None
+    before = np.arange(1, count)
+    passed = np.cumsum(late)[:-1]
+    low = passed / before
+    high = (late.sum() - passed) / (count - before)
+    score = np.where(high > low, (high - low) ** 2 * before * (count - before), -1.0)
+    best = int(np.argmax(score))
+    if score[best] < 0 or low[best] > _BEFORE or high[best] < _AFTER or count - before[best] < _LEAST:
+        return None
+    return best + 1
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """
+    The slowest path through a window, in int64 ns.
+
+    `exposed` (K, 6) is how far each stage of each step moved the frontier, `slack` (K, R, 6) how
+    far each rank's own clock is behind the frontier's end, `leaders` (K, R, 6) where that
+    is 0. `total_ns` is the elapsed time of the window, exactly the sum of `exposed`.
+    """
+
+    exposed: Int64
+    leaders: Bool
+    slack: Int64
+    total_ns: int
+
+
+def chain(d: Int64, behind: Int64 | None = None) -> Frontier:
+    """
+    Return the frontier over the columns of `d`, int64 ns (K, R, 6), with K ≥ 1 and R ≥ 1.
+
+    C[r, j] = Σ_{i≤j} d[r, i], F[j] = max_r C[r, j], exposed[j] = F[j] − F[j−1]. The columns of all
+    steps form one chain, because ranks leave a sync at slightly different moments: starting
+    each step from zero would overstate the elapsed time.
+
+    `behind` (R,) is the slack in which an earlier piece of the same run ended
+    (`slack[-1, :, -1]`); with it, pieces reduced one by one give what the whole would give.
+
+    Accounting: StageFrontier, arXiv 2606.06751; the chaining is ours.
+    """
+    steps, ranks, stages = d.shape
+    clock = np.cumsum(d.transpose(1, 0, 2).reshape(ranks, steps * stages), axis=1)
+    if behind is not None:
+        clock -= behind[:, None]
+    front = clock.max(axis=0)
+    np.subtract(front, clock, out=clock)
+    slack = clock.reshape(ranks, steps, stages).transpose(1, 0, 2)
+    exposed = np.diff(front, prepend=0).reshape(steps, stages)
+    return Frontier(exposed=exposed, leaders=slack == 0, slack=slack, total_ns=int(front[-1]))
+
 
 _Merges = tuple[tuple[Bool, tuple[int, ...]], ...]
 """

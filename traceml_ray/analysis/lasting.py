@@ -1,18 +1,124 @@
-"""Which ranks are late in most steps: by enough to count, and more often than by chance."""
+"""
+Which ranks are late in most steps: by enough to count, and more often than by chance.
+
+It is judged over the newest steps of a run, of which there are more than a window has. Where chance may
+explain a late rank, it is said how much more often it would have to be late.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from traceml_ray.analysis.chance import least_z, z_late
+from traceml_ray import text
+from traceml_ray.analysis.chance import (
+    COMPARED,
+    LOUD_STEPS,
+    correlation_steps,
+    least_lateness,
+    least_z,
+    usually_alike,
+    z_late,
+)
 from traceml_ray.analysis.evidence import Cause, Evidence
-from traceml_ray.analysis.levels import least_lateness, usually_alike
-from traceml_ray.analysis.past_steps import PastSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
+
+MOST_STEPS = 1000
+MOST_ROWS = 400_000
+"""Largest number of rows (steps × ranks). With very many ranks fewer steps are kept."""
+_Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PastSteps:
+    """
+    The newest steps of one run with a fixed set of `ranks` (R,), up to step `last`.
+
+    Each of `pieces` has the excess of every rank in each local stage, in ns (k, R, 5), the reference that it
+    exceeds, in ns (k, 5), and the time of the steps, in ns (k,).
+    """
+
+    ranks: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    last: int = -1
+    pieces: tuple[tuple[_Float32, _Float32, Float], ...] = ()
+    _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
+    _continued: list[tuple[Int64, PastSteps]] = field(default_factory=list, compare=False)
+    """What `then` made last, and of which excess: rules, doubts and the history of a run ask for the same."""
+
+    def __len__(self) -> int:
+        return self._steps
+
+    @cached_property
+    def _steps(self) -> int:
+        return sum(len(step_ns) for *_, step_ns in self.pieces)
+
+    def then(self, evidence: Evidence) -> PastSteps:
+        """Return these steps followed by those of a window. If its ranks differ, only the window's."""
+        if self._continued and self._continued[0][0] is evidence.by_step:
+            return self._continued[0][1]
+        window = evidence.window
+        before = self if np.array_equal(window.ranks, self.ranks) else PastSteps(window.ranks)
+        new = window.steps > before.last
+        if not new.any():
+            return before
+        piece = (
+            evidence.by_step[new, :, :SYNC_WAIT].astype(np.float32),
+            window.by_step(evidence.ref)[new, :SYNC_WAIT].astype(np.float32),
+            evidence.step_ns[new].astype(np.float64),
+        )
+        pieces, steps = [*before.pieces, piece], len(before) + len(piece[2])
+        most = min(MOST_STEPS, MOST_ROWS // max(1, len(window.ranks)))
+        while len(pieces) > 1 and steps - len(pieces[0][1]) >= most:
+            steps -= len(pieces.pop(0)[2])
+        continued = PastSteps(window.ranks, int(window.steps[-1]), tuple(pieces))
+        self._continued[:] = [(evidence.by_step, continued)]
+        return continued
+
+    def excess(self, steps: int) -> Float:
+        """Return the excess of each rank in each local stage in the newest steps, in ns (L, R, 5)."""
+        return np.concatenate([excess for excess, *_ in self.pieces])[-steps:].astype(np.float64)
+
+    def lateness(self, stage: int | None) -> _Float32:
+        """Return how late each rank was in `stage` (None: in all stages), in all steps, in ns (L, R)."""
+        parts = [excess.sum(axis=2) if stage is None else excess[:, :, stage] for excess, *_ in self.pieces]
+        return np.concatenate(parts)
+
+    def work(self, stage: int | None, columns: Int64) -> Float:
+        """
+        Return what ranks worked in a stage (None: in all local ones) in all steps, ns (L, C).
+
+        Args:
+            stage: a local one, or None.
+            columns: the ranks, by their places (C,).
+        """
+        parts = []
+        for excess, usual, _ in self.pieces:
+            late, ref = excess[:, columns], usual[:, None]
+            parts.append(
+                late.sum(axis=2) + ref.sum(axis=2) if stage is None else late[..., stage] + ref[..., stage]
+            )
+        return np.concatenate(parts).astype(np.float64)
+
+    def stay(self, stage: int | None) -> float:
+        """Return the number of steps for which work in `stage` (None: in all stages) stays alike."""
+        if stage not in self._stays:
+            subset = slice(None, None, -(-len(self.ranks) // COMPARED))
+            parts = [excess[:, subset] for excess, *_ in self.pieces]
+            late = [part.sum(axis=2) if stage is None else part[:, :, stage] for part in parts]
+            self._stays[stage] = correlation_steps(np.concatenate(late).astype(np.float64))
+        return self._stays[stage]
+
+    def mean_step_ns(self, steps: int) -> float:
+        """Mean time of the newest steps, in ns."""
+        return float(np.concatenate([step_ns for *_, step_ns in self.pieces])[-steps:].mean())
+
 
 LONGER = (200, 1000)
 """
@@ -247,3 +353,59 @@ def _sums(excess: Float | Int64) -> Float | Int64:
     """Return the excess out of all stages together (K, R): `sum` takes four times as long on such an axis."""
     sums: Float | Int64 = np.einsum("krs->kr", excess)
     return sums
+
+
+def doubt(
+    evidence: Evidence,
+    places: Sequence[int],
+    stage: int,
+    past: PastSteps | None,
+    limits: Thresholds,
+) -> str:
+    """
+    Return why ranks that are late in the steps of a window may be late by chance, in numbers; "" where they
+    are not late there by as much as a name asks for, or by more than chance.
+
+    Args:
+        evidence: of the window.
+        places: of the ranks in it.
+        stage: that they are late in, a local one.
+        past: more steps, by which chance is measured; None: it is by the window alone.
+        limits: of the verdict.
+    """
+    if stage >= SYNC_WAIT or not len(places):
+        return ""
+    if evidence.persistent[list(places), stage].max() < limits.min_excess:
+        return ""
+    steps = (PastSteps() if past is None else past).then(evidence)
+    columns = compared(len(steps.ranks), np.asarray(places))
+    lateness = evidence.by_step[:, columns, stage].astype(np.float64)
+    late, work = np.isin(columns, places), steps.work(stage, columns)
+    late_ns = evidence.persistent[columns[late], stage] * evidence.mean_step_ns
+    alike = bool(usually_alike(work, late, late_ns).all())
+    z = float(z_late(lateness, np.flatnonzero(late).tolist(), 1.0 if alike else steps.stay(stage)).max())
+    least = least_z(len(steps.ranks), len(lateness))
+    if z < least:
+        return in_words(z, least)
+    beyond_ns = float(late_ns.min())
+    least_ns = 0.0 if alike else least_lateness(work, late, beyond_ns, len(lateness))
+    return "" if beyond_ns >= least_ns else _of_levels(beyond_ns, least_ns, len(work))
+
+
+def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
+    """
+    Return why ranks that are late by `late_ns` may just have work that stays at a higher level
+    for a while.
+    """
+    stays = "the work of the ranks stays at different levels for some steps"
+    if math.isinf(least_ns):
+        return f"{stays}: {steps:,} steps are known, {LOUD_STEPS} are needed to tell a late rank from these"
+    late, least = text.unit(late_ns / 1e6, "ms"), text.unit(least_ns / 1e6, "ms")
+    return f"{stays}: it is late by {late}, {least} would be beyond these"
+
+
+def in_words(z: float, least: float) -> str:
+    """Describe by how many standard errors a rank is late beyond chance, and how many are required."""
+    needed = f"{text.number(least, 1)} are needed"
+    errors = f"{text.number(max(math.floor(10 * z) / 10, 0.0), 1)} standard errors"  # never as many as needed
+    return f"it was late more often than chance would have it by {errors}, {needed}"

@@ -10,7 +10,7 @@ How a job is parallel, from what each of its ranks has seen of that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
-from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, INFERRED, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, INFERRED, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 DATA_DIMENSIONS = frozenset(
     ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel")
@@ -187,3 +187,17 @@ def mode(strategies: Iterable[str | None]) -> str | None:
     data = [name for name in (*_DATA, *inferred) if name in parts]
     others = sorted(parts.difference(_DATA, _MODEL, inferred, ("single",)))
     return "+".join([*data[:1], *(name for name in _MODEL if name in parts), *others]) or "single"
+
+
+def median_rank(window: Window, but: Collection[int], stage: str | None) -> int | None:
+    """
+    Return the rank not in `but` whose time in `stage` (None: in all stages but waiting) is the median over
+    `window`; of an even number, the lower one. None if there is none.
+    """
+    others = np.flatnonzero(~np.isin(window.ranks, list(but)))
+    if not len(others) or not len(window.keys):
+        return None
+    stages = [STAGES.index(stage)] if stage is not None else [n for n in range(len(STAGES)) if n != SYNC_WAIT]
+    spent = window.d[:, others][:, :, stages].sum(axis=(0, 2))
+    middle = others[np.argsort(spent, kind="stable")[(len(others) - 1) // 2]]
+    return int(window.ranks[middle])

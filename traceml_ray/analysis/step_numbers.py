@@ -9,9 +9,8 @@ import numpy as np
 
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_stats import Columns, ended
 from traceml_ray.analysis.step_store import ALL, Between
-from traceml_ray.analysis.step_sums import Columns
-from traceml_ray.analysis.step_times import ended
 from traceml_ray.analysis.window import Float
 from traceml_ray.stages import STAGES
 

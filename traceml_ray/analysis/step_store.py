@@ -12,8 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.row_table import RankMeta
-from traceml_ray.analysis.step_stats import StepStats, SummedSteps
-from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped, stages_in
+from traceml_ray.analysis.step_stats import (
+    MAX_BINS,
+    Array,
+    Bins,
+    Columns,
+    StepStats,
+    StepSums,
+    SummedSteps,
+    grouped,
+    stages_in,
+)
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS

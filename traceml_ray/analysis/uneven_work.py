@@ -1,23 +1,106 @@
 """
 Why ranks are uneven: what share of the variance of their work the sizes of their batches explain, and where
-the rest of it is. Pure functions of arrays; S steps, R ranks.
+the rest of it is; how evenly routers use their experts. Pure functions of arrays; S steps, R ranks.
 
-What is explained is a rank's local work in a step, less the mean of all ranks in that step, less the mean of
-that rank over all steps: a rank that is late in every step is another finding, and a step that is long for
-all ranks makes nobody wait.
+What is explained is a rank's local work in a step, less the mean of all ranks in that step, less the mean
+of that rank over all steps: a rank that is late in every step is another finding, and a step that is long
+for all ranks makes nobody wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from traceml_ray import text
 from traceml_ray.analysis.labels import ReasonKind
 from traceml_ray.analysis.window import Bool, Float, Int64
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE
+from traceml_ray.wire.codec import ready
+
+NAMES = ("samples", "tokens")
+
+
+def unpacked(piece: StepSizes) -> Int64:
+    """
+    Return samples and tokens of each step (n, 2), -1 if not known.
+
+    Raises ValueError if `piece` is damaged.
+    """
+    return np.frombuffer(piece.values(), "<i8").reshape(2, piece.steps).T
+
+
+def amounts(
+    pieces: Mapping[int, Iterable[StepSizes]], ranks: Iterable[int], steps: Int64
+) -> dict[str, Float]:
+    """
+    Return the sizes of the batches of `ranks` in `steps` (S,), ascending, by name: (S, R), NaN where not
+    known. `pieces` are by rank. Raises ValueError, see `unpacked`.
+    """
+    ranks = [*ranks]
+    sizes = np.full((2, len(steps), len(ranks)), np.nan)
+    for place, rank in enumerate(ranks):
+        for piece in pieces.get(rank, ()):
+            first, end = np.searchsorted(steps, (piece.first_step, piece.last_step + 1))
+            if first == end:
+                continue
+            values = unpacked(piece)[steps[first:end] - piece.first_step].astype(np.float64)
+            sizes[:, first:end, place] = np.where(values < 0, np.nan, values).T
+    return dict(zip(NAMES, sizes, strict=True))
+
+
+class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of the experts of one router, of all ranks together."""
+
+    router: str
+    experts: int
+    tokens: int
+    most: int
+    """Index of the expert with most tokens."""
+    times_mean: float
+    """Tokens of the expert with most, as a multiple of the mean over all experts."""
+    idle: int
+    """Number of experts without a token."""
+
+
+def loads(of_ranks: Iterable[Iterable[RouterTokens]]) -> list[ExpertLoad]:
+    """Return the load of each router, by the tokens of its experts on each rank, the least even one first."""
+    sums: dict[str, list[int]] = {}
+    for rank in of_ranks:
+        for router in rank:
+            known = sums.setdefault(router.name, [0] * len(router.tokens))
+            if len(known) == len(router.tokens):
+                known[:] = [a + b for a, b in zip(known, router.tokens, strict=True)]
+    loads = [_load(router, counts) for router, counts in sums.items() if sum(counts)]
+    return sorted(loads, key=lambda load: -load.times_mean)
+
+
+def sentence(load: ExpertLoad | Mapping[str, object]) -> str:
+    """Describe a load: "router: expert 5 of 8 has 2.4 times the mean; 1 has no token"."""
+    known = load if isinstance(load, ExpertLoad) else msgspec.convert(load, ready(ExpertLoad))
+    idle = f"; {known.idle:,} had no token" if known.idle else ""
+    return (
+        f"{known.router}: expert {known.most} of {known.experts} has {text.number(known.times_mean)} times "
+        f"the mean{idle}"
+    )
+
+
+def _load(router: str, counts: Sequence[int]) -> ExpertLoad:
+    largest = max(range(len(counts)), key=counts.__getitem__)
+    return ExpertLoad(
+        router=router,
+        experts=len(counts),
+        tokens=sum(counts),
+        most=largest,
+        times_mean=counts[largest] * len(counts) / sum(counts),
+        idle=sum(not count for count in counts),
+    )
+
 
 MIN_STEPS = 20
 """Number of steps below which no reason is given."""

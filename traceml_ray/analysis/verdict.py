@@ -9,15 +9,12 @@ import numpy as np
 
 from traceml_ray.analysis import abstention, wording
 from traceml_ray.analysis.anomalies import Anomaly
-from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.drift import Drift
-from traceml_ray.analysis.evidence import Cause, Evidence
-from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.baseline import Baseline, Drift
+from traceml_ray.analysis.evidence import Cause, Evidence, Timing, late_steps, onset
 from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
-from traceml_ray.analysis.onset import Timing, late_steps, onset
-from traceml_ray.analysis.past_steps import PastSteps
+from traceml_ray.analysis.lasting import PastSteps
 from traceml_ray.analysis.roles import RoleShare, as_parallel_groups, shares
-from traceml_ray.analysis.rules import find
+from traceml_ray.analysis.rules import Finding, find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.uneven_work import Reason
 from traceml_ray.analysis.window import Float, Window
@@ -187,7 +184,7 @@ def judge_window(
 
     `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
     to `history`, which has seen more windows. `past` has more steps, by which chance is measured. What fixing
-    a finding saves is not said in its `why` yet, see `costs`.
+    a finding saves is not said in its `why` yet, see `track.with_cost`.
 
     Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
     of the one that matters most: something named before an abstention before healthy, of several named

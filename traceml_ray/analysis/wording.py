@@ -8,16 +8,13 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.abstention import functions
-from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.baseline import Baseline, Drift
 from traceml_ray.analysis.busy import idle_ns
-from traceml_ray.analysis.doubt import doubt
-from traceml_ray.analysis.drift import Drift
-from traceml_ray.analysis.evidence import Cause, Evidence
-from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.evidence import Cause, Evidence, Timing
 from traceml_ray.analysis.labels import Label
-from traceml_ray.analysis.onset import Timing
-from traceml_ray.analysis.past_steps import PastSteps
+from traceml_ray.analysis.lasting import PastSteps, doubt
 from traceml_ray.analysis.roles import several
+from traceml_ray.analysis.rules import Finding
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import (

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.step_sizes import NAMES, unpacked
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.uneven_work import NAMES, unpacked
 from traceml_ray.identity import RankFilter, RankIdentity
 from traceml_ray.reports.answers import Answers
 from traceml_ray.signals.finding import Finding

@@ -13,19 +13,22 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.analysis.anomalies import Anomaly
+from traceml_ray.analysis.anomalies import Anomaly, Excerpt
 from traceml_ray.analysis.episodes import Brief
-from traceml_ray.analysis.experts import loads
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
-from traceml_ray.analysis.peers import median_rank
-from traceml_ray.analysis.reasons import has_reason, is_imbalance, with_reason
-from traceml_ray.analysis.samples import Excerpt
-from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_spans
-from traceml_ray.analysis.step_sizes import amounts
-from traceml_ray.analysis.step_times import of_rows, span, trained_since
+from traceml_ray.analysis.reasons import (
+    SpanRates,
+    has_reason,
+    is_imbalance,
+    span_rates,
+    with_reason,
+    with_spans,
+)
+from traceml_ray.analysis.roles import median_rank
+from traceml_ray.analysis.step_stats import of_rows, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE, Thresholds
-from traceml_ray.analysis.uneven_work import Reason
+from traceml_ray.analysis.uneven_work import Reason, amounts, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
@@ -387,7 +390,7 @@ class LiveJudge:
     def _rates(
         self, processes: dict[int, RankProcess], ranks: Sequence[int], first: int, last: int
     ) -> dict[int, SpanRates]:
-        """Return how long the spans of some ranks took, see `analysis.span_rates.Find`."""
+        """Return how long the spans of some ranks took, see `analysis.reasons.Find`."""
         with self.writer.lock:
             sums_of_rank = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
         return {rank: span_rates(sums, first, last) for rank, sums in sums_of_rank.items() if sums}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.experts import sentence
 from traceml_ray.analysis.labels import LABELS, Meaning
+from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document.model import SIGNS, Column, Facts, Table
 from traceml_ray.reports.headlines import (
     beside,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from traceml_ray.analysis.anomalies import Machine, anomalies
-from traceml_ray.analysis.samples import Between
-from traceml_ray.analysis.step_times import Timeline, span, trained_since
+from traceml_ray.analysis.anomalies import Between, Machine, anomalies
+from traceml_ray.analysis.step_stats import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.nodes import node_key

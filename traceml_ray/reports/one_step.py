@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.span_rates import MAX_PEERS
+from traceml_ray.analysis.reasons import MAX_PEERS
 from traceml_ray.analysis.window import Float, UInt8
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES, SYNC_WAIT
 from traceml_ray.store.rank_processes import RankProcess

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.analysis import step_numbers
-from traceml_ray.analysis.step_sample import sampled
+from traceml_ray.analysis.comparison import sampled
 from traceml_ray.analysis.step_store import ALL, Between
 from traceml_ray.store import query
 from traceml_ray.store.history_reader import RunSteps

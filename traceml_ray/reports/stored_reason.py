@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traceml_ray.analysis.reasons import has_reason, with_reason
-from traceml_ray.analysis.step_sizes import amounts
+from traceml_ray.analysis.uneven_work import amounts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.reports.run_facts import RunFacts

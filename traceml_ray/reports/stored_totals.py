@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis import reduction
+from traceml_ray.analysis import step_history
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.first_steps import LEAST_SHARE, FirstSteps, first_steps
-from traceml_ray.analysis.reduction import Reduction
-from traceml_ray.analysis.span_rates import MAX_PEERS, SpanRate, SpanRates
-from traceml_ray.analysis.step_times import Timeline
+from traceml_ray.analysis.reasons import MAX_PEERS, SpanRate, SpanRates
+from traceml_ray.analysis.step_history import Reduction
+from traceml_ray.analysis.step_stats import LEAST_SHARE, FirstSteps, Timeline, first_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.uneven_work import MIN_STEPS
 from traceml_ray.analysis.verdict import Verdict
@@ -132,8 +131,8 @@ def reduce(
             run = unpack(session.kept(), ranks)
     if run is not None:
         folded = _outside(folded, run)
-    run = run or reduction.begun(ranks, thresholds, baseline)
-    run.last_step = reduction.last_common_step(ranks)
+    run = run or step_history.begun(ranks, thresholds, baseline)
+    run.last_step = step_history.last_common_step(ranks)
     since = -session.newest_chunks(MAX_ROWS) if newest else 0
     HistoryReader(session, thresholds, since, run).read_all(PIECE_ROWS)
     return StoredTotals(run, ranks, folded)
@@ -225,7 +224,7 @@ class StoredSpans:
         self._ranks = {process.id: rank for rank, process in ranks.items()}
 
     def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, SpanRates]:
-        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.span_rates.Find`."""
+        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.reasons.Find`."""
         alone = next(iter(self._ranks)) if len(self._ranks) == 1 else None
         stored = self._session.spans(first, last, alone)
         known: dict[int, int] = {}

@@ -17,14 +17,12 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
-from traceml_ray.analysis.first_steps import FirstSteps
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import LABELS, Label
-from traceml_ray.analysis.reasons import is_imbalance
-from traceml_ray.analysis.span_rates import with_span
+from traceml_ray.analysis.reasons import is_imbalance, with_span
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.step_times import Timeline, span
+from traceml_ray.analysis.step_stats import FirstSteps, Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict

@@ -16,9 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.row_table import RankMeta
-from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_history import Reduction, StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import process_labels

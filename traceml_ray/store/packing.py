@@ -17,12 +17,10 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.past_steps import PastSteps
-from traceml_ray.analysis.reduction import Reduction, processes_of
+from traceml_ray.analysis.lasting import PastSteps
 from traceml_ray.analysis.row_table import RankMeta, RowTable
-from traceml_ray.analysis.step_history import ResumePoint, StepHistory
-from traceml_ray.analysis.step_stats import Histograms, SummedSteps
-from traceml_ray.analysis.step_sums import Bins, StepSums
+from traceml_ray.analysis.step_history import Reduction, ResumePoint, StepHistory, processes_of
+from traceml_ray.analysis.step_stats import Bins, Histograms, StepSums, SummedSteps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.verdict import Verdict

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from traceml_ray.analysis.samples import Excerpt, Samples
+from traceml_ray.analysis.anomalies import Excerpt, Samples
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.signals.throughput.records import StepSizes
@@ -63,7 +63,7 @@ class Recent:
         self._nodes[node].add(sample)
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
-        """Return what was sampled on those of `nodes` that are known, see `analysis.samples.Between`."""
+        """Return what was sampled on those of `nodes` that are known, see `analysis.anomalies.Between`."""
         known = {node: self._nodes[node] for node in nodes if node in self._nodes}
         return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 

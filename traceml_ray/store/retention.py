@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traceml_ray.analysis.reduction import Reduction, begun
+from traceml_ray.analysis.step_history import Reduction, begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.signals.kinds import KINDS

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from traceml_ray.analysis.anomalies import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
-from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.quantities import GPU, NODE, stored
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
@@ -239,7 +239,7 @@ class SampleReader(Reader):
         }
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
-        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.samples.Between`."""
+        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `anomalies.Between`."""
         low = self._first_sample(first_ns - _LATE_NS)
         high = self._first_sample(last_ns + _LATE_NS)
         every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))

@@ -129,7 +129,7 @@ class StepSpan(TypedDict):
 
 class StepSample(TypedDict):
     """
-    What a step of a run takes, and how far that would differ by chance: see `analysis.step_sample`. Of the
+    What a step of a run takes, and how far that would differ by chance: see `analysis.comparison`. Of the
     steps beyond the warm-up, C columns of `per` steps each; `numbers` (Q) is empty where they are too few.
     """
 
@@ -147,7 +147,7 @@ class StepSample(TypedDict):
     replicates: Array
     """(B, Q), of `numbers` in that order;"""
     drift: Array
-    """(Q,), by how much the next run may differ (a standard deviation), see `analysis.resampling.drift`."""
+    """(Q,), by how much the next run may differ (a standard deviation), see `analysis.comparison.drift`."""
     stages: Array
     """(R, 6) mean ms of each rank,"""
     errors: Array

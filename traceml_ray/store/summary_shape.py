@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from traceml_ray.analysis.episodes import Brief
-from traceml_ray.analysis.experts import ExpertLoad
-from traceml_ray.analysis.first_steps import FirstSteps
 from traceml_ray.analysis.roles import RoleShare
+from traceml_ray.analysis.step_stats import FirstSteps
+from traceml_ray.analysis.uneven_work import ExpertLoad
 from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.signals.finding import Finding, Signal
 from traceml_ray.signals.output.lines import LastOutput

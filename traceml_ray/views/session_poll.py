@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.signals.view import SLOW_RANKS

@@ -1,8 +1,8 @@
-"""What is asked about experts. The shape of the answer is in `analysis.experts`."""
+"""What is asked about experts. The shape of the answer is in `analysis.uneven_work`."""
 
 from __future__ import annotations
 
-from traceml_ray.analysis.experts import ExpertLoad
+from traceml_ray.analysis.uneven_work import ExpertLoad
 from traceml_ray.store.query import OfRun
 from traceml_ray.wire.codec import Int64
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.analysis.experts import ExpertLoad, loads, sentence
 from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
+from traceml_ray.analysis.uneven_work import ExpertLoad, loads, sentence
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.finding import Finding, key_of

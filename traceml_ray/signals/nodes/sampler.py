@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from traceml_ray.analysis.xid import meaning
 from traceml_ray.signals.nodes.gpu import (
     LIMITS,
     MIG,
@@ -26,7 +25,7 @@ from traceml_ray.signals.nodes.gpu import (
     mig,
     processes,
 )
-from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample
+from traceml_ray.signals.nodes.records import GpuProcess, GpuSample, NodeSample, meaning
 from traceml_ray.wire.messages import NOT_MEASURED, Event
 
 _T = TypeVar("_T")
