@@ -35,7 +35,8 @@ from traceml_ray.views.session_poll import keep_newest
 from traceml_ray.views.values import whole_number
 
 from . import listing, shell
-from .components import Chart, Content
+from .charts import Chart
+from .components import Content
 from .pages import PAGES, has_nothing, start
 from .route import SCOPE, Route
 from .session_pages import SessionPages

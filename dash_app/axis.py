@@ -16,13 +16,16 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.document import drawing
+from traceml_ray.document.model import Column, Table
 from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import rounded, whole_number
 
-from .components import CLICKED, Columns, aria, link, numbers, part, table
+from .charts import CLICKED, numbers
+from .components import aria, link, part
+from .document import table
 from .route import Route
 from .session_cache import SessionCache
 
@@ -171,7 +174,7 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
         className="panel-head",
     )
     label = aria(label="Time of a step over the whole run; a drag chooses the range of all charts")
-    figure, rows = _figure(spine), _table(spine) if route.get("table") == "spine" else None
+    figure, rows = _figure(spine), _table(spine, route) if route.get("table") == "spine" else None
     graph = dcc.Graph(id="spine", figure=figure, config=CLICKED)
     return html.Section(
         [
@@ -184,13 +187,14 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
     )
 
 
-def _table(spine: Mapping[str, Any]) -> Any:
+def _table(spine: Mapping[str, Any], route: Route) -> Any:
     """Return the spine in numbers, the newest steps first."""
-    columns: Columns = {
-        "steps": lambda index: f"{spine['first'][index]:,}–{spine['last'][index]:,}",
-        ">step": lambda index: text.ms(spine["step_ms"][index]),
-    }
-    return table(columns, range(len(spine["first"]) - 1, -1, -1)[:_ROWS], label="Time of a step")
+    columns = [
+        Column("steps", lambda index: f"{spine['first'][index]:,}–{spine['last'][index]:,}"),
+        Column("step", lambda index: spine["step_ms"][index], "ms"),
+    ]
+    newest = range(len(spine["first"]) - 1, -1, -1)[:_ROWS]
+    return table(Table("Time of a step", columns, newest), route)
 
 
 def _figure(spine: Mapping[str, Any]) -> figures.Figure:

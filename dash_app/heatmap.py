@@ -15,9 +15,10 @@ from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MARKS, HEIGHT, HeatRow, css
+from traceml_ray.document.model import Column, Table
 from traceml_ray.views.heat_figure import BOTTOM, TOP
 
-from .components import Columns, table
+from .document import table
 from .route import Route
 
 _LEAST_HEIGHT, _ROW = 66, 22
@@ -117,26 +118,29 @@ def scale() -> html.Div:
     )
 
 
-def as_table(heat: Mapping[str, Any], drawn: Sequence[HeatRow]) -> html.Div:
+def as_table(heat: Mapping[str, Any], drawn: Sequence[HeatRow], route: Route) -> Any:
     """Return the newest columns in numbers, the worst rows first."""
     z = drawing.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
+
+    def row(index: int) -> Any:
+        name, href = drawn[index].name, drawn[index].href
+        return dcc.Link(name, href=href) if href else name
+
     order = sorted(
         range(len(drawn)), key=lambda index: (-over[index] if over[index] == over[index] else math.inf, index)
     )
-    columns: Columns = {
-        "row": lambda index: (
-            dcc.Link(drawn[index].name, href=drawn[index].href) if drawn[index].href else drawn[index].name
-        ),
-        ">mean": lambda index: text.times(1 + over[index]),
-        **{
-            f">step {last:,}": functools.partial(_cell, z[:, column])
+    columns = [
+        Column("row", lambda index: drawn[index].name),
+        Column("mean", lambda index: 1 + over[index], "factor"),
+        *(
+            Column(f"step {last:,}", functools.partial(_cell, z[:, column]), "figures")
             for column, last in [*enumerate(heat["last"])][-_TABLE_COLUMNS:]
-        },
-    }
-    rows = table(columns, order[:_TABLE_ROWS], label="Busy time over the median, the worst rows first")
-    shown = f"{min(len(order), _TABLE_ROWS)} of {text.count(len(order), 'row')}, the worst first."
-    return html.Div([rows, html.P(shown, className="hint")])
+        ),
+    ]
+    note = f"{min(len(order), _TABLE_ROWS)} of {text.count(len(order), 'row')}, the worst first."
+    title = "Busy time over the median, the worst rows first"
+    return table(Table(title, columns, order[:_TABLE_ROWS], note), route, cells={"row": row})
 
 
 def _cell(column: UInt8, index: int) -> str:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.document.model import Column
 from traceml_ray.text import natural
+from traceml_ray.views import timezone
 from traceml_ray.views.values import whole_number
 
 from .components import aria, link
@@ -73,18 +75,18 @@ def field(route: Route, what: str) -> html.Div:
     return html.Div([html.Label(f"Search {what}", htmlFor=FIELD, className="unseen"), field], role="search")
 
 
-def heads(columns: Iterable[str], keys: Keys, route: Route) -> dict[str, Any]:
+def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]:
     """Return headers as links that put a list in the order of their column; a second click reverses it."""
     chosen, shown = route.get("sort") or "", {}
-    for header in columns:
-        name = header.lstrip(">")
+    for column in columns:
+        name = column.name
         if name in keys:
-            first = f"-{name}" if header != name else name  # of numbers, the largest first
+            first = f"-{name}" if column.number else name  # of numbers, the largest first
             other = name if first != name else f"-{name}"
             sign = {name: " ↑", f"-{name}": " ↓"}.get(chosen, "")
             following = other if chosen == first else None if chosen == other else first
-            shown[header] = link(
-                name + sign,
+            shown[name] = link(
+                column.head(timezone.abbreviation()) + sign,
                 route.here(sort=following, page=None),
                 "head",
                 on=bool(sign),

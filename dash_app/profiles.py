@@ -111,13 +111,3 @@ def removal(profile: Profile, route: Route) -> html.Details:
     action = f"{PATH}/{quote(profile.id)}/remove{session_of(route)}"
     form = html.Form(button, action=action, method="post", **aria(label=f"Remove profile {profile.id}"))
     return html.Details([html.Summary("Remove this profile …"), form])
-
-
-def reasons(profile: Profile) -> str:
-    """Return why ranks have no trace: "rank 1: it ended"; ranks with the same reason together."""
-    lacking: dict[str, list[int]] = {}
-    for rank in profile.ranks:
-        if rank.state != "captured":
-            lacking.setdefault(rank.reason or rank.state, []).append(rank.rank)
-    parts = [f"{text.ranks(ranks)}: {why}" for why, ranks in lacking.items()]
-    return "; ".join(filter(None, [profile.error or "", *parts]))

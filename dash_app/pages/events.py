@@ -15,26 +15,18 @@ from urllib.parse import quote
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.document.model import SIGNS
-from traceml_ray.reports.headlines import brief, hours_of, named
+from traceml_ray.document.model import SIGNS, Table, picked
+from traceml_ray.reports.headlines import brief, named
+from traceml_ray.reports.manifest import BUNDLES
 from traceml_ray.store import query
 from traceml_ray.store.results import BundleInfo
-from traceml_ray.views import timezone
 from traceml_ray.views.events import events_of
 from traceml_ray.views.run_state import RunState
+from traceml_ray.views.tables import EVENTS, episode_columns
 
 from .. import listing
-from ..components import (
-    Columns,
-    aria,
-    marked,
-    panel,
-    part,
-    rank_link,
-    step_link,
-    table,
-    when,
-)
+from ..components import aria, panel, part, rank_link, step_link
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -49,19 +41,13 @@ def bundles_of(cache: SessionCache) -> Sequence[BundleInfo]:
 def bundle_table(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any:
     """Return the bundles as a table; of a session that is `live`, with a button that asks for one."""
     session = f"?session={quote(name)}" if (name := route.get("session")) else ""
-    columns: Columns = {
-        "began": lambda one: when(one.time),
-        "reason": lambda one: one.reason,
-        ">rank": lambda one: rank_link(one.rank, route),
-        ">step": lambda one: step_link(one.step, route),
-        "why": lambda one: marked(one.why),
-        ">size": lambda one: text.size(one.bytes),
-        "download": lambda one: html.A(
-            one.name, href=f"{BUNDLES_PATH}{quote(one.name)}.tar{session}", download=f"{one.name}.tar"
-        ),
-    }
+
+    def download(one: BundleInfo) -> html.A:
+        href = f"{BUNDLES_PATH}{quote(one.name)}.tar{session}"
+        return html.A(one.name, href=href, download=f"{one.name}.tar")
+
     none = "None: no rank has died, hung or run out of memory."
-    shown = [table(columns, bundles, empty=none, label="Bundles")]
+    shown = [table(Table("Bundles", BUNDLES, bundles, empty=none), route, cells={"folder": download})]
     if live and not session:
         ask = html.Button("Keep the last minutes now", className="chip")
         shown.append(html.Form(ask, action=BUNDLES_PATH.rstrip("/"), method="post", **aria(label="Bundles")))
@@ -128,24 +114,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
     """Return a table of the causes that were named, and what each cost."""
-    columns: Columns = {
-        "what": lambda one: one["headline"],
-        ">rank": lambda one: rank_link(one["rank"], route),
-        ">steps": lambda one: [
-            step_link(one["from_step"], route),
-            f"–{one['to_step']:,}" + " …" * one["goes_on"],
-        ],
-        ">lasted": lambda one: text.duration(one["seconds"]),
-        ">cost": lambda one: text.duration(one["cost_s"]),
-        f">{view['share_of']}": lambda one: text.percent(one["cost_pct"]),
-        f">{hours_of(view['session']['gpus'])}": lambda one: text.number(one["rank_hours"]),
-    }
-    rows = table(columns, view["episodes"][:_SHOWN], empty="No cause was named.", label="Episodes")
-    return html.Div([rows, html.P(view["brief"], className="hint")], id="episodes")
-
-
-def _severity(severity: str) -> html.Span:
-    return html.Span([SIGNS[severity], " ", severity], className=f"sev {severity}")
+    columns = episode_columns(view["share_of"], view["session"]["gpus"])
+    block = Table("Episodes", columns, view["episodes"][:_SHOWN], view["brief"], "No cause was named.")
+    return html.Div(table(block, route), id="episodes")
 
 
 def _named(name: str, cell: Any) -> Any:
@@ -169,22 +140,15 @@ def _filters(view: Mapping[str, Any], route: Route) -> list[html.Nav]:
 
 def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) -> Any:
     """Return events as tables, one for each group; `names` are the columns, by default all."""
-    columns: Columns = {
-        "time": lambda event: when(event["time"]),
-        "severity": lambda event: _severity(event["severity"]),
-        "kind": lambda event: text.words(event["kind"]),
-        ">rank": lambda event: _named("rank", rank_link(event["rank"], route)),
-        "node": lambda event: event["node"],
-        ">step": lambda event: _named("step", step_link(event["step"], route)),
-        "stage": lambda event: event["stage"],
-        "what": lambda event: html.Span(marked(event["text"])),
+    columns = picked(EVENTS, *names) if names else EVENTS
+    cells = {
+        "rank": lambda event: _named("rank", rank_link(event["rank"], route)),
+        "step": lambda event: _named("step", step_link(event["step"], route)),
     }
-    shown = {name: columns[name] for name in names or columns}
-    heads = {"time": f"time, {timezone.abbreviation()}"}
     body: list[Any] = []
     for group, rows in groupby(events, key=itemgetter("group")):
         body += [html.H3(group or "Before")] if body or group else []
-        body.append(table(shown, rows, heads=heads, label=group or "Events"))
+        body.append(table(Table(group or "Events", columns, [*rows]), route, cells=cells))
     if not body:
-        return table(shown, (), empty="No event of this kind yet.", label="")
+        return table(Table("Events", columns, (), empty="No event of this kind yet."), route)
     return html.Div(body, className="events")

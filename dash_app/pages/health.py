@@ -7,12 +7,14 @@ from typing import Any
 
 from dash import html
 
+from traceml_ray.document.model import Table
 from traceml_ray.store.results import WholeLedger
 from traceml_ray.views import health
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import ERRORS, RELAYS, ledger_columns, slowest_relays
 
-from ..components import cells_of, facts, panel, part, table
+from ..components import facts, panel, part
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -28,7 +30,7 @@ def data(cache: SessionCache, run: RunState | None, _route: Route) -> dict[str, 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     errors = sorted(view["errors"].items(), key=lambda item: -item[1])[:_MOST]
-    shown = table(cells_of(ERRORS, route), errors, empty="None.", label="Errors")
+    shown = table(Table("Errors", ERRORS, errors, empty="None."), route)
     panels = {
         "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished"), route),
         "Relays, one on each node": _relays(view["relays"], route),
@@ -46,8 +48,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 def _relays(relays: Collection[Mapping[str, Any]], route: Route) -> html.Div:
     rest = len(relays) - _RELAYS
     more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
-    rows = table(cells_of(RELAYS, route), slowest_relays(relays)[:_RELAYS], label="Relays")
-    return html.Div([rows, html.P(more, className="hint")], id="health-relays")
+    block = Table("Relays", RELAYS, slowest_relays(relays)[:_RELAYS], more)
+    return html.Div(table(block, route), id="health-relays")
 
 
 def _ledger(ledger: WholeLedger | None, over: bool, route: Route) -> html.Div:
@@ -56,6 +58,5 @@ def _ledger(ledger: WholeLedger | None, over: bool, route: Route) -> html.Div:
         missing = html.P("Not known while the aggregator does not answer.", className="empty")
         return html.Div(missing, id="health-ledger")
     rows = [("all", ledger), *health.losing(ledger, over)[:_MOST]]
-    shown = table(cells_of(ledger_columns(over), route), rows, label="Ledger")
     note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
-    return html.Div([shown, html.P(note, className="hint")], id="health-ledger")
+    return html.Div(table(Table("Ledger", ledger_columns(over), rows, note), route), id="health-ledger")

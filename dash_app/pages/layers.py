@@ -12,6 +12,7 @@ from dash import html
 from traceml_ray import text
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import icicle
+from traceml_ray.document.model import Column, Table, picked
 from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layer, Layers
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layer_name, layers_sentences
@@ -21,7 +22,9 @@ from traceml_ray.views.tables import layer_columns, layer_rank_columns
 from traceml_ray.wire.commands import MAX_LAYER_STEPS
 
 from .. import listing, profiles
-from ..components import Columns, aria, cells_of, chart, keys_of, marked, panel, part, rank_link, table, trail
+from ..charts import chart
+from ..components import aria, marked, panel, part, rank_link, trail
+from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -141,40 +144,36 @@ def _icicle(layers: Layers, route: Route) -> Any:
         route,
         colours={"takes longer on one rank": drawing.ORANGE} if named - {None} else None,
         height=60 + 26 * rows,
-        rows=_tree(layers),
+        rows=_tree(layers, route),
     )
 
 
-def _tree(layers: Layers) -> Any:
-    columns: Columns = {
-        "layer": layer_name,
-        ">with those inside, ms": lambda one: text.number(one.total_ms, aligned=True),
-        ">of the model": lambda one: text.share(one.share),
-    }
-    return table(columns, layers.layers, label="Time of each layer with the layers inside it")
+def _tree(layers: Layers, route: Route) -> Any:
+    columns = [
+        Column("layer", layer_name, "code"),
+        Column("with those inside, ms", lambda one: one.total_ms, "aligned"),
+        Column("of the model", lambda one: one.share, "share"),
+    ]
+    block = Table("Time of each layer with the layers inside it", columns, layers.layers)
+    return table(block, route)
 
 
 def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
     layers: Layers = view["layers"]
     shown, chosen = layer_columns(layers), view["chosen"]
-    columns = cells_of(shown, route, layer=lambda index: html.Code(layer_name(layers.layers[index])))
-    heads = listing.heads(columns, keys_of(shown), route)
-    rows = table(columns, chosen.items, heads=heads, empty="No layer is like that.", label="Layers")
+    heads = listing.heads(shown, keys_of(shown), route)
+    rows = table(Table("Layers", shown, chosen.items, empty="No layer is like that."), route, heads=heads)
     return [rows, listing.pages(chosen, route, "layer"), html.P(_WHAT, className="hint")]
 
 
 def _beside(layers: Layers, route: Route) -> list[Any]:
     """Return the layers that take longest, with a column for each of some ranks."""
     order = sorted(range(len(layers.layers)), key=lambda index: -_longest(layers, index))[:_BESIDE]
-    columns: Columns = {
-        "layer": lambda index: html.Code(layer_name(layers.layers[index])),
-        **cells_of(layer_rank_columns(layers), route),
-    }
+    columns = [*picked(layer_columns(layers), "layer"), *layer_rank_columns(layers)]
     which = "" if len(layers.per_rank_ms) == len(layers.ranks) else " Of many ranks, those that take longest."
     hint = f"Forward and backward, ms a step, without the layers inside; the {_BESIDE} largest.{which}"
-    heads = {f">rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms}
-    rows = table(columns, sorted(order), heads=heads, label="Layers, rank beside rank")
-    return [rows, html.P(hint, className="hint")]
+    heads = {f"rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms}
+    return [table(Table("Layers, rank beside rank", columns, sorted(order), hint), route, heads=heads)]
 
 
 def _longest(layers: Layers, index: int) -> float:

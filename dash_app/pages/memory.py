@@ -6,18 +6,17 @@ The panel of a model that FSDP2 divides: what each rank holds, moves and waits f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.document.model import SIGNS
+from traceml_ray.document.model import SIGNS, Table
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
-from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.sections import first_words
-from traceml_ray.signals.memory.shapes import Attribution, Memory, MemoryFinding, RankMemory
+from traceml_ray.signals.memory.shapes import Memory, MemoryFinding, RankMemory
 from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
 from traceml_ray.signals.sharding.judge import ModelShards, ShardingInfo
 from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
@@ -26,23 +25,12 @@ from traceml_ray.views import figures
 from traceml_ray.views.memory_curves import COUNTERS, memory_curves
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
-from traceml_ray.views.tables import memory_columns
+from traceml_ray.views.tables import MEMORY_FINDINGS, collectives_table, memory_columns, memory_rows
 
 from .. import axis, listing
-from ..components import (
-    Chart,
-    Columns,
-    cells_of,
-    chart,
-    keys_of,
-    marked,
-    panel,
-    part,
-    rank_link,
-    table,
-    trail,
-    when,
-)
+from ..charts import Chart, chart
+from ..components import marked, panel, part, trail
+from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 from . import events
@@ -55,10 +43,9 @@ def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
     rows: list[Row] = [*sharding.per_rank.items()]
     total = sum(len(model.ranks) for model in sharding.models)
     hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
-    shown = cells_of(columns(rows), route, rank=lambda row: rank_link(row[0], route))
     body = [_model(sharding, model) for model in sharding.models]
-    listed = table(shown, rows, label="Shards of ranks")
-    inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")
+    listed = table(Table("Shards of ranks", columns(rows), rows, hint), route)
+    inside = html.Div([*body, listed], id="memory-shards")
     return [panel("Shards of the model (FSDP2)", part(inside))]
 
 
@@ -80,8 +67,6 @@ _LINES = 6
 """Largest number of ranks drawn."""
 _SAMPLES = 240
 _MOST = 100
-_ALIKE = 3
-"""More findings of one kind than this are shown as one line."""
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -159,7 +144,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     ]
     body += panels(view["sharding"], route)
     if view["attributions"]:
-        rows = _collectives(view["attributions"], route)
+        rows = table(collectives_table(view["attributions"][:_MOST]), route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))
     body.append(
         panel(
@@ -179,40 +164,8 @@ def _first(memory: Memory) -> html.Div:
 
 def _findings(findings: Sequence[MemoryFinding], route: Route) -> Any:
     """Return the findings, most severe first; what many ranks have alike is one line."""
-    alike: dict[Any, list[MemoryFinding]] = {}
-    for finding in findings:
-        alike.setdefault((finding.kind, finding.severity, finding.device is None), []).append(finding)
-    lines = [
-        line
-        for same in alike.values()
-        for line in ([same] if len(same) > _ALIKE else [[finding] for finding in same])
-    ]
-    columns: Columns = {
-        "severity": lambda line: html.Span(
-            f"{SIGNS[line[0].severity]} {line[0].severity}", className=f"sev {line[0].severity}"
-        ),
-        "rank": lambda line: _who(line, route),
-        "memory": lambda line: _where({finding.device for finding in line}),
-        "what": lambda line: text.words(line[0].kind),
-        "since": lambda line: when(moment(min(finding.from_ns for finding in line))),
-        "confidence": lambda line: line[0].confidence,
-        "why": lambda line: html.Div(
-            [html.Div(marked(line[0].why)), html.Div(marked(" ".join(line[0].next)), className="hint")]
-        ),
-    }
-    return table(columns, lines[:_MOST], empty="Nothing stands out.", label="Findings")
-
-
-def _who(line: Sequence[MemoryFinding], route: Route) -> Any:
-    if len(line) == 1:
-        return rank_link(line[0].rank, route)
-    return text.ranks(sorted({finding.rank for finding in line}))
-
-
-def _where(devices: Collection[int | None]) -> str:
-    """Return whose memory it is: the host's, or a device's."""
-    one = next(iter(devices)) if len(devices) == 1 else -1
-    return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
+    block = Table("Findings", MEMORY_FINDINGS, memory_rows(findings)[:_MOST], empty="Nothing stands out.")
+    return table(block, route)
 
 
 def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> Chart:
@@ -238,22 +191,10 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
         signs = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
         return [*signs, html.B(" first")] if first == (row.rank, row.device) else signs
 
-    columns = cells_of(memory_columns(), route, finding=lambda row: html.Span(anomaly(row)))
-    heads = listing.heads(columns, keys_of(memory_columns()), route)
+    heads = listing.heads(memory_columns(), keys_of(memory_columns()), route)
     shown = view["chosen"]
-    rows = table(columns, shown.items, heads=heads, empty="No rank is like that.", label="Memory of ranks")
+    block = Table("Memory of ranks", memory_columns(), shown.items, empty="No rank is like that.")
+    rows = table(block, route, heads=heads, cells={"finding": lambda row: html.Span(anomaly(row))})
     hint = "+: growth above the rank's own settled level. "
     hint += "Hidden: what the driver counts for the process and torch's allocator does not."
     return [rows, listing.pages(shown, route, "row"), html.P(hint, className="hint")]
-
-
-def _collectives(attributions: Sequence[Attribution], route: Route) -> Any:
-    columns: Columns = {
-        ">rank": lambda attribution: rank_link(attribution.rank, route),
-        "memory": lambda attribution: _where([attribution.device]),
-        "by": lambda attribution: attribution.op or text.NA,
-        ">hidden memory": lambda attribution: text.size(attribution.bytes),
-        "how sure": lambda attribution: attribution.kind.removeprefix("collective_"),
-        "why": lambda attribution: html.Span(marked(attribution.why)),
-    }
-    return table(columns, attributions[:_MOST], label="Hidden memory of communication")

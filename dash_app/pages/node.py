@@ -8,32 +8,22 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import Table
 from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
 from traceml_ray.text import natural
 from traceml_ray.views import figures
-from traceml_ray.views.ranks import nodes, position
+from traceml_ray.views.ranks import NAMED, nodes, position
 from traceml_ray.views.run_state import RunState
+from traceml_ray.views.tables import GPUS, last, node_rank_columns, used_of_all
 from traceml_ray.views.values import as_dict, by_rank, number, rounded
 
 from .. import axis
-from ..components import (
-    Chart,
-    Columns,
-    aria,
-    chart,
-    died,
-    facts,
-    link,
-    panel,
-    part,
-    rank_link,
-    spark,
-    table,
-    trail,
-)
+from ..charts import Chart, chart
+from ..components import aria, died, facts, link, panel, part, trail
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -209,7 +199,10 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         title = f"There is no node {route.key} in this run."
         return html.Div([way, part(html.H1(title, id="node-title")), tabs])
     samples, gpus, frame = view["samples"], view["gpus"], axis.clock(view["axis"])
-    ranks = _ranks(view["ranks"], route, (view["verdict"] or {}).get("ranks") or ())
+    named = (view["verdict"] or {}).get("ranks") or ()
+    none = "No rank has reported from this node."
+    block = Table("Ranks of this node", node_rank_columns(named), view["ranks"], empty=none)
+    ranks = table(block, route, cells={"state": lambda rank: _state(rank, named)})
     body: list[Any] = [
         way,
         part(html.H1(f"Node {node['label']}", id="node-title")),
@@ -221,7 +214,10 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     ]
     if gpus:
         body += [
-            panel("GPUs, newest sample", part(html.Div(_gpus(gpus), id="node-gpus"))),
+            panel(
+                "GPUs, newest sample",
+                part(html.Div(table(Table("GPUs of this node", GPUS, gpus), route), id="node-gpus")),
+            ),
             html.Div(_gpu_charts(view["drawn_gpus"], route, frame), className="grid"),
         ]
     return html.Div(body)
@@ -308,86 +304,17 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any
         "over the fastest": text.percent(node["slower_pct"], sign=True),
         "worst rank": None if worst is None else f"{worst} ({text.ms(node['worst_ms'])})",
         "skew": text.percent(node["skew_pct"]),
-        "memory": _memory(samples),
-        "load": text.number(_last(samples["load1"])),
+        "memory": used_of_all(samples),
+        "load": text.number(last(samples["load1"])),
     }
-
-
-def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int]) -> Any:
-    busy = [value for rank in ranks for value in rank["busy"] if value is not None]
-    between = (min(busy), max(busy)) if busy else None
-    clocked = any(rank["gpu_idle_pct"] is not None for rank in ranks)
-    devices = any(rank["device_memory"] for rank in ranks)
-    columns: Columns = {
-        ">rank": lambda rank: rank_link(rank["rank"], route),
-        ">local": lambda rank: text.plain(rank["local_rank"]),
-        ">GPU": lambda rank: text.plain(rank["gpu"]),
-        ">median busy": lambda rank: text.ms(rank["median_ms"]),
-        **({">GPU idle": lambda rank: text.percent(rank["gpu_idle_pct"])} if clocked else {}),
-        "busy time by step": lambda rank: spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
-        ">last step": lambda rank: text.plain(rank["last_step"]),
-        "now in": lambda rank: rank["open_stage"] or text.NA,
-        ">memory": lambda rank: text.size(rank["rss_bytes"]),
-        **({">GPU memory allocated, reserved": _allocated} if devices else {}),
-        "state": lambda rank: _state(rank, named),
-    }
-    return table(columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node")
-
-
-def _allocated(rank: Mapping[str, Any]) -> str:
-    sizes: Sequence[int] | None = rank["device_memory"]
-    return text.NA if sizes is None else ", ".join(map(text.size, sizes))
 
 
 def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:
+    """Return the state of a rank; of one that died also how, when and where."""
     if rank["death"]:
         return html.Span(["◆ ", *died(rank["death"])], className="sev critical")
-    if rank["rank"] in named:
-        return html.Span("▲ named by the verdict", className="sev warning")
-    return text.words(rank["state"])
-
-
-def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
-    columns: Columns = {
-        ">GPU": lambda gpu: str(gpu["index"]),
-        "model": lambda gpu: text.plain(gpu["name"]),
-        ">utilisation": lambda gpu: text.percent(_last(gpu["util_pct"])),
-        ">memory": _memory,
-        ">power": lambda gpu: f"{text.number(_last(gpu['power_w']), 0)} of {_watts(gpu)}",
-        ">temperature": lambda gpu: text.unit(_last(gpu["temperature_c"]), "°C", 0),
-        ">SM clock": lambda gpu: text.unit(_last(gpu["sm_mhz"]), "MHz", 0),
-        ">PCIe out, in": lambda gpu: _both(gpu, "pcie"),
-        ">NVLink out, in": lambda gpu: _both(gpu, "nvlink"),
-        "throttled by": lambda gpu: _listed(gpu["throttle"]),
-        ">ECC errors": lambda gpu: text.plain(_last(gpu["ecc"])),
-        "XID errors": lambda gpu: _xids(gpu["xid"]),
-    }
-    return table(columns, gpus, label="GPUs of this node")
-
-
-def _memory(columns: Mapping[str, Any]) -> str:
-    return " of ".join(text.size(_last(columns[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
-
-
-def _watts(gpu: Mapping[str, Any]) -> str:
-    return text.unit(_last(gpu["power_limit_w"]), "W", 0)
-
-
-def _both(gpu: Mapping[str, Any], name: str) -> str:
-    rates = [_last(gpu[f"{name}_{way}_bps"]) for way in ("tx", "rx")]
-    return text.NA if rates == [None, None] else ", ".join(text.size(rate, "/s") for rate in rates)
-
-
-def _xids(xids: Sequence[int] | None) -> Any:
-    if not xids:
-        return text.NA if xids is None else "none"
-    numbers = ", ".join(map(str, dict.fromkeys(xids)))
-    return html.Span(["◆ ", numbers], className="sev critical")
-
-
-def _listed(reasons: Sequence[str] | None) -> str:
-    return text.NA if reasons is None else ", ".join(map(text.words, reasons)) or "nothing"
-
-
-def _last(series: Sequence[Any] | None) -> Any:
-    return series[-1] if series else None
+    return (
+        html.Span(f"▲ {NAMED}", className="sev warning")
+        if rank["rank"] in named
+        else text.words(rank["state"])
+    )

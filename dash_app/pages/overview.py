@@ -17,6 +17,7 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
+from traceml_ray.document.model import Column, Table
 from traceml_ray.reports.headlines import change
 from traceml_ray.reports.kpis import kpis
 from traceml_ray.signals.views import POLLED, signal_numbers
@@ -31,22 +32,9 @@ from traceml_ray.views.values import by_stage, number, rounded
 from traceml_ray.wire.codec import ready
 
 from .. import axis, heatmap
-from ..components import (
-    CLICKED,
-    Chart,
-    Columns,
-    Content,
-    aria,
-    chart,
-    link,
-    meter,
-    node_link,
-    numbers,
-    panel,
-    part,
-    spark,
-    table,
-)
+from ..charts import CLICKED, Chart, chart, numbers
+from ..components import Content, aria, link, meter, node_link, panel, part, spark
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 from .events import event_table
@@ -188,7 +176,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     shown = part(html.Div([kpi_box(kpi) for kpi in view["kpis"]], id="kpis", className="kpis"))
     cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
-    rows = event_table(view["events"][:_LISTED], route, "time", "severity", "kind", ">rank", "what")
+    rows = event_table(view["events"][:_LISTED], route, "time", "severity", "kind", "rank", "what")
     listed = part(html.Div(rows, id="event-list"))
     every = part(dcc.Link("all", id="events-all", href=route.to("events")))
     exposed, timeline, skew = _charts(view, route)
@@ -250,12 +238,12 @@ def _change(view: Mapping[str, Any], route: Route) -> list[Chart]:
     title = "A step before the onset, and since"
     steps = f"{text.count(before['steps'], 'step')} before, {since['steps']:,} since"
     label = f"Exposed time of a step by stage, {steps}"
-    columns: Columns = {
-        "stage": str,
-        ">before": lambda stage: text.ms(before["stages"][stage]),
-        ">since": lambda stage: text.ms(since["stages"][stage]),
-    }
-    return [chart("change", title, figure, label, route, rows=table(columns, STAGES, label=label))]
+    columns = [
+        Column("stage", str),
+        Column("before", lambda stage: before["stages"][stage], "ms"),
+        Column("since", lambda stage: since["stages"][stage], "ms"),
+    ]
+    return [chart("change", title, figure, label, route, rows=table(Table(label, columns, STAGES), route))]
 
 
 def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
@@ -268,7 +256,7 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
         frame, revision = axis.frame(view["axis"]), str(view["session"]["run"])
         figure, names = heat_figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
         if route.get("table") == "heat":
-            rows = heatmap.as_table(heat, drawn)
+            rows = heatmap.as_table(heat, drawn, route)
     missing = html.Span([html.I(className="missing"), "missing"], className="key")
     graph = dcc.Graph(id="heat", figure=figure, config=CLICKED, clear_on_unhover=True)
     colours: dict[str, Any] = {"border_color": "var(--soft)", "background_color": "var(--surface)"}

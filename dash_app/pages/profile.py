@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import Table
+from traceml_ray.reports.profiles import OPERATIONS, RANKS, difference_tables
 from traceml_ray.store import query
-from traceml_ray.store.profiles import Profile, ProfileInfo
+from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.traces.breakdown import MOST, Breakdown
-from traceml_ray.traces.difference import MEDIAN, Compared, Difference
+from traceml_ray.traces.difference import MEDIAN, Difference
 from traceml_ray.traces.key_averages import Operation
 from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
@@ -19,19 +21,8 @@ from traceml_ray.views.values import whole_number
 from traceml_ray.wire.commands import OPTIONS
 
 from .. import listing, profiles
-from ..components import (
-    Columns,
-    aria,
-    facts,
-    link,
-    marked,
-    panel,
-    part,
-    rank_link,
-    step_link,
-    table,
-    trail,
-)
+from ..components import aria, facts, link, marked, panel, part, trail
+from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -39,26 +30,6 @@ _TOP = 15
 """Largest number of operations shown of a difference."""
 _MOST_CHIPS = 16
 _MORE = "What one rank does more of than others"
-_KEYS: listing.Keys = {
-    "node": lambda operation: operation.node or operation.node_id,
-    "rank": lambda operation: operation.rank,
-    "operation": lambda operation: operation.name,
-    "self CPU": lambda operation: operation.self_cpu_ms,
-    "CPU": lambda operation: operation.cpu_ms,
-    "self device": lambda operation: operation.self_device_ms,
-    "device": lambda operation: operation.device_ms,
-    "self CPU memory": lambda operation: operation.self_cpu_bytes,
-    "self device memory": lambda operation: operation.self_device_bytes,
-    "calls": lambda operation: operation.calls,
-}
-_OPTIONAL = {
-    "inputs": "input_shapes",
-    ">self device": "self_device_ms",
-    ">device": "device_ms",
-    ">self CPU memory": "self_cpu_bytes",
-    ">self device memory": "self_device_bytes",
-}
-"""Columns shown only if the trace recorded them."""
 _PERFETTO = (
     "Open the trace of all ranks at ui.perfetto.dev (Open trace file): it is read in your browser and sent "
     "nowhere. All ranks are on one clock; arrows lead from the rank that came last to a collective to those "
@@ -85,7 +56,7 @@ def data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
         "kinds": {
             name: sum(operation.kind == name for operation in made.operations) for name in _kinds(made)
         },
-        "chosen": listing.choose(rows, route, _words, _KEYS),
+        "chosen": listing.choose(rows, route, _words, keys_of(OPERATIONS)),
     }
 
 
@@ -184,7 +155,7 @@ def _compared(view: Mapping[str, Any], route: Route) -> Any:
             route.get("stage"),
         ),
     ]
-    return panel(_MORE, part(html.Div([*chips, *_differing(difference)], id="profile-compared")))
+    return panel(_MORE, part(html.Div([*chips, *_differing(difference, route)], id="profile-compared")))
 
 
 def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str, chosen: str | None) -> Any:
@@ -198,79 +169,30 @@ def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str
     return html.Div([html.Span(label, **aria(hidden="true")), nav], className="choice")
 
 
-def _differing(difference: Difference | None) -> list[Any]:
+def _differing(difference: Difference | None, route: Route) -> list[Any]:
     if difference is None:
         return [html.P("That was not recorded of both.", className="empty")]
     sentences = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in difference.sentences]
-    per = (
-        f"ms a step, of {text.count(difference.steps, 'step')}"
-        if difference.steps
-        else "ms in the whole trace"
-    )
-    more = [row for row in difference.operations if row.more_ms][:_TOP]
-    rows = table(_sided(difference, more), more, empty="Nothing.", label="Operations that it does more of")
-    shown = [
+    shown = difference_tables(difference, _TOP)
+    return [
         html.Div(sentences, className="said"),
-        html.P(f"By operation, without those inside it; {per}.", className="hint"),
-        rows,
+        *(
+            part_of
+            for block in shown
+            if block.items
+            for part_of in (html.H3(marked(block.title)), table(block, route))
+        ),
     ]
-    if difference.waits:
-        waits = difference.waits[:_TOP]
-        shown += [
-            html.H3("Waiting for other ranks, or for a device: time that no work hides"),
-            table(_sided(difference, waits), waits, label="Waiting, by operation"),
-        ]
-    return shown
-
-
-def _sided(difference: Difference, rows: Sequence[Compared]) -> Columns:
-    """Return the columns of a difference; those of a device only where there was one."""
-    rank_name = f"rank {difference.rank}"
-    than = f"rank {difference.others[0]}" if len(difference.others) == 1 else "median"
-    columns: Columns = {
-        "operation": lambda row: html.Code(row.name),
-        ">more": lambda row: text.number(row.more_ms, sign=True),
-        "on": lambda row: "device" if row.on_device else "CPU",
-        f">self CPU, {rank_name}": lambda row: text.number(row.self_cpu_ms),
-        f">{than}": lambda row: text.number(row.other_self_cpu_ms),
-        f">self device, {rank_name}": lambda row: text.number(row.self_device_ms),
-        f"> {than}": lambda row: text.number(row.other_self_device_ms),
-        f">calls, {rank_name}": lambda row: text.number(row.calls),
-        f">  {than}": lambda row: text.number(row.other_calls),
-    }
-    device = any(row.self_device_ms is not None for row in rows)
-    return {
-        name: cell
-        for name, cell in columns.items()
-        if device or not (name == "on" or "device" in name or name == f"> {than}")
-    }
 
 
 def _operations(view: Mapping[str, Any], route: Route) -> Any:
     """Return the table of all operations of all ranks."""
     made, chosen = view["made"], view["chosen"]
-    every: Columns = {
-        "node": lambda operation: html.Span(text.plain(operation.node), title=operation.node_id),
-        ">rank": lambda operation: rank_link(operation.rank, route),
-        "operation": lambda operation: html.Code(operation.name),
-        "kind": lambda operation: operation.kind,
-        "inputs": lambda operation: operation.input_shapes or "",
-        ">self CPU": lambda operation: text.number(operation.self_cpu_ms),
-        ">CPU": lambda operation: text.number(operation.cpu_ms),
-        ">self device": lambda operation: text.number(operation.self_device_ms),
-        ">device": lambda operation: text.number(operation.device_ms),
-        ">self CPU memory": lambda operation: text.size(operation.self_cpu_bytes),
-        ">self device memory": lambda operation: text.size(operation.self_device_bytes),
-        ">calls": lambda operation: f"{operation.calls:,}",
-    }
-    absent = {
-        name
-        for name, field in _OPTIONAL.items()
-        if all(getattr(operation, field) is None for operation in made.operations)
-    }
-    columns = {name: cell for name, cell in every.items() if name not in absent}
-    heads = listing.heads(columns, _KEYS, route)
-    rows = table(columns, chosen.items, heads=heads, empty="No operation is like that.", label="Operations")
+    cells = [[column.cell(operation) for column in OPERATIONS] for operation in made.operations]
+    columns = [column for column, *values in zip(OPERATIONS, *cells, strict=True) if any(values)]
+    heads = listing.heads(columns, keys_of(columns), route)
+    block = Table("Operations", columns, chosen.items, empty="No operation is like that.")
+    rows = table(block, route, heads=heads)
     kinds = {f"all kinds {len(made.operations):,}": None} | {
         f"{kind} {n:,}": kind for kind, n in view["kinds"].items()
     }
@@ -292,21 +214,13 @@ def _problems(made: Breakdown) -> list[Any]:
 def _traces(info: ProfileInfo, route: Route) -> Any:
     """Return the ranks with their traces, the downloads, and the button that removes the profile."""
     profile = info.profile
-    columns: Columns = {
-        ">rank": lambda rank: rank_link(rank.rank, route),
-        "node": lambda rank: text.plain(rank.node or rank.hostname),
-        "state": lambda rank: rank.state,
-        ">steps": lambda rank: f"{len(rank.steps):,}",
-        ">from": lambda rank: step_link(rank.steps[0].step, route) if rank.steps else "",
-        ">start": lambda rank: text.ms(rank.start_ms),
-        ">stop": lambda rank: text.ms(rank.stop_ms),
-        ">export": lambda rank: text.ms(rank.export_ms),
-        "trace": lambda rank: (
-            profiles.file_link(profile, rank.file, route, text.size(rank.total_bytes)) if rank.file else ""
-        ),
-        "why not": lambda rank: rank.reason or "",
-    }
-    shown: list[Any] = [table(columns, profile.ranks, empty=profile.error or "None.", label="Ranks")]
+
+    def download(rank: RankProfile) -> Any:
+        return profiles.file_link(profile, rank.file, route, text.size(rank.total_bytes)) if rank.file else ""
+
+    columns = [column for column in RANKS if column.name != "arrived"]
+    block = Table("Ranks", columns, profile.ranks, empty=profile.error or "None.")
+    shown: list[Any] = [table(block, route, cells={"trace": download})]
     if profile.captured:
         links = [
             profiles.file_link(profile, profiles.TRACE, route, "Trace of all ranks"),

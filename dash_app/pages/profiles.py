@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.document.model import Table, picked
 from traceml_ray.launchers.profile_request import so_far
+from traceml_ray.reports.profiles import RANKS, most_cost, profile_columns, reasons
 from traceml_ray.store import query
-from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
-from traceml_ray.views import timezone
+from traceml_ray.store.profiles import ProfileInfo, RankProfile
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.messages import MAX_PROFILE_STEPS
 
 from .. import profiles
-from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table
+from ..components import aria, panel, part
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -126,24 +128,9 @@ def _cost(done: Sequence[ProfileInfo] | None) -> str:
     newest = next((info.profile for info in done or () if info.profile.captured), None)
     if newest is None:
         return what
-    took = [f"{name} {text.ms(_most(newest, name))}" for name in ("start", "stop", "export")]
+    took = [f"{name} {text.ms(most_cost(newest, name))}" for name in ("start", "stop", "export")]
     extent = f"{text.count(newest.n_steps, 'step')} of {profiles.ranks_of(newest)}"
     return f"{what} The newest one, of {extent}, cost a rank at most: {', '.join(took)}."
-
-
-def _most(profile: Profile, what: str) -> float | None:
-    """Return what starting, stopping or exporting has cost the rank that it cost most, ms."""
-    return max(filter(None, (getattr(rank, f"{what}_ms") for rank in profile.captured)), default=None)
-
-
-def _per_step(profile: Profile) -> float | None:
-    """Return what it has cost the rank that it cost most, ms for each step that was recorded."""
-    costs = [
-        sum(filter(None, (rank.start_ms, rank.stop_ms, rank.export_ms))) / len(rank.steps)
-        for rank in profile.captured
-        if rank.steps and rank.stop_ms is not None
-    ]
-    return max(costs, default=None)
 
 
 def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
@@ -151,7 +138,7 @@ def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
     asked, now, shown = route.get("asked"), view["now"], list[Any]()
     done = [info.profile for info in view["done"] or () if asked in info.profile.requests]
     if done and not done[0].captured:
-        shown.append(html.P(f"Nothing was captured: {profiles.reasons(done[0])}.", className="sev critical"))
+        shown.append(html.P(f"Nothing was captured: {reasons(done[0])}.", className="sev critical"))
     elif done:
         shown.append(html.P(["The profile is there: ", profiles.link(done[0], route), "."]))
     elif asked and not (now and asked in now.requests):
@@ -166,41 +153,14 @@ def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
 
 
 def _states(ranks: Sequence[RankProfile], route: Route) -> Any:
-    columns: Columns = {
-        ">rank": lambda rank: rank_link(rank.rank, route),
-        "node": lambda rank: text.plain(rank.node),
-        "state": lambda rank: rank.state,
-        ">steps": lambda rank: f"{len(rank.steps):,}",
-        ">arrived": lambda rank: (
-            f"{text.size(rank.bytes)} of {text.size(rank.total_bytes)}" if rank.total_bytes else ""
-        ),
-        "why not": lambda rank: rank.reason or "",
-    }
-    return table(columns, ranks, label="Ranks of the profile that is being made")
+    columns = picked(RANKS, "rank", "node", "state", "steps", "arrived", "why not")
+    return table(Table("Ranks of the profile that is being made", columns, ranks), route)
 
 
 def _rows(view: Mapping[str, Any], route: Route) -> Any:
     if view["done"] is None:
         return html.P("Not known while the aggregator does not answer.", className="empty")
-    several = len(view["names"]) > 1
-    run: dict[str, Callable[[Any], Any]] = {"run": lambda one: view["names"].get(one.run, one.run)}
-    columns: Columns = {
-        "asked for": lambda one: profiles.link(one, route, timezone.date(one.time)),
-        "why": lambda one: html.Span(marked(one.why)),
-        **(run if several else {}),
-        ">ranks": lambda one: text.ranges(rank.rank for rank in one.captured) or "none",
-        ">from step": lambda one: step_link(one.first_step, route),
-        ">steps": lambda one: f"{one.n_steps:,}",
-        ">start": lambda one: text.ms(_most(one, "start")),
-        ">stop": lambda one: text.ms(_most(one, "stop")),
-        ">export": lambda one: text.ms(_most(one, "export")),
-        ">a step": lambda one: text.ms(_per_step(one)),
-        ">size": lambda one: text.size(sizes[one.id]),
-        "without a trace": profiles.reasons,
-    }
-    sizes = {info.profile.id: info.bytes for info in view["done"]}
+    columns = [column for column in profile_columns(view["names"]) if column.name != "id"]
+    note = _COSTS if view["done"] else ""
     empty = "None yet. A straggler that lasts is profiled without being asked."
-    shown = [table(columns, [info.profile for info in view["done"]], empty=empty, label="Profiles")]
-    if view["done"]:
-        shown.append(html.P(_COSTS, className="hint"))
-    return shown
+    return table(Table("Profiles", columns, view["done"], note, empty), route)

@@ -12,6 +12,7 @@ from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document import drawing
+from traceml_ray.document.model import Table
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
@@ -23,24 +24,13 @@ from traceml_ray.store.profiles import Profile
 from traceml_ray.views import figures
 from traceml_ray.views.ranks import position
 from traceml_ray.views.run_state import RunState
+from traceml_ray.views.tables import SPANS
 from traceml_ray.views.values import by_rank, by_stage, mean, number, whole_number
 
 from .. import axis, profiles
-from ..components import (
-    Chart,
-    Columns,
-    aria,
-    chart,
-    died,
-    facts,
-    link,
-    node_link,
-    panel,
-    part,
-    rank_link,
-    table,
-    trail,
-)
+from ..charts import Chart, chart
+from ..components import aria, died, facts, link, node_link, panel, part, rank_link, trail
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
@@ -168,6 +158,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     way = trail(route, node, (f"rank {number}", None))
     chips = part(html.Div(around, id="rank-around", className="chips"))
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
+    spans = Table("Spans", SPANS, view["spans"], empty="No span was marked in this run.")
     facts_panel = facts("rank-facts", _facts(rank) | _memory_facts(view["memory"]))
     body: list[Any] = [
         way,
@@ -181,9 +172,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             [_stage_chart(*stage, view, route) for stage in drawing.STAGES.items() if view["stages"]],
             className="grid three",
         ),
-        panel(
-            "Spans inside the stages, mean per step", part(html.Div(_spans(view["spans"]), id="rank-spans"))
-        ),
+        panel("Spans inside the stages, mean per step", part(html.Div(table(spans, route), id="rank-spans"))),
     ]
     if process := view["process"] and quantity_charts(
         "process", PROCESS, view["process"], route, route.key, axis.clock(view["axis"])
@@ -344,19 +333,6 @@ def _suspect(suspect: Mapping[str, Any]) -> html.P:
     sentence = f"▲ Late out of {suspect['stage']} by {late} a step; "
     sentence += f"fixing it saves {saves} a step, {text.percent(suspect['cost_pct'])}."
     return html.P(sentence, className="callout warning")
-
-
-def _spans(spans: Sequence[Mapping[str, Any]]) -> Any:
-    columns: Columns = {
-        "span": lambda span: span["name"],
-        "in": lambda span: span["stage"],
-        ">this rank": lambda span: text.ms(span["ms"]),
-        ">median rank": lambda span: text.ms(span["median_ms"]),
-        ">of its stage": lambda span: text.share(span["share"]),
-        ">times a step": lambda span: text.number(span["times_per_step"]),
-        ">bytes each": lambda span: text.size(span["bytes"]),
-    }
-    return table(columns, spans, empty="No span was marked in this run.", label="Spans")
 
 
 def _output(output: LastOutput | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.document.model import Column
+from traceml_ray.document.model import Column, Table
 from traceml_ray.store import query
 from traceml_ray.views.ranks import NAMED, SILENT, rank_rows
 from traceml_ray.views.run_state import RunState
@@ -17,7 +17,8 @@ from traceml_ray.views.tables import rank_columns
 from traceml_ray.views.values import as_dict
 
 from .. import listing
-from ..components import cells_of, died, keys_of, part, table, trail
+from ..components import died, part, trail
+from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 from .node import gpu_of
@@ -64,9 +65,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         chips.children += listing.chips(route, "node", {f"node {node} ✕": None}, "Node").children
     bar = html.Div(chips, id="rank-filter")
     ranks = rank_columns(view["roles"], view["suspects"])
-    columns = cells_of(ranks, route, state=_died)
-    heads = listing.heads(columns, _keys(ranks), route)
-    rows = table(columns, chosen.items, heads=heads, empty="No rank is like that.", label="Ranks")
+    heads = listing.heads(ranks, _keys(ranks), route)
+    block = Table("Ranks", ranks, chosen.items, empty="No rank is like that.")
+    rows = table(block, route, heads=heads, cells={"state": _died})
     rows_panel = html.Div([rows, listing.pages(chosen, route, "rank")], id="rank-table", className="panel")
     return html.Div(
         [

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.document import drawing
+from traceml_ray.document.model import Column, Table
 from traceml_ray.reports import comparison
-from traceml_ray.reports.comparison import change, label, range_of, render_value
-from traceml_ray.reports.headlines import severity
-from traceml_ray.reports.listing import Entry, entries, found_in, names
+from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in, names
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepSample
-from traceml_ray.views import figures, timezone
+from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import age_s, rounded
 
 from .. import listing
-from ..components import (
-    Chart,
-    Columns,
-    chart,
-    link,
-    marked,
-    panel,
-    part,
-    table,
-    when,
-)
+from ..charts import Chart, chart
+from ..components import link, marked, panel, part
+from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -46,27 +39,19 @@ _CURVES = {
     "worst_over": ("Worst ÷ median rank", "×"),
     "median_ms": ("Busy time of the median rank", "ms"),
 }
+_COMPARE = Column("compare", lambda _: "")
+_COLUMNS = [column for column in SESSIONS if column.name != "size"]
 _FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code")
-_KEYS: listing.Keys = {
-    "session": lambda s: s.name,
-    "began": lambda s: s.started_at,
-    "status": lambda s: s.status,
-    "ranks": lambda s: s.world_size,
-    "steps": lambda s: s.steps,
-    "median step": lambda s: s.median_ms,
-    "verdict": lambda s: s.label,
-    "costs": lambda s: s.cost_pct,
-    "lost": lambda s: s.lost_s,
-}
 
 
 def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, Any]:
     """Return the sessions of the source's folder that the URL asks for."""
     every = entries(cache.source.out)
     states = Counter(entry.status for entry in every)
-    wanted = route.get("state")
-    chosen = listing.choose([e for e in every if wanted in (None, e.status)], route, _words, _KEYS)
-    return {"chosen": chosen, "states": dict(states), "now_ns": cache.clock()}
+    wanted, now_ns = route.get("state"), cache.clock()
+    rows = [_listed(entry, now_ns) for entry in every if wanted in (None, entry.status)]
+    chosen = listing.choose(rows, route, _words, keys_of(_COLUMNS))
+    return {"chosen": chosen, "states": dict(states)}
 
 
 def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
@@ -98,26 +83,15 @@ def _words(entry: Entry) -> str:
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     chosen, states = view["chosen"], view["states"]
-    columns: Columns = {
+    cells = {
         "compare": lambda s: html.Span([_choose(side, s.name, route) for side in SIDES], className="choose"),
         "session": lambda s: dcc.Link(
             s.name, href=route.to("overview", session=s.name, run=None), title=s.path
         ),
-        "began": lambda s: when(s.started_at),
-        ">age": lambda s: _age(view["now_ns"], s.started_at),
-        "status": _status,
-        "launcher": lambda s: text.plain(s.launcher),
-        ">ranks": lambda s: text.plain(s.world_size),
-        ">steps": lambda s: text.plain(s.steps),
-        ">median step": lambda s: text.ms(s.median_ms),
-        "verdict": lambda s: html.Span(found_in(s), className=f"sev {severity(s.label or '')}"),
-        ">costs": lambda s: text.percent(s.cost_pct),
-        ">lost": lambda s: text.duration(s.lost_s),
     }
-    heads = listing.heads(columns, _KEYS, route)
-    if "began" in heads:
-        heads["began"].children += f", {timezone.abbreviation()}"
-    rows = table(columns, chosen.items, heads=heads, empty="No session is like that.", label="Sessions")
+    heads = listing.heads(_COLUMNS, keys_of(_COLUMNS), route)
+    block = Table("Sessions", [_COMPARE, *_COLUMNS], chosen.items, empty="No session is like that.")
+    rows = table(block, route, heads=heads, cells=cells)
     return html.Div(
         [
             html.Div([html.H1("Sessions"), listing.field(route, "sessions")], className="title-row"),
@@ -133,16 +107,11 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     )
 
 
-def _age(now_ns: int, moment: str | None) -> str:
-    began = None if moment is None else round(datetime.fromisoformat(moment).timestamp() * 1e9)
-    return text.age(age_s(now_ns, began))
-
-
-def _status(entry: Entry) -> Any:
-    if entry.status == "running":
-        return html.Span("● running", className="running")
-    bad = entry.status not in ("finished", "stopped")
-    return html.Span(entry.status, className="sev critical" if bad else "")
+def _listed(entry: Entry, now_ns: int) -> Listed:
+    """Return a session with its age; how large it is takes a look at each of its files."""
+    began = None if entry.started_at is None else datetime.fromisoformat(entry.started_at).timestamp()
+    age = None if began is None else age_s(now_ns, round(began * 1e9))
+    return Listed(**msgspec.structs.asdict(entry), age_s=age, bytes=0)
 
 
 def _choose(side: str, name: str, route: Route) -> Any:
@@ -167,8 +136,8 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
     drawn = [_curve(name, sides, titles, route) for name in _CURVES]
     shown = html.Div(
         [
-            panel("Numbers of the whole run", _numbers(sides, titles)),
-            panel("What they were started with", _settings(sides, titles)),
+            panel("Numbers of the whole run", _numbers(sides, titles, route)),
+            panel("What they were started with", _settings(sides, titles, route)),
         ],
         id="session-compare",
         className="grid two",
@@ -185,56 +154,47 @@ def _judged(sides: Sequence[Mapping[str, Any]]) -> comparison.Comparison | None:
     return comparison.compared(a, b)
 
 
-def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
-    comparison = _judged(sides)
-    if comparison is None:
+def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Any:
+    compared = _judged(sides)
+    if compared is None:
         return html.P("The steps of both are read …")
-    tones = {"worse": "sev critical", "better": "better"}
-    columns: Columns = {
-        "": label,
-        f">{titles['a']}": lambda row: render_value(row.a, row.unit),
-        f">{titles['b']}": lambda row: render_value(row.b, row.unit),
-        ">change": lambda row: html.Span(
-            f"{change(row)} {row.word if row.word in tones else ''}".strip(),
-            className=tones.get(row.word, ""),
-        ),
-        "95 %": range_of,
-    }
+    numbers = comparison.numbers_table(compared)
+    columns = [
+        replace(column, name=titles[column.name.lower()]) if column.name in ("A", "B") else column
+        for column in numbers.columns
+    ]
+    tone = comparison.TONES.get(compared.word or "", "")
     verdicts = [one["verdict"]["headline"] if one["verdict"] else text.NA for one in sides]
     words = [
         html.P(
-            [html.B("Compared "), *marked(f"{comparison.headline}. {comparison.where}")],
-            className=tones.get(comparison.word or "", ""),
+            [html.B("Compared "), *marked(f"{compared.headline}. {compared.where}")],
+            className=f"sev {tone}",
         )
     ]
     words.append(html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint"))
-    more = [html.Li(f"Not compared, {reason}.") for reason in comparison.cannot] + [
-        html.Li(note) for note in comparison.notes
+    more = [html.Li(f"Not compared, {reason}.") for reason in compared.cannot] + [
+        html.Li(note) for note in compared.notes
     ]
-    rows = [row for row in comparison.changes if (row.a, row.b) != (None, None)]
     return html.Div(
-        [*words, table(columns, rows, label="Numbers of both sessions"), html.Ul(more, className="hint")]
+        [*words, table(numbers._replace(columns=columns), route), html.Ul(more, className="hint")]
     )
 
 
-def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
+def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Any:
     a, b = (one["facts"] for one in sides)
     names = [name for name in dict.fromkeys([*a, *b]) if (a.get(name), b.get(name)) != (None, None)]
 
-    def cell(values: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Any:
-        shown = (
-            html.Code(str(values[name]))
-            if values.get(name) is not None
-            else "default" * name.startswith("setting")
-        )
-        return html.Span(shown, className="" if values.get(name) == other.get(name) else "sev warning")
+    def side(title: str, values: Mapping[str, Any]) -> Column:
+        def shown(name: str) -> Any:
+            return "default" if values.get(name) is None and name.startswith("setting") else values.get(name)
 
-    columns: Columns = {
-        "": lambda name: text.words(name),
-        titles["a"]: lambda name: cell(a, b, name),
-        titles["b"]: lambda name: cell(b, a, name),
-    }
-    return table(columns, names, label="Command and settings of both sessions")
+        def tone(name: str) -> str:
+            return "" if a.get(name) == b.get(name) else "warning"
+
+        return Column(title, shown, "code", tone=tone)
+
+    columns = [Column("", text.words), side(titles["a"], a), side(titles["b"], b)]
+    return table(Table("Command and settings of both sessions", columns, names), route)
 
 
 def _curve(name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Chart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.document import drawing
+from traceml_ray.document.model import Column, Table
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import OneStep
@@ -17,7 +19,9 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
 
 from .. import gantt
-from ..components import Columns, chart, facts, link, part, rank_link, table, trail
+from ..charts import chart
+from ..components import facts, link, part, trail
+from ..document import table
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -128,7 +132,7 @@ def _facts(view: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> html.Div:
+def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> Any:
     sums = {rank: np.zeros(len(STAGES)) for rank in step["ranks"]}
     for rank, row in zip(step["of"], step["stages"], strict=True):
         sums[rank] += row
@@ -137,17 +141,17 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> ht
     for span in step["spans"]:
         spans.setdefault(span["rank"], []).append(f"{span['name']} {text.ms(span['ms'])}")
     shown = sorted(step["ranks"], key=lambda rank: -np.nan_to_num(late[rank], nan=-1e9))[:_LISTED]
-    columns: Columns = {
-        ">rank": lambda rank: rank_link(rank, route),
-        "node": lambda rank: view["nodes"].get(rank),
-        ">after the median": lambda rank: text.ms(late[rank]),
-        **{f">{name}": _stage_cell(sums, index) for index, name in enumerate(STAGES)},
-        "spans, mean": lambda rank: ", ".join(spans.get(rank, ())),
-    }
+    columns = [
+        Column("rank", lambda rank: rank, "figures", link=lambda rank: ("rank", rank)),
+        Column("node", lambda rank: view["nodes"].get(rank)),
+        Column("after the median", lambda rank: late[rank], "ms"),
+        *(Column(name, partial(_stage, sums, index), "aligned") for index, name in enumerate(STAGES)),
+        Column("spans, mean", lambda rank: ", ".join(spans.get(rank, ()))),
+    ]
     rest = len(step["ranks"]) - len(shown)
-    more = html.P(f"{rest:,} more ranks came earlier." if rest else "Stages in ms, the last to come first.")
-    return html.Div([table(columns, shown, label="The step, by rank"), more])
+    note = f"{rest:,} more ranks came earlier." if rest else "Stages in ms, the last to come first."
+    return table(Table("The step, by rank", columns, shown, note), route)
 
 
-def _stage_cell(sums: Mapping[int, Any], stage: int) -> Any:
-    return lambda rank: text.number(float(sums[rank][stage]), aligned=True)
+def _stage(sums: Mapping[int, Any], stage: int, rank: int) -> float:
+    return float(sums[rank][stage])

@@ -320,7 +320,9 @@ class TestHeatmap:
         drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [700]}, Route(query=(("order", "cost"),)))
         assert [row.rank for row in drawn[:3]] == [700, 3, 0] and drawn[0].named
         assert (len(drawn), drawn[-1].name, drawn[-1].href) == (41, "worst of 984 other ranks", None)
-        text = json.dumps(json.loads(to_json_plotly(heatmap.as_table(heat, drawn))), ensure_ascii=False)
+        text = json.dumps(
+            json.loads(to_json_plotly(heatmap.as_table(heat, drawn, Route()))), ensure_ascii=False
+        )
         assert "≥ 4.00×" in text and "1.99×" in text and "missing" in text
 
     def test_row_of_a_very_large_job_is_some_nodes(self) -> None:
@@ -429,7 +431,7 @@ class TestSentences:
     [
         ("/", "timeline", ["step", "worst", "median"]),
         ("/rank/5", "stage-data", ["step", "this rank", "median rank"]),
-        ("/node/host-1", "node-mem_used_bytes", ["time, UTC", "used", "installed"]),
+        ("/node/host-1", "node-mem_used_bytes", ["time (UTC)", "used", "installed"]),
     ],
 )
 def test_chart_is_a_table_where_the_url_asks_for_it(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from itertools import repeat
 from typing import TypeAlias
 
 from traceml_ray import text
-from traceml_ray.document.model import Table
+from traceml_ray.document.model import SIGNS, Column, Table
 from traceml_ray.document.text import shortened
 from traceml_ray.text import one_line
 
@@ -71,11 +72,22 @@ def grid(table: Table) -> Markup:
     if not rows:
         return NOTHING
     styles = ["num" if column.number else None for column in columns]
-    head = (tag("th", column.name, scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True))
+    head = (
+        tag("th", column.head(), scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True)
+    )
     body = (
-        tag("tr", (tag("td", shortened(cell, CELL), cls=cls) for cell, cls in zip(row, styles, strict=True)))
-        for row in rows
+        tag("tr", map(_cell, row, columns, styles, repeat(item)))
+        for row, item in zip(rows, table.items, strict=True)
     )
     named = tag("caption", table.title, cls="unseen")
     inside = tag("table", named, tag("thead", tag("tr", head)), tag("tbody", body))
     return tag("div", inside, cls="scroll", tabindex=0, role="region", aria_label=table.title)
+
+
+def _cell(shown: str, column: Column, style: str | None, item: object) -> Markup:
+    """Return a cell with its sign; what is in backticks in a sentence is code."""
+    tone = column.tone(item) if column.tone else ""
+    sign = f"{SIGNS[tone]} " if tone in SIGNS else ""
+    if column.unit == "sentence":
+        return tag("td", sign, sentence(shortened(column.value(item) or "", 4 * CELL)), cls=style)
+    return tag("td", sign + shortened(shown, CELL), cls=style)

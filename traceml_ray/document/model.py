@@ -22,19 +22,23 @@ SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
 
 
 ColumnUnit = Literal[
-    "words", "name", "date", "clock", "ranks",
+    "words", "name", "code", "sentence", "date", "clock", "ranks", "line",
     "figures", "plain", "number", "count", "whole", "aligned", "three digits", "more of three digits",
     "ms", "size", "factor", "percent", "more", "share", "duration", "age",
-    "known figures", "known plain", "known aligned", "known three digits", "known size",
+    "known figures", "known plain", "known aligned", "known three digits", "known size", "known ms",
     "known duration", "known percent",
 ]  # fmt: skip
 """
-What the values of a column are: of the first line text, which stands at the left. `figures` are written
-already; of what is `known` nothing is written where it is not known, in place of "n/a".
+What the values of a column are: of the first line text, which stands at the left, and lines (numbers by
+step), which a face that cannot draw leaves out. `date` is a moment in the timezone of the face. `figures` are
+written already; of what is `known` nothing is written where it is not known, in place of "n/a".
 """
 _WRITTEN: dict[str, Callable[[Any], str]] = {
     "words": lambda value: "" if value is None else str(value),
     "name": text.plain,
+    "code": text.plain,
+    "sentence": lambda value: (value or "").replace("`", ""),
+    "line": lambda _: "",
     "date": text.date,
     "clock": text.clock,
     "ranks": text.ranges,
@@ -55,9 +59,9 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
     "duration": text.duration,
     "age": text.age,
 }
-_LEFT = "words", "name", "date", "clock", "ranks"
+_LEFT = "words", "name", "code", "sentence", "date", "clock", "ranks", "line"
 Link = tuple[str, Any]
-"""What has a page (a `rank`, `node` or `step`), and which."""
+"""What has a page (a `rank`, `node`, `step`, `profile`, or the page of a signal), and which."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,10 @@ class Column:
         known = self.unit.startswith("known ")
         return "" if known and value is None else _WRITTEN[self.unit.removeprefix("known ")](value)
 
+    def head(self, timezone: str = "UTC") -> str:
+        """Return what is above it: its name, of moments with the timezone that they are shown in."""
+        return f"{self.name} ({timezone})" if self.unit == "date" else self.name
+
     @property
     def number(self) -> bool:
         """Whether its values are numbers, which stand at the right."""
@@ -96,12 +104,19 @@ class Table(NamedTuple):
     columns: Sequence[Column]
     items: Sequence[Any]
     note: str = ""
+    empty: str = ""
+    """What a page says in its place where there is no item; a report has no empty table."""
 
     def cells(self) -> tuple[list[Column], list[list[str]]]:
         """Return the columns, without those that stay empty, and the cells of each row."""
         rows = [[column.cell(item) for column in self.columns] for item in self.items]
         kept = [index for index in range(len(self.columns)) if any(row[index] for row in rows)]
         return [self.columns[index] for index in kept], [[row[index] for index in kept] for row in rows]
+
+
+def picked(columns: Iterable[Column], *names: str) -> list[Column]:
+    """Return the columns of these names, in their order."""
+    return [column for name in names for column in columns if column.name == name]
 
 
 class Facts:

@@ -118,7 +118,9 @@ def cell_of(column: Column, item: object) -> Cell:
     """Return the cell of an item, with its sign and colour."""
     tone = column.tone(item) if column.tone else ""
     gap = " " * (column.unit != "aligned")  # there are many columns of these in a window
-    return Text(f"{SIGNS[tone]}{gap}{column.cell(item)}", TONES[tone]) if tone else column.cell(item)
+    shown = text.clock(column.value(item)) if column.unit == "date" else column.cell(item)
+    sign = f"{SIGNS[tone]}{gap}" if tone in SIGNS else ""
+    return Text(sign + shown, TONES[tone]) if tone else shown
 
 
 def listed(block: Table, first: int, width: int, drop: Sequence[str] = ()) -> PaneSection:

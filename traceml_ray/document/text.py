@@ -71,7 +71,7 @@ def _table(block: Table, wrapped: bool) -> list[str]:
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         number = column.number
-        grid.add_column(column.name, justify="right" if number else "left", no_wrap=number or not wrapped)
+        grid.add_column(column.head(), justify="right" if number else "left", no_wrap=number or not wrapped)
     for row in rows:
         grid.add_row(*(_written(shortened(cell, _CELL)) for cell in row))
     width = WIDTH - _INDENT if wrapped else _CELL * len(columns)

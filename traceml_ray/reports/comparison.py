@@ -413,7 +413,7 @@ def render_comparison(comparison: Comparison) -> str:
     return page(
         [
             Facts(*lines, ("Verdict", comparison.headline), ("Where", comparison.where)),
-            Table("Numbers", _NUMBERS, [change for change in comparison.changes if _is_shown(change)]),
+            numbers_table(comparison),
             Table(f"Ranks in {comparison.stage}", _RANKS, comparison.ranks[:_MOST_RANKS]),
             Facts.listed("Not known", comparison.cannot),
             Facts.listed("Notes", comparison.notes),
@@ -460,14 +460,23 @@ def _is_shown(change: NumberChange) -> bool:
     return not (change.a is None and change.b is None)
 
 
-_NUMBERS = [
+TONES: dict[str, str] = {"worse": "critical", "better": "good"}
+"""Tone of what a comparison says of a number, or of all."""
+NUMBERS = [
     Column("", lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else "")),
     Column("A", lambda row: render_value(row.a, row.unit), "figures"),
     Column("B", lambda row: render_value(row.b, row.unit), "figures"),
-    Column("change", change, "figures"),
+    Column("change", change, "figures", tone=lambda row: TONES.get(row.word or "", "")),
     Column("95 %", range_of),
-    Column("judged", lambda row: row.word or ""),
+    Column("judged", lambda row: row.word),
 ]
+
+
+def numbers_table(comparison: Comparison) -> Table:
+    """Return the numbers that are known of one of both."""
+    return Table("Numbers", NUMBERS, [change for change in comparison.changes if _is_shown(change)])
+
+
 _RANKS = [
     Column("rank", lambda row: str(row.rank), "figures"),
     Column("node", lambda row: row.node),

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.document.model import Column, Table
+from traceml_ray.document.model import Column, Table, picked
 from traceml_ray.document.text import page
+from traceml_ray.reports.headlines import severity
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import DATABASE, holder, read_json, starting_sessions
@@ -206,7 +207,7 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
 
 def render_sessions(sessions: Sequence[Listed], title: str) -> str:
     """Return sessions as text, each on one line, with its whole name: other programs read it, too."""
-    return page([Table(title, _COLUMNS, sessions) if sessions else [title]], wrapped=False)
+    return page([Table(title, _LISTED, sessions) if sessions else [title]], wrapped=False)
 
 
 def total(sessions: Sequence[Listed]) -> str:
@@ -227,13 +228,27 @@ def _seconds(moment: str) -> float:
     return datetime.fromisoformat(moment).timestamp()
 
 
-_COLUMNS = [
+def _status_tone(entry: Any) -> str:
+    ended = entry.status in ("running", "finished", "stopped", "starting")
+    return ("good" if entry.status == "running" else "") if ended else "critical"
+
+
+def _verdict_tone(entry: Any) -> str:
+    return severity(entry.label or "").replace("info", "")
+
+
+SESSIONS = [
     Column("session", lambda session: session.name),
-    Column("began (UTC)", lambda session: session.started_at, "date"),
+    Column("began", lambda session: session.started_at, "date"),
     Column("age", lambda session: session.age_s, "age"),
-    Column("status", lambda session: session.status),
+    Column("status", lambda session: session.status, tone=_status_tone),
+    Column("launcher", lambda session: session.launcher),
     Column("ranks", lambda session: session.world_size, "plain"),
     Column("steps", lambda session: session.steps, "plain"),
     Column("size", lambda session: session.bytes, "size"),
-    Column("verdict", found_in),
+    Column("median step", lambda session: session.median_ms, "ms"),
+    Column("verdict", found_in, tone=_verdict_tone),
+    Column("costs", lambda session: session.cost_pct, "percent"),
+    Column("lost", lambda session: session.lost_s, "duration"),
 ]
+_LISTED = picked(SESSIONS, "session", "began", "age", "status", "ranks", "steps", "size", "verdict")

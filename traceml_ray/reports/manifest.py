@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from traceml_ray import __version__
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.document.model import Column, Table
+from traceml_ray.document.model import Column, Link, Table, picked
 from traceml_ray.document.text import page
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
@@ -131,15 +131,24 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
     ]
 
 
+BUNDLES = [
+    Column("began", lambda one: one.time, "date"),
+    Column("reason", lambda one: one.reason),
+    Column("rank", lambda one: one.rank, "known plain", link=lambda one: _linked("rank", one.rank)),
+    Column("step", lambda one: one.step, "known plain", link=lambda one: _linked("step", one.step)),
+    Column("why", lambda one: one.why, "sentence"),
+    Column("size", lambda one: one.bytes, "size"),
+    Column("folder", lambda one: one.name),
+]
+
+
+def _linked(page_of: str, number: int | None) -> Link | None:
+    return None if number is None else (page_of, number)
+
+
 def render_bundles(bundles: Sequence[BundleInfo], folder: Path) -> str:
     """Return the list of bundles as text."""
-    columns = [
-        Column("began (UTC)", lambda one: one.time, "date"),
-        Column("reason", lambda one: one.reason),
-        Column("why", lambda one: one.why),
-        Column("size", lambda one: one.bytes, "size"),
-        Column("folder", lambda one: one.name),
-    ]
+    columns = picked(BUNDLES, "began", "reason", "why", "size", "folder")
     if not bundles:
         return f"no bundles in {folder / FOLDER}\n"
     return page([Table("Bundles, the oldest first", columns, bundles), [f"in {folder / FOLDER}"]])

@@ -13,7 +13,7 @@ import msgspec
 from rich.text import Text
 
 from traceml_ray import text
-from traceml_ray.document.model import SIGNS, Column, Table
+from traceml_ray.document.model import SIGNS, Column, Table, picked
 from traceml_ray.document.terminal import (
     HEAD,
     MARK,
@@ -37,6 +37,8 @@ from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.state import OVER
 from traceml_ray.views.tables import (
     ERRORS,
+    EVENT,
+    EVENTS,
     RANK_STATE,
     RELAYS,
     layer_columns,
@@ -178,12 +180,7 @@ def _shards(snapshot: PanelState, width: int) -> list[PaneSection]:
 
 def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what happened, newest first."""
-    columns = [
-        Column("time", lambda event: event["time"], "clock"),
-        Column("kind", lambda event: text.words(event["kind"]), tone=lambda event: event["severity"]),
-        Column("node", lambda event: event["node"]),
-        Column("what", lambda event: event["text"]),
-    ]
+    columns = [*picked(EVENTS, "time"), EVENT, *picked(EVENTS, "node", "what")]
     return [
         listed(Table("EVENTS (UTC), newest first", columns, snapshot.events), choice.scroll, width, ["node"])
     ]

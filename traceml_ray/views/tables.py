@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.document.model import Column, Link
+from traceml_ray.document.model import Column, Link, Table
+from traceml_ray.reports.headlines import hours_of
+from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.layers.sections import layer_name, region_of
-from traceml_ray.signals.memory.shapes import RankMemory
+from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding, RankMemory
 from traceml_ray.stages import STAGES
 
 from .health import dropped_text
@@ -106,7 +108,7 @@ def layer_columns(layers: Layers) -> list[Column]:
 
     again, several = any(row.recomputed for row in rows), len(layers.ranks) > 1
     return [
-        Column("layer", lambda index: layer_name(rows[index])),
+        Column("layer", lambda index: layer_name(rows[index]), "code"),
         Column("class", lambda index: f"{rows[index].kind}{region_of(rows[index])}"),
         Column("calls", value("calls"), "number"),
         *([Column("recomputed", value("recomputed"), "number")] if again else []),
@@ -184,3 +186,184 @@ def _clock(relay: Mapping[str, Any]) -> str:
 def slowest_relays(relays: Collection[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the relays that are lost, then those that are silent for longest."""
     return sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+
+
+def _linked(page: str, key: Any) -> Link | None:
+    return None if key is None else (page, key)
+
+
+EVENTS = [
+    Column("time", lambda event: event["time"], "date"),
+    Column("severity", lambda event: event["severity"], tone=lambda event: event["severity"]),
+    Column("kind", lambda event: text.words(event["kind"])),
+    Column(
+        "rank", lambda event: event["rank"], "known plain", link=lambda event: _linked("rank", event["rank"])
+    ),
+    Column("node", lambda event: event["node"]),
+    Column(
+        "step", lambda event: event["step"], "known plain", link=lambda event: _linked("step", event["step"])
+    ),
+    Column("stage", lambda event: event["stage"]),
+    Column("what", lambda event: event["text"], "sentence"),
+]
+"""Columns of `events.events_of`."""
+EVENT = Column("kind", lambda event: text.words(event["kind"]), tone=lambda event: event["severity"])
+"""Kind and severity as one, where there is little room."""
+
+
+def episode_columns(share_of: str, gpus: bool) -> list[Column]:
+    """Return the columns of episodes; `share_of`: of what their cost is a share; hours of GPUs or ranks."""
+    return [
+        Column("what", lambda one: one["headline"]),
+        Column("rank", lambda one: one["rank"], "known plain", link=lambda one: _linked("rank", one["rank"])),
+        Column(
+            "from step", lambda one: one["from_step"], "plain", link=lambda one: ("step", one["from_step"])
+        ),
+        Column("to", lambda one: f"{one['to_step']:,}{' …' * one['goes_on']}", "figures"),
+        Column("lasted", lambda one: one["seconds"], "duration"),
+        Column("cost", lambda one: one["cost_s"], "duration"),
+        Column(share_of, lambda one: one["cost_pct"], "percent"),
+        Column(hours_of(gpus), lambda one: one["rank_hours"], "number"),
+    ]
+
+
+SPANS = [
+    Column("span", lambda span: span["name"]),
+    Column("in", lambda span: span["stage"]),
+    Column("this rank", lambda span: span["ms"], "ms"),
+    Column("median rank", lambda span: span["median_ms"], "ms"),
+    Column("of its stage", lambda span: span["share"], "share"),
+    Column("times a step", lambda span: span["times_per_step"], "number"),
+    Column("bytes each", lambda span: span["bytes"], "known size"),
+]
+"""Columns of `query.GetSpans`."""
+
+
+def node_rank_columns(named: Collection[int]) -> list[Column]:
+    """Return the columns of the ranks of one node; `named` are those that the verdict names."""
+
+    def state(row: Mapping[str, Any]) -> str:
+        return NAMED if row["rank"] in named and not row["death"] else _state(row)
+
+    def tone(row: Mapping[str, Any]) -> str:
+        return "critical" if row["death"] else "warning" if row["rank"] in named else ""
+
+    return [
+        Column("rank", lambda row: row["rank"], "figures", link=rank_link),
+        Column("local", lambda row: row["local_rank"], "plain"),
+        Column("GPU", lambda row: row["gpu"], "known plain"),
+        Column("median busy", lambda row: row["median_ms"], "ms"),
+        Column("GPU idle", lambda row: row["gpu_idle_pct"], "known percent"),
+        Column("busy time by step", lambda row: row["busy"], "line"),
+        Column("last step", lambda row: row["last_step"], "plain"),
+        Column("now in", lambda row: row["open_stage"], "name"),
+        Column("memory", lambda row: row["rss_bytes"], "size"),
+        Column("allocated", lambda row: (row["device_memory"] or (None, None))[0], "known size"),
+        Column("reserved", lambda row: (row["device_memory"] or (None, None))[1], "known size"),
+        Column("state", state, tone=tone),
+    ]
+
+
+def last(series: Sequence[Any] | None) -> Any:
+    """Return the newest value of a series; None: not known."""
+    return series[-1] if series else None
+
+
+def _newest(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda gpu: last(gpu[name])
+
+
+def _both(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return what writes the rates out of a device and into it."""
+
+    def rates(gpu: Mapping[str, Any]) -> str:
+        both = [last(gpu[f"{name}_{way}_bps"]) for way in ("tx", "rx")]
+        return "" if both == [None, None] else ", ".join(text.size(rate, "/s") for rate in both)
+
+    return rates
+
+
+def used_of_all(gpu: Mapping[str, Any]) -> str:
+    """Return how much memory of a device, or of a node, is used, of how much."""
+    return " of ".join(text.size(last(gpu[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
+
+
+def _watts(gpu: Mapping[str, Any]) -> str:
+    return f"{text.number(last(gpu['power_w']), 0)} of {text.unit(last(gpu['power_limit_w']), 'W', 0)}"
+
+
+def _throttled(gpu: Mapping[str, Any]) -> str:
+    reasons = gpu["throttle"]
+    return text.NA if reasons is None else ", ".join(map(text.words, reasons)) or "nothing"
+
+
+def _xids(gpu: Mapping[str, Any]) -> str:
+    return text.NA if gpu["xid"] is None else ", ".join(map(str, dict.fromkeys(gpu["xid"]))) or "none"
+
+
+GPUS = [
+    Column("GPU", lambda gpu: gpu["index"], "figures"),
+    Column("model", lambda gpu: gpu["name"], "name"),
+    Column("utilisation", _newest("util_pct"), "percent"),
+    Column("memory", used_of_all, "figures"),
+    Column("power", _watts, "figures"),
+    Column("°C", _newest("temperature_c"), "whole"),
+    Column("SM MHz", _newest("sm_mhz"), "whole"),
+    Column("PCIe out, in", _both("pcie"), "figures"),
+    Column("NVLink out, in", _both("nvlink"), "figures"),
+    Column("throttled by", _throttled),
+    Column("ECC errors", _newest("ecc"), "plain"),
+    Column("XID errors", _xids, tone=lambda gpu: "critical" if gpu["xid"] else ""),
+]
+"""Columns of the devices of a node, of their newest samples."""
+_ALIKE = 3
+"""More findings of one kind than this are shown as one row."""
+MemoryRow = Sequence[MemoryFinding]
+"""Findings that are one row: of one kind and severity."""
+
+
+def memory_rows(findings: Sequence[MemoryFinding]) -> list[MemoryRow]:
+    """Return findings as rows of a table, most severe first; what many ranks have alike is one."""
+    alike: dict[Any, list[MemoryFinding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.kind, finding.severity, finding.device is None), []).append(finding)
+    return [
+        row
+        for same in alike.values()
+        for row in ([same] if len(same) > _ALIKE else [[finding] for finding in same])
+    ]
+
+
+def memory_of(devices: Collection[int | None]) -> str:
+    """Return whose memory it is: the host's, or a device's."""
+    one = next(iter(devices)) if len(devices) == 1 else -1
+    return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
+
+
+MEMORY_FINDINGS = [
+    Column("severity", lambda row: row[0].severity, tone=lambda row: row[0].severity),
+    Column("ranks", lambda row: sorted({one.rank for one in row}), "ranks", link=lambda row: _only_rank(row)),
+    Column("memory", lambda row: memory_of({one.device for one in row})),
+    Column("what", lambda row: text.words(row[0].kind)),
+    Column("since", lambda row: moment(min(one.from_ns for one in row)), "date"),
+    Column("confidence", lambda row: row[0].confidence),
+    Column("why", lambda row: " ".join([row[0].why, *row[0].next]), "sentence"),
+]
+"""Columns of `memory_rows`."""
+
+
+def _only_rank(row: MemoryRow) -> Link | None:
+    return ("rank", row[0].rank) if len(row) == 1 else None
+
+
+def collectives_table(attributions: Sequence[Attribution]) -> Table:
+    """Return which communication may hold memory that torch's allocator does not count."""
+    columns = [
+        Column("rank", lambda one: one.rank, "figures", link=lambda one: ("rank", one.rank)),
+        Column("memory", lambda one: memory_of([one.device])),
+        Column("by", lambda one: one.op, "name"),
+        Column("hidden memory", lambda one: one.bytes, "size"),
+        Column("how sure", lambda one: one.kind.removeprefix("collective_")),
+        Column("why", lambda one: one.why, "sentence"),
+    ]
+    return Table("Hidden memory of communication", columns, attributions)

@@ -133,7 +133,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         for name, field, unit in shown
         if any(getattr(shards, field) for _, shards in rows)
     ]
-    return [Column("rank", lambda row: row[0], "figures"), *measured]
+    return [Column("rank", lambda row: row[0], "figures", link=lambda row: ("rank", row[0])), *measured]
 
 
 def _held(field: str, row: Row) -> Any:
