@@ -270,6 +270,8 @@ _MASK = EVENT_SLOTS - 1
 _BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
 """Slots of the events by which the two clocks are compared."""
 _MADE_AHEAD = 2048
+_WEIGHED = 256
+"""Number of newest events whose recording is averaged."""
 FULL_NS = 50_000
 """Recording an event takes longer than this only where the launch queue is full."""
 MAX_ROWS_BEHIND = 64
@@ -348,8 +350,6 @@ class DeviceClock:
         """Number of the next event. Written by the thread that records."""
         self.last_sampled = 0, NO_EVENT
         """Step and first event of the newest row that was SAMPLED."""
-        self.record_ns = 0
-        """Time that recording has taken on the training thread, in ns."""
         self.waited = [0, 0]
         """Time that rows of FSDP waited, in ns: in brackets that gather parameters, and in others."""
         self.waited_steps = 0
@@ -364,7 +364,8 @@ class DeviceClock:
         self._over = False
         """Whether nothing is recorded any more."""
         self._hosts = array("q", bytes(8 * EVENT_SLOTS))
-        self._full = bytearray(EVENT_SLOTS)
+        self._took = array("q", bytes(8 * EVENT_SLOTS))
+        """What recording each event took on the training thread, in ns."""
         self._gathers = bytearray(EVENT_SLOTS)
         """Which events begin a bracket in which parameters are gathered."""
         self._rows: deque[_Row] = deque()
@@ -378,40 +379,48 @@ class DeviceClock:
         """The device's time at the last beat that is done, since the first; None: none is."""
         self._front = NO_EVENT, 0
         """The oldest event that is not done, and the time since which it has been."""
+        self._stamp = self.stamper(lambda _: None)
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def record(self, now: int | None = None) -> int:
+    def record(self) -> int:
         """Record an event on the current stream; return its number, NO_EVENT where there can be none."""
-        try:
-            now = self._clock() if now is None else now
-            number = self.next
-            if self._over or number >= self._room or self._api.capturing():
-                self._skip(number)
-                return NO_EVENT
-            slot = number & _MASK
-            self._api.record(slot)
-            took = self._clock() - now
-            self._hosts[slot], self._full[slot] = now, took > FULL_NS
-            self.record_ns += took
-            self.next = number + 1
-            return number
-        except Exception as error:
-            self.fail(error)
-            return NO_EVENT
+        number = self.next
+        self._stamp()
+        return number if self.next > number else NO_EVENT
 
     def stamper(self, append: Callable[[int], object]) -> Callable[[], int]:
-        """Return a clock for marks: it records an event and has `append` write that down, too."""
-        clock, record = self._clock, self.record
+        """
+        Return a clock for marks: it records an event and has `append` write that down, too.
+
+        It runs between two kernels, with cold caches: what it needs is in variables of one function.
+        """
+        clock, capturing, record = self._clock, self._api.capturing, self._api.record
+        hosts, took = self._hosts, self._took
 
         def stamp() -> int:
             now = clock()
-            number = record(now)
-            if number != NO_EVENT:
+            try:
+                number = self.next
+                if self._over or number >= self._room or capturing():
+                    self._skip(number)
+                    return now
+                slot = number & _MASK
+                record(slot)
+                hosts[slot], took[slot] = now, clock() - now
+                self.next = number + 1
                 append(EVENTS - number)
+            except Exception as error:
+                self.fail(error)
             return now
 
         return stamp
+
+    @property
+    def record_ns(self) -> float:
+        """Mean time that recording one of the newest events took on the training thread, in ns."""
+        newest = range(max(0, self.next - _WEIGHED), self.next)
+        return sum(self._took[number & _MASK] for number in newest) / max(1, len(newest))
 
     def bracketing(self, gathers: bool) -> None:
         """Note what is waited for in the bracket whose first event is the next one."""
@@ -562,7 +571,7 @@ class DeviceClock:
         return sorted(self.medians)[len(self.medians) // 2] if self.medians else 0
 
     def _recorded(self, number: int) -> tuple[int, bool]:
-        return self._hosts[number & _MASK], bool(self._full[number & _MASK])
+        return self._hosts[number & _MASK], self._took[number & _MASK] > FULL_NS
 
     def _make_room(self, oldest: int, needed: int) -> None:
         """Free the events before the oldest that a row needs, and make more where they run out."""

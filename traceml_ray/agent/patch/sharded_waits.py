@@ -142,7 +142,7 @@ class ShardedWaits:
         device = self._device
         if self._marked < _ALL_UNTIL or not device.median_ns:
             return
-        cost = 2 * self._marks / self._marked * device.record_ns / max(1, device.next)
+        cost = 2 * self._marks / self._marked * device.record_ns
         period = 1
         while cost / period > _MAX_SHARE * device.median_ns and period < _MAX_PERIOD:
             period *= 2
