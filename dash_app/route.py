@@ -18,6 +18,7 @@ _PATHS = {
     "step": "step",
     "layers": "layers",
     "memory": "memory",
+    "signals": "signals",
     "profiles": "profiles",
     "profile": "profile",
     "events": "events",

@@ -21,7 +21,8 @@ from traceml_ray.reports.headlines import (
     tone_of,
     wasted,
 )
-from traceml_ray.signals.finding import Finding, Signal
+from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.views import page_of
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
@@ -51,13 +52,12 @@ _TABS = {
     "ranks": "Ranks",
     "layers": "Layers",
     "memory": "Memory",
+    "signals": "Signals",
     "profiles": "Profiles",
     "events": "Events",
     "sessions": "Sessions",
     "health": "Health",
 }
-_PAGE_OF: dict[Signal, str] = {"memory": "memory", "layers": "layers", "sharding": "memory"}
-"""Page of a signal, where it has one."""
 _MAX_ALSO = 4
 """So many findings are listed beside what is read first."""
 _ICONS = {
@@ -302,8 +302,8 @@ def _beside(one: Finding, route: Route) -> html.P:
     parts = [html.B("Also "), *marked(f"{SIGNS[one.severity]} {line_of(one)}")]
     if one.explains is not None:
         parts += [". ", *marked(one.why)]
-    if one.signal in _PAGE_OF:
-        parts += [" ", dcc.Link(_TABS[_PAGE_OF[one.signal]], href=route.to(_PAGE_OF[one.signal]))]
+    if (page := page_of(one.signal)) is not None:
+        parts += [" ", dcc.Link(_TABS[page], href=route.to(page))]
     return html.P(parts, className="also")
 
 
@@ -330,8 +330,8 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
-    if first.subject != "steps":
-        chips.append(link(f"Open {first.subject}", route.to(_PAGE_OF[first.subject]), "chip"))
+    if (page := page_of(first.subject)) is not None:
+        chips.append(link(f"Open {_TABS[page].lower()}", route.to(page), "chip"))
     return [*chips, copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
 
 

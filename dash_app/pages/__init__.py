@@ -24,6 +24,7 @@ from . import (
     rank,
     ranks,
     sessions,
+    signals,
     start,
     step,
 )
@@ -36,6 +37,7 @@ PAGES: dict[str, ModuleType] = {
     "step": step,
     "layers": layers,
     "memory": memory,
+    "signals": signals,
     "profiles": profiles,
     "profile": profile,
     "events": events,

@@ -1,8 +1,4 @@
-"""
-The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards.
-
-The panel of a model that FSDP2 divides: what each rank holds, moves and waits for.
-"""
+"""The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.signals.memory.answer import GetMemory
 from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.memory.shapes import Memory, MemoryFinding, RankMemory
-from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
-from traceml_ray.signals.sharding.judge import ModelShards, ShardingInfo
-from traceml_ray.signals.sharding.sections import Row, about_model, columns, per_step
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.memory_curves import COUNTERS, memory_curves
@@ -33,35 +26,7 @@ from ..components import marked, panel, part, trail
 from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
-from . import events
-
-
-def panels(sharding: ShardingInfo | None, route: Route) -> list[Any]:
-    """Return the panel, none where no model is divided."""
-    if not sharding:
-        return []
-    rows: list[Row] = [*sharding.per_rank.items()]
-    total = sum(len(model.ranks) for model in sharding.models)
-    hint = _HINT + f" Of {total:,} ranks those that hold most." * (total > len(rows))
-    body = [_model(sharding, model) for model in sharding.models]
-    listed = table(Table("Shards of ranks", columns(rows), rows, hint), route)
-    inside = html.Div([*body, listed], id="memory-shards")
-    return [panel("Shards of the model (FSDP2)", part(inside))]
-
-
-_HINT = "Waits: time in all-gathers, and in reductions of gradients, mean per step."
-
-
-def _model(sharding: ShardingInfo, model: ModelShards) -> html.Div:
-    who = f"{text.ranks(model.ranks)}: " if len(sharding.models) > 1 else ""
-    lines: list[Any] = [html.P(who + "; ".join(about_model(model)))]
-    if moved := per_step(sharding, model):
-        lines.append(html.P(f"Per step: {moved}"))
-    if imbalance := model.imbalance:
-        sentences = [html.P(marked(sentence)) for sentence in (imbalance.why, imbalance.next)]
-        lines.append(html.Div(sentences, className="callout warning"))
-    return html.Div(lines)
-
+from . import events, signals
 
 _LINES = 6
 """Largest number of ranks drawn."""
@@ -72,9 +37,11 @@ _MOST = 100
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    memory, divided = cache.ask(GetMemory(run.id, peaks=False)), cache.ask(GetSharding(run.id, MOST_RANKS))
+    memory = cache.ask(GetMemory(run.id, peaks=False))
+    beside = signals.sections_on("memory", cache, run)
+    beside.pop("memory", None)  # it is this page
     if memory is None or not memory.ranks:
-        return {"memory": None, "axis": spine, "sharding": divided}
+        return {"memory": None, "axis": spine, "beside": beside}
     asked, wrong = _asked(route)
     ranks = [row for row in memory.ranks if row.rank in asked]
     searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
@@ -85,14 +52,14 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     samples = cache.ask(query.GetMemorySamples(processes, _SAMPLES, *between)) or ()
     return {
         "memory": memory,
-        "findings": [finding for finding in memory.findings if finding.rank in asked],
+        "of_memory": [finding for finding in memory.findings if finding.rank in asked],
         "attributions": [attribution for attribution in memory.collectives if attribution.rank in asked],
         "chosen": chosen,
         "wrong": wrong,
         "lines": memory_curves({rank: run.ranks[rank].id for rank in drawn if rank in run.ranks}, samples),
         "axis": spine,
         "bundles": events.bundles_of(cache),
-        "sharding": divided,
+        "beside": beside,
     }
 
 
@@ -130,19 +97,19 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if memory is None:
         none = f"No rank has sent a sample of its memory{' yet' * (view['state'] in RUNNING)}."
         body.append(part(html.P(none, id="memory-missing", className="empty")))
-        return html.Div([*body, *panels(view["sharding"], route)])
+        return html.Div([*body, *signals.panels_of(view["beside"], route, view["findings"])])
     body += [
         part(html.Div(view["wrong"], id="memory-filter", className="problem", role="alert")),
         axis.panel(view, route),
         part(html.Div(_first(memory), id="memory-first")),
-        panel("Findings", part(html.Div(_findings(view["findings"], route), id="memory-findings"))),
+        panel("Findings", part(html.Div(_findings(view["of_memory"], route), id="memory-findings"))),
         html.Div(
             [_chart(name, lines, view, route) for name, lines in view["lines"].items()],
             className="grid three",
         ),
         panel("Ranks", part(html.Div(_ranks(view, route), id="memory-ranks"))),
     ]
-    body += panels(view["sharding"], route)
+    body += signals.panels_of(view["beside"], route, view["findings"])
     if view["attributions"]:
         rows = table(collectives_table(view["attributions"][:_MOST]), route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))

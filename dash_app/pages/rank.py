@@ -12,7 +12,7 @@ from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document import drawing
-from traceml_ray.document.model import Table
+from traceml_ray.document.model import Table, per_rank_columns
 from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
@@ -72,10 +72,9 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "bubble": _bubble(run, process.role),
             "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
             "signals": {
-                name: values[rank]
-                for section in sections_of(run.signals)
-                for name, values in section.per_rank.items()
-                if rank in values
+                column.name: column.cell(rank)
+                for column in per_rank_columns(sections_of(run.signals), int)
+                if column.value(rank) is not None
             },
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
@@ -292,7 +291,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
         **({} if (idle := rank["gpu_idle_pct"]) is None else {"GPU idle": text.percent(idle)}),
-        **{name: text.number(value) for name, value in rank["signals"].items()},
+        **rank["signals"],
         "process": rank["pid"] and str(rank["pid"]),
         "attempt": rank["attempt"],
         "errors of the monitor": sum((rank["errors"] or {}).values()),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.document.model import Column, Table
+from traceml_ray.document.model import Column, Table, per_rank_columns
+from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.views.ranks import NAMED, SILENT, rank_rows
 from traceml_ray.views.run_state import RunState
@@ -33,7 +34,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     node, state = route.get("node"), route.get("state")
     rows = [row for row in rows if node in (None, row["node"], row["node_key"])]
     rows = [row for row in rows if state in (None, row["state"])]
-    chosen = listing.choose(rows, route, _words, _keys(rank_columns(True, ())))
+    chosen = listing.choose(rows, route, _words, _keys(_columns(run, True, ())))
     nodes = tuple(dict.fromkeys(row["node_key"] for row in chosen.items if row["node_key"]))
     asked = cache.ask(query.GetNodeSamples(nodes, _WITH_PROCESSES)) or ()
     samples: dict[str, list[Any]] = {}
@@ -44,7 +45,14 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
     suspects = {(suspect["rank"], suspect["stage"]) for suspect in (run.verdict or {}).get("suspects") or ()}
     roles = any(process.work for process in run.ranks.values())
-    return {"chosen": chosen, "states": dict(states), "suspects": suspects, "roles": roles}
+    columns = _columns(run, roles, suspects)
+    return {"chosen": chosen, "states": dict(states), "columns": columns}
+
+
+def _columns(run: RunState, roles: bool, suspects: Collection[tuple[int, str]]) -> list[Column]:
+    """Return the columns, those of signals last."""
+    of_signals = per_rank_columns(sections_of(run.signals), lambda row: row["rank"])
+    return [*rank_columns(roles, suspects), *of_signals]
 
 
 def _keys(columns: Sequence[Column]) -> listing.Keys:
@@ -64,7 +72,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if node := route.get("node"):
         chips.children += listing.chips(route, "node", {f"node {node} ✕": None}, "Node").children
     bar = html.Div(chips, id="rank-filter")
-    ranks = rank_columns(view["roles"], view["suspects"])
+    ranks = view["columns"]
     heads = listing.heads(ranks, _keys(ranks), route)
     block = Table("Ranks", ranks, chosen.items, empty="No rank is like that.")
     rows = table(block, route, heads=heads, cells={"state": _died})

@@ -47,6 +47,7 @@ PAGES = {
     "/rank/5": "Rank 5 on host-1",
     "/ranks": "Ranks",
     "/memory": "Memory",
+    "/signals": "Signals",
     "/profiles": "Profiles",
     "/step/60": "Step 60",
     "/events": "Events",

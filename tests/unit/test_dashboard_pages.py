@@ -29,7 +29,18 @@ from traceml_ray.views import figures
 from traceml_ray.views.heat_figure import heat_figure
 from traceml_ray.wire import messages as wire
 
-PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]
+PAGES = [
+    "/",
+    "/node/host-1",
+    "/rank/5",
+    "/ranks",
+    "/step/60",
+    "/profiles",
+    "/signals",
+    "/events",
+    "/sessions",
+    "/ledger",
+]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_page_names_the_rank_that_leaks_and_draws_it(leaking: Played) -> None:
     pages.poll()
     view = look(pages, "memory")
     assert view["session"]["memory"]
-    assert view["findings"][0].rank == view["memory"].first_cause.rank == 5
+    assert view["of_memory"][0].rank == view["memory"].first_cause.rank == 5
     assert next(iter(view["lines"]["allocated_bytes"])) == "rank 5, GPU 1"
     shown = to_json_plotly(Refresher(pages).refresh("/memory", "", {}))
     assert "Nothing stands out" not in shown and "memory-allocated_bytes" in shown
@@ -44,7 +44,16 @@ def test_search_takes_ranks_and_says_what_is_wrong_with_them(leaking: Played) ->
     some = look(pages, "memory", q="0,4-6")
     assert [row.rank for row in some["chosen"].items] == [0, 0, 4, 4, 5, 5, 6, 6]  # host and device
     others = look(pages, "memory", q="0-3")
-    assert not others["findings"] and [row.rank for row in others["chosen"].items] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not others["of_memory"] and [row.rank for row in others["chosen"].items] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert "is not a rank" in look(pages, "memory", q="0,x")["wrong"]
     assert {row.node for row in look(pages, "memory", q="host-1")["chosen"].items} == {"host-1"}
 

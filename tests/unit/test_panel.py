@@ -177,7 +177,7 @@ def test_pane_of_layers(played: Played, snapshot: Kept) -> None:
     played.end()
     stored = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     stored.poll()
-    assert seen(stored, choice).layers == seen(poll, choice).layers
+    assert seen(stored, choice).answers == seen(poll, choice).answers
 
 
 def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) -> None:

@@ -178,7 +178,7 @@ def test_summary_report_and_page_say_who_holds_what(divided: Path) -> None:
     pages.poll()
     assert look(pages, "memory")["session"]["strategy"] == "hsdp"
     shown = to_json_plotly(Refresher(pages).refresh("/memory", "", {}))
-    assert "Shards of the model" in shown and "embed.weight" in shown
+    assert "Shards (FSDP2" in shown and "embed.weight" in shown
 
 
 def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
     pages.poll()
     look(pages, "memory")
     pages.poll()
-    assert look(pages, "memory")["sharding"].models[0].replicas == 2
+    assert "2 replicas of each shard" in str(look(pages, "memory")["beside"]["sharding"][0].blocks[0].pairs)
 
     poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(2):

@@ -231,6 +231,14 @@ class Gauge:
     unit: str = ""
 
 
+class RankColumn(NamedTuple):
+    """A number of each rank, as tables of ranks have it."""
+
+    name: str
+    unit: ColumnUnit
+    values: Mapping[int, float | None]
+
+
 @dataclass(frozen=True)
 class Section:
     """What belongs together."""
@@ -246,6 +254,14 @@ class Section:
     half: bool = False
     """Whether half the width of a page is enough."""
     numbers: Sequence[Number] = ()
-    per_rank: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By unit or name: the number of each rank."""
+    per_rank: Sequence[RankColumn] = ()
     gauges: Sequence[Gauge] = ()
+
+
+def per_rank_columns(sections: Iterable[Section], rank_of: Callable[[Any], int]) -> list[Column]:
+    """Return what sections know of each rank as columns, of items whose rank `rank_of` returns."""
+
+    def column(one: RankColumn) -> Column:
+        return Column(one.name, lambda item: one.values.get(rank_of(item)), one.unit)
+
+    return [column(one) for section in sections for one in section.per_rank if one.values]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.analysis.uneven_work import sentence
-from traceml_ray.document.model import SIGNS, Column, Facts, Table
+from traceml_ray.document.model import SIGNS, Column, Facts, Section, Table, per_rank_columns
 from traceml_ray.reports.headlines import (
     beside,
     brief,
+    cost_of,
     costs,
     current_episode,
     findings_in,
@@ -80,6 +81,25 @@ def findings_facts(summary: Mapping[str, Any]) -> Facts:
         advised.add(one.next)
     left = len(shown) - _MAX_FINDINGS
     return Facts(*lines, ("", f"and {text.count(left, 'more finding')}" if left > 0 else ""))
+
+
+FINDINGS = [
+    Column("", lambda one: one.severity, tone=lambda one: one.severity),
+    Column("finding", lambda one: one.headline),
+    Column("cost", cost_of, "figures"),
+    Column("confidence", lambda one: one.confidence),
+    Column("why", lambda one: one.why, "sentence"),
+    Column("next", lambda one: one.next, "sentence"),
+]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return what was found beside the verdict, whatever it is about, and what is only information."""
+    verdict_key = next((one.key for one in findings if one.signal == "steps"), None)
+    shown = [one for one in findings if one.key != verdict_key]
+    return Table(
+        "Findings beside the verdict", FINDINGS, shown, empty="Nothing was found beside the verdict."
+    )
 
 
 def findings_beside(summary: Mapping[str, Any]) -> list[Finding]:
@@ -293,10 +313,10 @@ def _load(gpus: Sequence[dict[str, Any]]) -> str:
     return f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA
 
 
-def ranks_table(summary: dict[str, Any]) -> Table:
-    """Return the ranks, of many the worst ones: their times, memory, and how they ended."""
+def ranks_table(summary: dict[str, Any], sections: Iterable[Section]) -> Table:
+    """Return the ranks, of many the worst ones: their times, what signals know, and how they ended."""
     busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
-    median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
+    median = summary["steps"]["busy_median_ms"]
     idle = summary["steps"].get("per_rank_gpu_idle_pct")  # older summaries have none
     listed, title = list(ranks), "Ranks"
     if len(listed) > _MAX_RANKS:
@@ -312,7 +332,7 @@ def ranks_table(summary: dict[str, Any]) -> Table:
         Column("busy ms", lambda rank: busy.get(rank), "aligned"),
         Column("to median", lambda rank: over.get(rank), "more"),
         *([Column("gpu idle", lambda rank: idle.get(rank), "percent")] if idle else []),
-        Column("peak rss", lambda rank: memory.get(rank, {}).get("rss_peak_bytes"), "size"),
+        *per_rank_columns(sections, int),
         Column("last step", lambda rank: ranks[rank]["last_step"], "plain"),
         Column("end", lambda rank: _end(ranks[rank])),
     ]

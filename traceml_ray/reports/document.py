@@ -17,7 +17,6 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
-    SIGNS,
     Bars,
     Block,
     Column,
@@ -32,7 +31,7 @@ from traceml_ray.document.model import (
 from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports import contents
 from traceml_ray.reports.deaths import exit_words, place_words
-from traceml_ray.reports.headlines import change, cost_of, current_episode, findings_in, named
+from traceml_ray.reports.headlines import change, current_episode, findings_in, named
 from traceml_ray.reports.kpis import kpis
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
@@ -142,19 +141,13 @@ def _blocks(
 
 
 def _findings(chart_data: ChartData) -> Iterator[Section]:
-    """Yield what was found beside the verdict, whatever it is about, and what is only information."""
-    listed = findings_in(chart_data.summary)
-    verdict_key = next((one.key for one in listed if one.signal == "steps"), None)
-    columns = [
-        Column("", lambda one: f"{SIGNS[one.severity]} {one.severity}"),
-        Column("finding", lambda one: one.headline),
-        Column("cost", cost_of, "figures"),
-        Column("confidence", lambda one: one.confidence),
-        Column("why", lambda one: one.why.replace("`", "")),
-        Column("next", lambda one: one.next.replace("`", "")),
-    ]
-    shown = [one for one in listed if one.key != verdict_key]
-    yield Section(blocks=[Table("Findings beside the verdict", columns, shown)])
+    """Yield what was found beside the verdict."""
+    yield Section(blocks=[contents.findings_table(findings_in(chart_data.summary))])
+
+
+def _ranks(chart_data: ChartData) -> Iterator[Section]:
+    """Yield the ranks, with what signals know of each."""
+    yield Section(blocks=[contents.ranks_table(chart_data.summary, sections_of(chart_data.signals))])
 
 
 def _numbers(chart_data: ChartData) -> Iterator[Section]:
@@ -315,7 +308,7 @@ SECTIONS: Mapping[str, Callable[[ChartData], Iterator[Section]]] = {
     "suspects": _blocks(contents.suspects_table),
     "nodes": _blocks(contents.nodes_table),
     "roles": _blocks(contents.roles_table),
-    "ranks": _blocks(contents.ranks_table),
+    "ranks": _ranks,
     "of ranks": _of_signals("ranks"),
     "history": _blocks(contents.history_table),
     "events": _blocks(lambda summary: contents.events_table(summary["events"])),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import Severity
 
-Signal = Literal["steps", "memory", "layers", "sharding", "experts", "nodes"]
 Value = int | float | str | bool | None
-SIGNALS: tuple[Signal, ...] = get_args(Signal)
 MOST = 100
 """So many findings of a run are listed."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice", "info")
@@ -27,8 +25,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     """Names it among the findings of its run, and stays as it is while the same thing is found."""
-    signal: Signal
-    """What it is about; `steps`: it is the verdict, or beside it."""
+    signal: str
+    """What it is about: the name of its view (`signals.views`), `nodes`, or `steps`: of the verdict."""
     label: str
     """Its kind: a label of a verdict, `memory_creep`, `slow_layer`, …"""
     severity: Severity

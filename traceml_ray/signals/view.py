@@ -106,6 +106,10 @@ class View(Generic[A]):
     """Fields of its question where only what was found is wanted; None: it finds nothing."""
     polled = False
     """Whether web app and terminal ask once a tick, for its numbers and gauges."""
+    overview = False
+    """Whether the overview of `top` shows what was found, in jobs in which it is asked for."""
+    page = "signals"
+    """Name of the page of the web app that has its sections: that of all signals, or one for it."""
 
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""

@@ -30,6 +30,11 @@ OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
 
 
+def page_of(signal: str) -> str | None:
+    """Return the page of the web app that shows a signal; None: it is on those of steps and nodes."""
+    return VIEWS[signal].page if signal in VIEWS else None
+
+
 def signal_numbers(answers: Mapping[str, Any]) -> list[Number]:
     """Return the numbers of signals, from their answers by name."""
     return [number for section in sections_of(answers) for number in section.numbers]

@@ -13,7 +13,7 @@ from traceml_ray.analysis.roles import RoleShare
 from traceml_ray.analysis.step_stats import FirstSteps
 from traceml_ray.analysis.uneven_work import ExpertLoad
 from traceml_ray.analysis.verdict import Suspect
-from traceml_ray.signals.finding import Finding, Signal
+from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.output.lines import LastOutput
 from traceml_ray.signals.sharding.judge import ShardingInfo
 from traceml_ray.signals.throughput.judge import ThroughputNumbers
@@ -236,7 +236,7 @@ Tone = Literal["critical", "warning", "notice", "unsure", "good"]
 class Conclusion(msgspec.Struct, frozen=True):
     """The most severe of all that was found in a run: what a person reads first."""
 
-    subject: Signal
+    subject: str
     """The signal that it is about; `steps`: it is the verdict."""
     tone: Tone
     label: str

@@ -13,7 +13,7 @@ import msgspec
 from rich.text import Text
 
 from traceml_ray import text
-from traceml_ray.document.model import SIGNS, Column, Table, picked
+from traceml_ray.document.model import SIGNS, Column, Table, per_rank_columns, picked
 from traceml_ray.document.terminal import (
     HEAD,
     MARK,
@@ -31,6 +31,7 @@ from traceml_ray.document.terminal import (
 from traceml_ray.signals.layers.sections import NOTHING, about_layers, layers_sentences
 from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.sharding.sections import sharding_facts
+from traceml_ray.signals.views import sections_of
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
 from traceml_ray.views.ranks import evidence_of, worst_first
@@ -121,9 +122,11 @@ def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
         for column in rank_columns(any(row["role"] for row in rows), late)
         if column.name not in ("local rank", "GPU", "exit code")  # these are on its page
     ]
+    of_signals = per_rank_columns(sections_of(snapshot.signals), lambda row: row["rank"])
     order = "the slowest first" if choice.sort == "time" else "named ones first"
-    block = Table(f"RANKS{of_steps(snapshot)} (ms; {order})", columns, rows)
-    return [listed(block, choice.scroll, width, ("now in", "last step", "state", "node", "role"))]
+    block = Table(f"RANKS{of_steps(snapshot)} (ms; {order})", [*columns, *of_signals], rows)
+    drop = *(column.name for column in of_signals), "now in", "last step", "state", "node", "role"
+    return [listed(block, choice.scroll, width, drop)]
 
 
 def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -154,7 +157,7 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
 
 def memory_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what was found about the memory of the ranks, and each in numbers."""
-    memory, shards = snapshot.memory, _shards(snapshot, width)
+    memory, shards = snapshot.answers.get("memory"), _shards(snapshot, width)
     if memory is None or not memory.ranks:
         return [PaneSection("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
     sentences = [line for sentence in first_words(memory) for line in wrap(sentence, width)]
@@ -174,7 +177,8 @@ def memory_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
 
 def _shards(snapshot: PanelState, width: int) -> list[PaneSection]:
     """Return how FSDP2 divides the model, where it does."""
-    lines = [line for _, fact in sharding_facts(snapshot.sharding).pairs for line in wrap(fact, width)]
+    facts = sharding_facts(snapshot.answers.get("sharding"))
+    lines = [line for _, fact in facts.pairs for line in wrap(fact, width)]
     return [PaneSection("SHARDS", lambda most: lines[:most], len(lines), min(2, len(lines)))] if lines else []
 
 
@@ -193,7 +197,7 @@ def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneS
 
 def layers_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return which layer takes longer on a rank, and all layers in numbers."""
-    layers = snapshot.layers
+    layers = snapshot.answers.get("layers")
     if layers is None or not layers.ranks:
         lines = wrap(_NO_LAYERS if layers is not None else "No answer yet.", width)
         return [PaneSection("LAYERS", lambda most: lines[:most], len(lines))]
@@ -297,6 +301,7 @@ def _overview(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
         sections.health(snapshot, width),
         sections.memory(snapshot, width),
         sections.events(snapshot, width),
+        sections.signals(snapshot, width),
     ]
 
 

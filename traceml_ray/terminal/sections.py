@@ -10,12 +10,12 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.document.model import SIGNS
+from traceml_ray.document.model import SIGNS, Facts
 from traceml_ray.document.terminal import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
 from traceml_ray.reports.headlines import beside, line_of, part_of, tone_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.sections import first_words, missing_words
-from traceml_ray.signals.views import signal_numbers
+from traceml_ray.signals.views import sections_of, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
@@ -31,6 +31,8 @@ _LABEL = 9
 _FIRST = 3
 """Parts of the verdict that have a line in any case: what, why, next."""
 _SHORT = 8
+_SIGNALS = 4
+"""Most lines about signals."""
 _MANY, _WORST = 16, 8
 _SEEN = 0.005
 """Percentages below this are written as 0."""
@@ -329,7 +331,7 @@ def bar(stages: Mapping[str, float], width: int) -> Text:
 
 def memory(snapshot: PanelState, width: int) -> PaneSection:
     """Return who uses most of what memory there is; that nothing is to be said of it, where nothing is."""
-    answer = snapshot.memory
+    answer = snapshot.answers.get("memory")
     if answer is None or not answer.ranks:
         shown = _fullest_nodes(snapshot)
         return PaneSection("MEMORY", lambda most: shown[:most], len(shown))
@@ -344,6 +346,19 @@ def memory(snapshot: PanelState, width: int) -> PaneSection:
         device = "host" if fullest.device is None else f"GPU {fullest.device}"
         lines.append(Text(f"fullest: rank {fullest.rank} ({fullest.node}, {device}) {of_all}"))
     return PaneSection("MEMORY", lambda most: [*lines[: most - 1], lines[-1]], len(lines), 1)
+
+
+def signals(snapshot: PanelState, width: int) -> PaneSection:
+    """Return in sentences what is known of the signals that are asked once a tick."""
+    pairs = [
+        pair
+        for section in sections_of(snapshot.signals)
+        for block in section.blocks
+        if isinstance(block, Facts)
+        for pair in block.pairs
+    ]
+    lines = [line for name, fact in pairs for line in wrap(f"{name}: {fact}" if name else fact, width)]
+    return PaneSection("SIGNALS", lambda most: cut(lines, most), min(len(lines), _SIGNALS), 1)
 
 
 def _fullest_nodes(snapshot: PanelState) -> list[Text]:

@@ -9,15 +9,9 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.reports.headlines import cost, current_episode, lost, named, sign_of, tone_of, wasted
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.layers.answer import GetLayers
-from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.memory.shapes import Memory
 from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
 from traceml_ray.signals.output.lines import LastOutput
-from traceml_ray.signals.sharding.answer import MOST_RANKS, GetSharding
-from traceml_ray.signals.sharding.judge import ShardingInfo
-from traceml_ray.signals.view import SLOW_RANKS
+from traceml_ray.signals.views import VIEWS, questions_on_findings
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import Conclusion
@@ -93,12 +87,8 @@ class PanelState:
     """Ranks that died."""
     rows: Sequence[Mapping[str, Any]] = ()
     """One row per rank, see `views.ranks`; empty if the pane does not show them."""
-    memory: Memory | None = None
-    """Answer about memory; None if the pane does not show it."""
-    sharding: ShardingInfo | None = None
-    """Answer about sharding; None unless the memory pane is open."""
-    layers: Layers | None = None
-    """Answer about layers; None if the pane does not show it, or before the first answer."""
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    """Answers of the signals that the pane shows, by name; those are not there that have not come yet."""
     health: Mapping[str, Any] | None = None
     """Health of the monitor, see `views.health`; None if the pane does not show it."""
     events: Sequence[Mapping[str, Any]] = ()
@@ -126,10 +116,6 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
     if steps is not None and not (times and times["steps"]):  # not known one by one
         times, steps = run.times, None
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
-    wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
-    memory = poll.ask(GetMemory(run.id, peaks=False)) if wants_memory and fields["facts"]["memory"] else None
-    sharding = poll.ask(GetSharding(run.id, MOST_RANKS)) if choice.pane == "memory" else None
-    layers = poll.ask(GetLayers(run.id)) if choice.pane == "layers" and choice.rank is None else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
     subject = _subject(run, choice)
     printed = poll.ask(GetOutput(run.id, subject, MOST_LINES)) if wants_output else None
@@ -148,13 +134,24 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         named=run.named["ranks"],
         dead=[death["rank"] for death in poll.deaths(run)],
         rows=rows,
-        memory=memory,
-        sharding=sharding,
-        layers=layers,
+        answers={} if choice.rank is not None else _answers(poll, run, choice.pane),
         health=health(poll, run, "top") if choice.pane == "health" and choice.rank is None else None,
         events=events_of(poll, run)[:_EVENTS],
         output=printed[0] if printed else None,
     )
+
+
+def _answers(poll: SessionPoll, run: RunState, pane: str) -> dict[str, Any]:
+    """Return the answers of the signals that a pane shows: those on its page; on the overview `overview`."""
+    answers = {}
+    for name, question in questions_on_findings(run.id).items():
+        view = VIEWS[name]
+        shown = view.page == pane
+        if pane == PANES[0]:
+            shown = view.overview and view.every_s(run.ranks, run.world) is not None
+        if shown and (answer := poll.ask(question)) is not None:
+            answers[name] = answer
+    return answers
 
 
 def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:

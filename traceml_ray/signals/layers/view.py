@@ -34,6 +34,7 @@ class LayersView(View[Layers]):
     name = "layers"
     question = GetLayers
     finds = MappingProxyType({})
+    page = "layers"
 
     def answer(self, run: Run, asked: GetLayers) -> Layers:
         """Return the layers of all windows, or of those measured for the request `asked`."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.document.model import Section
+from traceml_ray.document.model import RankColumn, Section
 from traceml_ray.signals.finding import MOST, Finding, key_of, known
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.answer import GetMemory, RunMemory
@@ -28,6 +28,8 @@ class MemoryView(View[RunMemory]):
     name = "memory"
     question = GetMemory
     finds = MappingProxyType({"peaks": False})
+    overview = True
+    page = "memory"
 
     def answer(self, run: Run, asked: GetMemory) -> RunMemory:
         """Return what is found now, or of all samples; with what each rank has used, where that is asked."""
@@ -60,7 +62,10 @@ class MemoryView(View[RunMemory]):
 
     def sections(self, answer: RunMemory) -> Sequence[Section]:
         """Return of which ranks nothing is known; what was found is among the findings."""
-        return [Section("model", [memory_facts(answer)], "Memory")]
+        per_rank = getattr(answer, "per_rank", {})
+        peaks = {rank: one.rss_peak_bytes for rank, one in per_rank.items()}
+        column = RankColumn("peak rss", "size", peaks)
+        return [Section("model", [memory_facts(answer)], "Memory", per_rank=[column])]
 
 
 def _findings(memory: Memory, steps: Sequence[Finding]) -> list[Finding]:

@@ -29,6 +29,7 @@ class ShardingView(View[ShardingInfo | None]):
     name = "sharding"
     question = GetSharding
     finds = MappingProxyType({"most": MOST_RANKS})
+    page = "memory"
 
     def answer(self, run: Run, asked: GetSharding) -> ShardingInfo | None:
         """Return how the model is divided; None without FSDP2."""

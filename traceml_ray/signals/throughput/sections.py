@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from traceml_ray import text
-from traceml_ray.document.model import Facts, Gauge, Number, Section
+from traceml_ray.document.model import Facts, Gauge, Number, RankColumn, Section
 from traceml_ray.signals.throughput.judge import Throughput
 
 _RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
@@ -16,14 +16,18 @@ def sections(known: Throughput) -> list[Section]:
     facts = Facts()
     if known.steps:
         facts = Facts(("Throughput", _rates(known)), ("MFU", _mfu(known)), ("Time left", _left(known)))
-    per_rank = {
-        unit: {
-            rank: value
-            for rank, value in zip(known.ranks, getattr(known, f"rank_{name}").tolist(), strict=False)
-            if value == value
-        }
+    per_rank = [
+        RankColumn(
+            unit,
+            "number",
+            {
+                rank: value
+                for rank, value in zip(known.ranks, getattr(known, f"rank_{name}").tolist(), strict=False)
+                if value == value
+            },
+        )
         for name, unit in _RATES.items()
-    }
+    ]
     return [Section(blocks=[facts], numbers=[*_numbers(known)], per_rank=per_rank, gauges=_gauges(known))]
 
 
