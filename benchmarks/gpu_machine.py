@@ -14,8 +14,7 @@ from typing import Any
 
 from gpu_env import Real, figure, unseen
 
-from traceml_ray.signals.nodes.gpu import MIG
-from traceml_ray.signals.nodes.sampler import NodeSampler
+from traceml_ray.signals.nodes.sampler import MIG, NodeSampler
 from traceml_ray.wire.messages import NOT_MEASURED
 
 ROOT = Path(__file__).parents[1]

@@ -54,13 +54,13 @@ PARTS = {
     "traceml_ray/signals/sharding/judge.py": (
         *("ShardingInfo", "ShardsOfRank", "ModelShards", "Uneven", "Imbalance"),
     ),
-    "traceml_ray/signals/output/lines.py": ("LastOutput", "OutputLine"),
+    "traceml_ray/signals/output/last_lines.py": ("LastOutput", "OutputLine"),
 }
 """Structs of other modules that answers are made of."""
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
-    "traceml_ray/signals/memory/answer.py": ("RunMemory", "MemoryOfRank"),
+    "traceml_ray/signals/memory/view.py": ("RunMemory", "MemoryOfRank"),
     "traceml_ray/signals/memory/shapes.py": (
         *("Memory", "FirstCause", "CollectiveOnset", "MemoryFinding", "Attribution", "Incident"),
         "RankMemory",

@@ -20,7 +20,7 @@ from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.history import MemoryHistory
+from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
 

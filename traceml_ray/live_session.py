@@ -51,11 +51,11 @@ from traceml_ray.reports.comparison import (
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.memory.answer import GetMemory, RunMemory
-from traceml_ray.signals.output.answer import GetOutput
-from traceml_ray.signals.output.lines import LastOutput
-from traceml_ray.signals.throughput.answer import GetThroughput
+from traceml_ray.signals.memory.view import GetMemory, RunMemory
+from traceml_ray.signals.output.last_lines import LastOutput
+from traceml_ray.signals.output.view import GetOutput
 from traceml_ray.signals.throughput.judge import Throughput
+from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.store.results import (

@@ -10,9 +10,8 @@ from dash import html
 from traceml_ray import text
 from traceml_ray.document.model import SIGNS, Table
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.memory.sections import first_words
 from traceml_ray.signals.memory.shapes import Memory, MemoryFinding, RankMemory
+from traceml_ray.signals.memory.view import GetMemory, first_words
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.memory_curves import COUNTERS, memory_curves

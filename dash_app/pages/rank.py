@@ -13,10 +13,10 @@ from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Table, per_rank_columns
-from traceml_ray.signals.experts.answer import GetExperts
+from traceml_ray.signals.experts.view import GetExperts
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
-from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
-from traceml_ray.signals.output.lines import LastOutput
+from traceml_ray.signals.output.last_lines import LastOutput
+from traceml_ray.signals.output.view import MOST_LINES, GetOutput
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key

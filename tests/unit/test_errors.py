@@ -26,7 +26,7 @@ OTHERWISE = {
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/rank_agent.py sample": "the value is null then, which says so",
-    "signals/memory/history.py _turn_on": "there is no record then, and `missing` has the reason",
+    "signals/memory/agent.py _turn_on": "there is no record then, and `missing` has the reason",
     "signals/memory/samplers.py _try": "the value is null then, and `missing` has the reason",
     "signals/memory/samplers.py _of_torch": "the same",
     "signals/memory/samplers.py _read": "the same",

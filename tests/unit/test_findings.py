@@ -13,8 +13,7 @@ from traceml_ray.analysis.uneven_work import ExpertLoad, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.headlines import beside, line_of, named
 from traceml_ray.signals.experts.records import RouterTokens
-from traceml_ray.signals.finding import MOST, Finding, key_of, listed
-from traceml_ray.signals.findings import of_verdict
+from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory

@@ -16,8 +16,8 @@ from captured_rank import Rank
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from traceml_ray.signals.throughput import flops
-from traceml_ray.signals.throughput.flops import SKIPPED, FlopCount, ModelFlops
+from traceml_ray.signals.throughput import agent
+from traceml_ray.signals.throughput.agent import SKIPPED, FlopCount, ModelFlops
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 
 BY_HAND = 2 * (2 * 2 * 4 * 4)
@@ -137,13 +137,13 @@ def test_mode_is_off_after_detach_in_the_middle(rank: Rank, count: FlopCount, wh
 def test_mode_is_off_after_detach_while_it_is_made(
     rank: Rank, count: FlopCount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = flops._counter
+    make = agent._counter
 
     def meanwhile() -> object:
         _elsewhere(count.abandon)
         return make()
 
-    monkeypatch.setattr(flops, "_counter", meanwhile)
+    monkeypatch.setattr(agent, "_counter", meanwhile)
     rank.train(SKIPPED + 1)
     assert _get_current_dispatch_mode() is None and count.found is None
 
@@ -164,7 +164,7 @@ def test_profile_and_count_of_the_same_steps_are_both_made(rank: Rank, count: Fl
 def test_count_that_goes_wrong_ends_itself(
     rank: Rank, count: FlopCount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceml_ray.signals.throughput.flops._counter", lambda: 1 / 0)
+    monkeypatch.setattr("traceml_ray.signals.throughput.agent._counter", lambda: 1 / 0)
     rank.train(4)
     assert count.found is None and "ZeroDivisionError" in count.why
     assert [*rank.patches.errors] == ["flops: ZeroDivisionError"]

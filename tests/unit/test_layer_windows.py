@@ -24,8 +24,8 @@ from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import layer_requests
 from traceml_ray.reports.answers import QUESTIONS
-from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS
+from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.runs import why_over

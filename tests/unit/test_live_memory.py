@@ -20,8 +20,6 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.answers import Answers
 from traceml_ray.signals.live import Ranks
 from traceml_ray.signals.memory import sentences
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.memory.events import MemoryEvents
 from traceml_ray.signals.memory.judge import judge
 from traceml_ray.signals.memory.live import (
     MAX_FRESH,
@@ -30,10 +28,12 @@ from traceml_ray.signals.memory.live import (
     SIZE,
     SLICE_S,
     LiveMemory,
+    MemoryEvents,
     SampleBuffer,
 )
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.shapes import Memory, Series
+from traceml_ray.signals.memory.view import GetMemory
 from traceml_ray.signals.views import with_causes
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store.rank_processes import RankProcess

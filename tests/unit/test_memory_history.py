@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from traceml_ray.errors import Errors
-from traceml_ray.signals.memory.history import MAX_ENTRIES, MAX_FILES, PAUSE_S, MemoryHistory
+from traceml_ray.signals.memory.agent import MAX_ENTRIES, MAX_FILES, PAUSE_S, MemoryHistory
 from traceml_ray.wire.messages import Event
 
 

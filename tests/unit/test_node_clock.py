@@ -14,7 +14,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
 from traceml_ray.signals.memory.records import MemorySample
-from traceml_ray.signals.memory.stored import recordings_of
+from traceml_ray.signals.memory.view import recordings_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire

@@ -8,9 +8,8 @@ import pynvml
 import pytest
 from played_nvml import NO_PERMISSION, NOT_SUPPORTED, UNKNOWN_MEMORY, Card, play
 
-from traceml_ray.signals.nodes.gpu import _THROTTLE, MIG
 from traceml_ray.signals.nodes.records import GpuSample
-from traceml_ray.signals.nodes.sampler import NodeSampler
+from traceml_ray.signals.nodes.sampler import _THROTTLE, MIG, NodeSampler
 from traceml_ray.wire.messages import NOT_MEASURED
 
 ME = os.getpid()

@@ -26,8 +26,14 @@ from traceml_ray.errors import Errors
 from traceml_ray.launchers.arguments import command_text
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.signals.kinds import encoded
-from traceml_ray.signals.output.last_lines import LINE_CHARS, MOST_BYTES, LastLines
-from traceml_ray.signals.output.lines import LastOutput, OutputLine, joined
+from traceml_ray.signals.output.last_lines import (
+    LINE_CHARS,
+    MOST_BYTES,
+    LastLines,
+    LastOutput,
+    OutputLine,
+    joined,
+)
 from traceml_ray.signals.output.records import OUTPUT, Output
 from traceml_ray.signals.output.tap import _PIECE_CHARS, _PIECES, OutputTap
 from traceml_ray.signals.output.view import OutputView, lines_of
@@ -493,7 +499,7 @@ def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
 
 
 def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.signals.output.retention._FEW", 50)
+    monkeypatch.setattr("traceml_ray.store.retention._FEW", 50)
     writer = SessionWriter(tmp_path / "s.sqlite", output_lines=3)
     quiet, loud = writer.process("a", 1), writer.process("b", 1)
     writer.add_record(OUTPUT, quiet.id, Output(1, 1, ["said once"]))

@@ -18,13 +18,13 @@ from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
-from traceml_ray.signals.experts.answer import GetExperts
-from traceml_ray.signals.layers.answer import GetLayers
-from traceml_ray.signals.memory.answer import GetMemory
-from traceml_ray.signals.nodes.answer import GetSystem
-from traceml_ray.signals.output.answer import GetOutput
-from traceml_ray.signals.sharding.answer import GetSharding
-from traceml_ray.signals.throughput.answer import GetThroughput
+from traceml_ray.signals.experts.view import GetExperts
+from traceml_ray.signals.layers.view import GetLayers
+from traceml_ray.signals.memory.view import GetMemory
+from traceml_ray.signals.nodes.view import GetSystem
+from traceml_ray.signals.output.view import GetOutput
+from traceml_ray.signals.sharding.view import GetSharding
+from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
 from traceml_ray.store.summary_shape import to_builtins

@@ -32,8 +32,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.signals.sharding.judge import models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding, UnevenShard
-from traceml_ray.signals.sharding.sections import about_model, per_step
-from traceml_ray.signals.sharding.view import sharding_of
+from traceml_ray.signals.sharding.view import about_model, per_step, sharding_of
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter

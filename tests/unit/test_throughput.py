@@ -16,10 +16,9 @@ from sessions import LIMITS, run_message, stored
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
-from traceml_ray.signals.throughput.answer import GetThroughput
-from traceml_ray.signals.throughput.history import MOST, WorkHistory
-from traceml_ray.signals.throughput.peaks import peak_tflops
+from traceml_ray.signals.throughput.judge import MOST, WorkHistory, peak_tflops
 from traceml_ray.signals.throughput.records import StepWork
+from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.session import prepare
 from traceml_ray.store.session_file import SessionFile

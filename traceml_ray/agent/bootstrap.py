@@ -25,7 +25,7 @@ from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text, is_out_of_memory, sendable
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
-from traceml_ray.signals.memory.history import MemoryHistory
+from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.stages import DATA
 from traceml_ray.text import masked_text
 from traceml_ray.wire import messages as wire

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.signals.layers.answer import GetLayers
+from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.text import log, show
 from traceml_ray.wire import messages as wire
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the time of each layer of the model, and which layer is slower on one rank."""
     from traceml_ray.document.json import as_json
     from traceml_ray.launchers.control import ControlError, check_goes_on, request
-    from traceml_ray.signals.layers.sections import render_layers
+    from traceml_ray.signals.layers.view import render_layers
     from traceml_ray.store import session
     from traceml_ray.views.layer_call import measured
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from traceml_ray import text
 from traceml_ray.identity import rank_in_name
 from traceml_ray.importers import stormlog
-from traceml_ray.signals.memory import stored
+from traceml_ray.signals.memory import view
 from traceml_ray.signals.memory.recordings import (
     FileContents,
     NoSamplesError,
@@ -87,7 +87,7 @@ def _reason(error: Exception) -> str:
 def _reader(path: Path) -> Read:
     """Return how a file is read. Another kind of file is added here; a folder read as one, in `_walk`."""
     if path.suffix.lower() == ".sqlite":
-        return stored.read
+        return view.read
     if path.suffix.lower() in stormlog.SUFFIXES:
         return stormlog.read_stormlog
     return _unknown

@@ -32,7 +32,7 @@ from traceml_ray.signals.memory.shapes import (
     Sensitivity,
     Severity,
 )
-from traceml_ray.signals.memory.stored import BUNDLE
+from traceml_ray.signals.memory.view import BUNDLE
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The mildest first."""

@@ -12,8 +12,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Label, Severity
 from traceml_ray.document.model import SIGNS
-from traceml_ray.signals.finding import Finding, from_plain, headline
-from traceml_ray.signals.findings import nodes_named
+from traceml_ray.signals.finding import Finding, from_plain, headline, nodes_named
 from traceml_ray.store import query
 from traceml_ray.store.results import EarlierStart
 from traceml_ray.store.summary_shape import Conclusion, Tone

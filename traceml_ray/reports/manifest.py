@@ -12,8 +12,7 @@ from traceml_ray.document.model import Column, Link, Table, picked
 from traceml_ray.document.text import page
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
-from traceml_ray.signals.output.answer import REPORTED_LINES
-from traceml_ray.signals.output.view import outputs_of
+from traceml_ray.signals.output.view import REPORTED_LINES, outputs_of
 from traceml_ray.store.bundles import FOLDER, REASONS, BundleCause, Manifest, Reason, bundles_of
 from traceml_ray.store.results import BundleInfo
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
 from traceml_ray.signals.layers.agent import LayerSampler
-from traceml_ray.signals.memory.agent import MemoryCollector
-from traceml_ray.signals.memory.history import MemoryHistory
+from traceml_ray.signals.memory.agent import MemoryCollector, MemoryHistory
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.signals.sharding.agent import Shards
 from traceml_ray.signals.throughput.agent import WorkReport

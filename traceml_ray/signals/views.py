@@ -10,8 +10,7 @@ import msgspec
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Number, Section
 from traceml_ray.signals.experts.view import ExpertsView
-from traceml_ray.signals.finding import Finding, listed
-from traceml_ray.signals.findings import of_machine, of_verdict
+from traceml_ray.signals.finding import Finding, listed, of_machine, of_verdict
 from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.memory.view import MemoryView
 from traceml_ray.signals.nodes.view import NodesView

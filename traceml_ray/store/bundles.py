@@ -18,7 +18,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.files import free_name, read_part, stamp
-from traceml_ray.signals.output.lines import LastOutput
+from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.store.session import read_json
 
 FOLDER = "bundles"

@@ -14,7 +14,7 @@ from traceml_ray.analysis.step_stats import FirstSteps
 from traceml_ray.analysis.uneven_work import ExpertLoad
 from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.output.lines import LastOutput
+from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.sharding.judge import ShardingInfo
 from traceml_ray.signals.throughput.judge import ThroughputNumbers
 from traceml_ray.store.results import RunInfo, TimedEpisode, VerdictInfo, WholeLedger

@@ -28,9 +28,9 @@ from traceml_ray.document.terminal import (
     table,
     wrap,
 )
-from traceml_ray.signals.layers.sections import NOTHING, about_layers, layers_sentences
-from traceml_ray.signals.memory.sections import first_words
-from traceml_ray.signals.sharding.sections import sharding_facts
+from traceml_ray.signals.layers.view import NOTHING, about_layers, layers_sentences
+from traceml_ray.signals.memory.view import first_words
+from traceml_ray.signals.sharding.view import sharding_facts
 from traceml_ray.signals.views import sections_of
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health

@@ -14,7 +14,7 @@ from traceml_ray.document.model import SIGNS, Facts
 from traceml_ray.document.terminal import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
 from traceml_ray.reports.headlines import beside, line_of, part_of, tone_of
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.memory.sections import first_words, missing_words
+from traceml_ray.signals.memory.view import first_words, missing_words
 from traceml_ray.signals.views import sections_of, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store.summary_shape import Conclusion

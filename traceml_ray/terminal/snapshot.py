@@ -9,8 +9,8 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.reports.headlines import cost, current_episode, lost, named, sign_of, tone_of, wasted
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.output.answer import MOST_LINES, GetOutput
-from traceml_ray.signals.output.lines import LastOutput
+from traceml_ray.signals.output.last_lines import LastOutput
+from traceml_ray.signals.output.view import MOST_LINES, GetOutput
 from traceml_ray.signals.views import VIEWS, questions_on_findings
 from traceml_ray.store import query
 from traceml_ray.store.step_shapes import StepTimes

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.store import query
 from traceml_ray.wire import messages as wire
 

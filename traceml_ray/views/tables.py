@@ -10,7 +10,7 @@ from traceml_ray.document.model import Column, Link, Table
 from traceml_ray.reports.headlines import hours_of
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.layers.sections import layer_name, region_of
+from traceml_ray.signals.layers.view import layer_name, region_of
 from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding, RankMemory
 from traceml_ray.stages import STAGES
 

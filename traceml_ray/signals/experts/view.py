@@ -10,13 +10,20 @@ import msgspec
 
 from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
 from traceml_ray.analysis.uneven_work import ExpertLoad, loads, sentence
-from traceml_ray.signals.experts.answer import GetExperts
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.finding import Finding, key_of
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
+from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import ready
+from traceml_ray.wire.codec import Int64, ready
+
+
+class GetExperts(OfRun[list[ExpertLoad]], frozen=True):
+    """How evenly routers use their experts, the least even first: of all ranks together, or of one."""
+
+    rank: Int64 | None = None
+
 
 _NEXT = "Even out the load of the experts: an auxiliary loss, a capacity factor, another placement."
 

@@ -1,4 +1,7 @@
-"""The layers of a run, from the windows that its ranks have measured."""
+"""
+The layers of a run: what is asked, the answer from the windows that its ranks have measured, and what is
+shown of it.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,138 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.analysis.thresholds import LayerLimits
 from traceml_ray.document.drawing import icicle
-from traceml_ray.document.model import Boxes, Section
+from traceml_ray.document.model import Boxes, Column, Facts, Section, Table
+from traceml_ray.document.text import page
 from traceml_ray.signals.finding import Finding, key_of, known
-from traceml_ray.signals.layers.answer import GetLayers
 from traceml_ray.signals.layers.judge import LayerFinding, Layers, layers_of, of_windows
 from traceml_ray.signals.layers.records import LAYERS
-from traceml_ray.signals.layers.sections import layers_block, layers_facts, layers_table
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire.codec import ready
+
+
+class GetLayers(OfRun[Layers], frozen=True):
+    """What was measured of the layers, or only for the request `asked` (its id); `ranks` may be empty."""
+
+    asked: str = ""
+
+
+NONE_LONGER = "No layer takes longer on one rank than on its peers."
+NOTHING = (
+    "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
+    "`traceml_ray.start(deep=True)` or TRACEML_DEEP=1; and for some steps of a job that runs, by "
+    "`traceml-ray layers SESSION --steps 20`"
+)
+_WAITS = "waits for other ranks"
+"""In what is said of times from which no rank can be named."""
+_ROWS, _LINES = 20, 4
+_NAME, _KIND = 26, 18
+_REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
+
+
+def layers_block(layers: Layers) -> dict[str, Any]:
+    """Return layers as plain values, for the summary."""
+    shown: dict[str, Any] = msgspec.to_builtins(layers, str_keys=True)
+    return shown
+
+
+def render_layers(layers: Layers) -> str:
+    """Return all layers as text."""
+    block = layers_block(layers)
+    return page([layers_facts(block), layers_table(block, len(layers.layers))])
+
+
+def layers_sentences(layers: Layers) -> list[str]:
+    """Return which layers take longer on a rank, or that none does; none where that cannot be said."""
+    sentences = [sentence(one.why) for one in layers.findings]
+    waits = any(_WAITS in limit for limit in layers.limits)
+    return sentences or ([NONE_LONGER] if len(layers.ranks) > 1 and not waits else [])
+
+
+def layers_facts(block: Mapping[str, Any], *, with_findings: bool = True) -> Facts:
+    """
+    Return the layers as sentences: which ranks take longer in which layers (only `with_findings`), or that
+    none does, and what was measured.
+    """
+    if not block.get("ranks"):
+        return Facts()
+    if block["findings"] and not with_findings:
+        return Facts(("Layers", about_layers(block)), *(("", line) for line in block["limits"]))
+    sentences = [sentence(one["why"]) for one in block["findings"]]
+    none = NONE_LONGER if len(block["ranks"]) > 1 else ""
+    first, *others = sentences or [none if not _waits(block) else ""]
+    more = f"and {len(others) - _LINES} more" if len(others) > _LINES else ""
+    first, *rest = list(filter(None, [first, *others[:_LINES], more, about_layers(block), *block["limits"]]))
+    return Facts(("Layers", first), *(("", line) for line in rest))
+
+
+def _waits(block: Mapping[str, Any]) -> bool:
+    return any(_WAITS in limit for limit in block["limits"])
+
+
+def sentence(why: str) -> str:
+    """Return why a layer was found as a sentence of its own."""
+    return f"{why[:1].upper()}{why[1:]}."
+
+
+def about_layers(block: Mapping[str, Any]) -> str:
+    """Return which steps the times are of, on whose clock, and what measuring costs."""
+    every = f", one in {block['every']}" if (block["every"] or 1) > 1 else ""
+    return (
+        f"Measured in {text.count(block['steps'], 'step')} of {text.ranks(block['ranks'])}{every}, on the "
+        f"clock of the {block['clock']}; that costs {text.percent(block['cost_pct'])} of the time."
+    )
+
+
+def layers_table(block: Mapping[str, Any], most: int = _ROWS) -> Table:
+    """Return the layers that take longest, in the order of the model."""
+    layers: Sequence[dict[str, Any]] = block.get("layers", ())
+    longest = sorted(layers, key=_own, reverse=True)[:most]
+    kept = {id(one) for one in longest}
+    called = any(one["calls"] != 1 for one in longest)
+    recomputed = any(one["recomputed"] for one in longest)
+    columns = [
+        Column("layer", lambda one: _tail(layer_name(one), _NAME)),
+        Column("class", lambda one: _tail(one["kind"], _KIND) + region_of(one)),
+        *([Column("calls", lambda one: one["calls"], "number")] if called else []),
+        *([Column("again", lambda one: one["recomputed"], "number")] if recomputed else []),
+        Column("fwd ms", lambda one: one["forward_ms"], "aligned"),
+        Column("bwd ms", lambda one: one["backward_ms"], "aligned"),
+        Column("largest", lambda one: one["worst_ms"], "known aligned"),
+        Column("rank", lambda one: None if one["worst_ms"] is None else one["worst_rank"], "known plain"),
+        Column("outputs", lambda one: one["output_bytes"] or None, "known size"),
+        Column("params", lambda one: one["parameter_bytes"] or None, "known size"),
+        Column("grads", lambda one: one["gradient_bytes"] or None, "known size"),
+    ]
+    title = "Layers that take longest" if most < len(layers) else "Layers"
+    title += " (ms a step, without the layers inside; median of the ranks)"
+    return Table(title, columns, [one for one in layers if id(one) in kept])
+
+
+def layer_name(one: Any) -> str:
+    """Return what a layer (a struct, or its dict) is called; the root is "(model)"."""
+    return (one["name"] if isinstance(one, Mapping) else one.name) or "(model)"
+
+
+def region_of(one: Any) -> str:
+    """Return why nothing is seen inside a layer: " (compiled)"; "" where it is."""
+    region = one["region"] if isinstance(one, Mapping) else one.region
+    return f" ({_REGIONS[region]})" if region else ""
+
+
+def _tail(name: str, most: int) -> str:
+    """Return the end of a name, which tells it from others."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _own(one: Mapping[str, Any]) -> float:
+    return float(one["forward_ms"] + one["backward_ms"])
+
 
 _LIMITS = LayerLimits()
 _ASKED_RANKS = 32

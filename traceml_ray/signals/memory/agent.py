@@ -1,12 +1,139 @@
-"""What a rank sends of its memory: a sample once a round, and now and then where its values come from."""
+"""
+What a rank sends of its memory: a sample once a round, and now and then where its values come from.
+
+For those who ask for it (TRACEML_MEMORY_HISTORY=1) torch keeps a record of its own of where device memory
+is allocated: it then takes the Python stack of each allocation, on the thread that allocates. When a device
+runs out of memory, what it has recorded is written into a file for PyTorch's memory viewer
+(pytorch.org/memory_viz).
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
 
+from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.signals.collector import Collector, Rank
-from traceml_ray.signals.memory.records import MemorySample
+from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS, MemorySample
 from traceml_ray.signals.memory.samplers import MemorySampler
+from traceml_ray.wire.codec import Part
+from traceml_ray.wire.messages import Event, Value
+
+MAX_ENTRIES = 20_000
+"""Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""
+MAX_FILES = 3
+"""Largest number of files of one process."""
+PAUSE_S = 60.0
+"""Least time between two files, in s: a script may catch the error and try again in every step."""
+_MISSING = "memory history"
+
+
+class MemoryHistory(Collector):
+    """
+    Of one process. `write` may be called by any thread, all else is the agent's.
+
+    Args:
+        wanted: whether a person has asked for it.
+        spool: where this node's agents leave rows; `SNAPSHOTS` in it leads to the session, if that is here.
+        add_event: has an event sent.
+        errors: counts what goes wrong.
+        missing: takes why there is no record.
+        torch: returns the module, None while it is not imported.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        wanted: bool,
+        spool: str | None,
+        add_event: Callable[[Event], object],
+        errors: Errors,
+        missing: MutableMapping[str, str],
+        torch: Callable[[], Any] = lambda: sys.modules.get("torch"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wanted = wanted
+        self._spool = spool
+        self._add_event, self._errors, self._missing = add_event, errors, missing
+        self._torch, self._clock = torch, clock
+        self._ours = False
+        """We have turned the record on."""
+        self._files = 0
+        self._next = 0.0
+        self._writing = threading.Lock()
+
+    @classmethod
+    def of_rank(cls, rank: Rank) -> MemoryHistory:
+        """Return that of a rank."""
+        settings = rank.settings
+        return cls(settings.memory_history, settings.spool, rank.add_event, rank.errors, rank.missing)
+
+    def collect(self, final: bool) -> list[Part]:
+        """Turn the record on once torch has initialized CUDA; there are no records of it."""
+        torch = self._torch() if self._wanted else None
+        if torch is not None and torch.cuda.is_initialized():
+            self._turn_on(torch)
+        return []
+
+    def _turn_on(self, torch: Any) -> None:
+        self._wanted = False
+        try:
+            attach = torch._C._cuda_attach_out_of_memory_observer
+            is_on = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
+            if not is_on():  # by the script itself, as it wants it
+                torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+                self._ours = True
+            attach(lambda *_: self.write())
+            self._next = self._clock()
+        except Exception as error:
+            self._missing[_MISSING] = error_text(error)[:200]
+
+    def abandon(self, forked: bool) -> None:
+        """Turn the record off again, where it was ours."""
+        self._files, self._wanted = MAX_FILES, False
+        if self._ours and not forked:  # a child must not touch the device
+            self._ours = False
+            torch = self._torch()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write(self) -> None:
+        """Write the record into a file, on the thread whose memory has run out; never raises."""
+        if not self._next or not self._writing.acquire(blocking=False):
+            return
+        try:
+            if self._files < MAX_FILES and self._clock() >= self._next:
+                self._files += 1
+                self._write()
+                self._next = self._clock() + PAUSE_S
+        except Exception as error:
+            self._errors.note("memory snapshot", error)
+        finally:
+            self._writing.release()
+
+    def _write(self) -> None:
+        path = (
+            self._folder()
+            / f"{SNAPSHOT_NAME}{os.environ.get('RANK', 'x')}-{os.getpid()}-{self._files}.pickle"
+        )
+        self._torch().cuda.memory._dump_snapshot(str(path))
+        size, text = path.stat().st_size, sendable(str(path))
+        about: dict[str, Value] = {"path": text, "bytes": size, "host": socket.gethostname()}
+        self._add_event(Event(SNAPSHOT, time.time_ns(), message=f"torch's allocator: {text}", data=about))
+
+    def _folder(self) -> Path:
+        """Return the folder below the session's, from where it gets into the bundle; else one that stays."""
+        if self._spool is not None and (place := Path(self._spool, SNAPSHOTS)).is_dir():
+            return place.resolve()
+        here = Path.cwd()
+        return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+
 
 _SOURCES_EVERY = 30
 """In so many rounds it is sent once where values come from, if that does not change."""

@@ -1,22 +1,34 @@
-"""Which rank's memory grew first, or that several grew at once."""
+"""
+What causes a growth of memory: which rank's grew first, or that several grew at once; and hidden memory
+that stands with communication, communicator buffers above all.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from traceml_ray import text
-from traceml_ray.signals.memory.findings import RankFindings
+from traceml_ray.signals.memory.findings import Hidden, RankFindings
 from traceml_ray.signals.memory.growth import Rise
-from traceml_ray.signals.memory.limits import MemoryLimits
+from traceml_ray.signals.memory.limits import SHOWN, SYNCHRONY, MemoryLimits
 from traceml_ray.signals.memory.sentences import COUNTERS, where
 from traceml_ray.signals.memory.shapes import (
+    Attribution,
+    AttributionKind,
+    Collective,
     CollectiveOnset,
     Confidence,
     Counter,
     FirstCause,
     Incident,
+    Int64,
+    MemoryFinding,
+    Sensitivity,
 )
 
 _Gravity = tuple[int, float, int]
@@ -222,7 +234,7 @@ def _cause(
         ((one.at_ns - first.at_ns) / max(first.error_ns(one), 1) for one in witnesses),
         default=limits.high_lead,
     )
-    coverage = _coverage(all_of, first) / expected
+    coverage = _coverage_of_growth(all_of, first) / expected
     return FirstCause(
         rank=first.at.rank,
         node=first.at.node,
@@ -234,12 +246,12 @@ def _cause(
         counter=first.counter,
         confidence="low" if near else _confidence(first, leads, bool(witnesses), coverage, limits),
         coverage=coverage,
-        why=_why(first, lead, error, len(growers), coverage, expected, near),
+        why=_why_first(first, lead, error, len(growers), coverage, expected, near),
         next=_NEXT,
     )
 
 
-def _coverage(all_of: Sequence[RankFindings], first: _Grower) -> int:
+def _coverage_of_growth(all_of: Sequence[RankFindings], first: _Grower) -> int:
     """Return how many ranks were observed, after their warm-up, when the first one began to grow."""
     near = 2 * first.at.interval_ns + first.at.bound_ns
     return len(
@@ -274,7 +286,7 @@ def _flat_s(first: _Grower) -> float:
     return 0.0 if first.at.span is None else (first.at_ns - first.at.span[0]) / 1e9
 
 
-def _why(
+def _why_first(
     first: _Grower,
     lead: int | None,
     error: int | None,
@@ -297,3 +309,298 @@ def _why(
         f"{who} grew first: {what}, {text.duration(lead / 1e9)} before any other rank, where clocks and "
         f"samples are good to {text.duration(error / 1e9)}{seen}."
     )
+
+
+_CLASSES: tuple[AttributionKind, ...] = ("collective_confident", "collective_likely", "collective_suspect")
+_NORMAL = (
+    "These are buffers that a communicator keeps, which is normal: plan with them. Fewer process groups, or "
+    "a smaller NCCL_BUFFSIZE, need less."
+)
+WORLD = "world"
+"""The process group of all ranks, which needs no name."""
+_COMPARED = 8
+"""Spikes of a rank that are compared with those of others, at most."""
+_WIDER = 2
+"""With sensitivity `high`, times may be so many times as far apart."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A hidden change and what it stands with."""
+
+    process: str
+    hidden: Hidden
+    attribution: Attribution
+
+    def finding(self) -> MemoryFinding:
+        """Return the finding with its explanation; buffers that are made once need no action."""
+        finding = self.hidden.finding
+        sure = self.attribution.kind != "collective_suspect"
+        once = sure and finding.kind in ("step_change", "transient_spike")
+        return MemoryFinding(
+            kind=finding.kind,
+            rank=finding.rank,
+            node=finding.node,
+            device=finding.device,
+            severity="info" if once else finding.severity,
+            confidence=finding.confidence,
+            from_ns=finding.from_ns,
+            to_ns=finding.to_ns,
+            evidence={
+                **finding.evidence,
+                "collective": self.attribution.op,
+                "group": self.attribution.group,
+                "collective_bytes": self.attribution.evidence["collective_bytes"],
+                "attribution": self.attribution.kind,
+            },
+            next=[_NORMAL] if once else finding.next,
+            why=self.attribution.why if sure else finding.why,
+        )
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A rank's use of one operation of one process group."""
+
+    op: str
+    group: str | None
+    firsts: Int64
+    """
+    Beginning of each time in which it was used (n,), in ns, ascending: one time of a whole run,
+    or n marks.
+    """
+    lasts: Int64
+    """Latest end of these times so far (n,), in ns."""
+    bytes: int | None
+
+    @property
+    def first_ns(self) -> int:
+        """Return when it was used for the first time."""
+        return int(self.firsts[0])
+
+    def overlaps(self, begins: Int64, ends: Int64) -> float:
+        """Return the share of some intervals (ns) in which it was in use."""
+        before = np.searchsorted(self.firsts, ends, side="right")
+        return float(np.mean((before > 0) & (self.lasts[np.maximum(before - 1, 0)] >= begins)))
+
+
+class _Changes:
+    """The hidden changes of one kind of all ranks: which ranks changed at the same time."""
+
+    def __init__(self, hidden: Sequence[tuple[RankFindings, Hidden]], all_of: Sequence[RankFindings]) -> None:
+        self._ranks = {rank: index for index, rank in enumerate({one.rank for one in all_of if one.has_gap})}
+        rows = [
+            (begin, end, self._ranks[one.rank], one.interval_ns, one.bound_ns)
+            for one, change in hidden
+            if one.rank in self._ranks
+            for begin, end in change.times
+        ]
+        columns = np.array(sorted(rows), np.int64).reshape(-1, 5).T
+        self._begin, self._end, self._rank, self._interval, self._bound = (
+            *map(np.ascontiguousarray, columns),
+        )
+        self._longest = int((self._end - self._begin).max(initial=0))
+        self._most = int(self._interval.max(initial=0) + self._bound.max(initial=0))
+
+    def alike(self, one: RankFindings, change: Hidden, slack: int) -> _Alike:
+        """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
+        times = change.times[:: -(-len(change.times) // _COMPARED)]
+        counts = np.zeros(len(self._ranks), np.int64)
+        for begin, end in times:
+            changed = np.zeros(len(self._ranks), np.bool_)
+            changed[self._at(begin, end, one, slack)] = True
+            counts += changed
+        alike = 2 * counts >= len(times)
+        alike[self._ranks[one.rank]] = False
+        return _Alike(len(self._ranks) - 1, int(np.count_nonzero(alike)))
+
+    def _at(self, begin: int, end: int, one: RankFindings, slack: int) -> Int64:
+        """Return the ranks that changed between two times (ns), as far as clocks and samples can tell."""
+        most = slack + self._most + one.bound_ns
+        some = slice(*np.searchsorted(self._begin, (begin - self._longest - most, end + most + 1)))
+        near = np.maximum(self._interval[some] - one.interval_ns, 0) + self._bound[some]
+        near += slack + one.bound_ns
+        at_once = (self._begin[some] - near <= end) & (self._end[some] + near >= begin)
+        return self._rank[some][at_once]
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """How many other ranks changed at the same time."""
+
+    others: int
+    same: int
+
+    @property
+    def synchrony(self) -> float | None:
+        """Return the share of the other ranks; None: there are none."""
+        return self.same / self.others if self.others else None
+
+
+def explain(
+    all_of: Sequence[RankFindings],
+    collectives: Sequence[Collective],
+    sensitivity: Sensitivity,
+    limits: MemoryLimits,
+) -> list[Explained]:
+    """Return the hidden changes that stand with collectives, as surely as `sensitivity` asks for."""
+    hidden = [(place, change) for place in all_of for change in place.hidden]
+    if not hidden:
+        return []
+    uses = _uses(collectives)
+    # A collective has peers: of a rank that marks none, the marks of the others count.
+    unmarked = any(one.rank not in uses for one, _ in hidden)
+    of_others = _marks_of_any(collectives) if unmarked else []
+    kinds = {change.finding.kind for _, change in hidden}
+    changes = {
+        kind: _Changes([pair for pair in hidden if pair[1].finding.kind == kind], all_of) for kind in kinds
+    }
+    shown = _CLASSES[: SHOWN[sensitivity]]
+    explained = []
+    for one, change in hidden:
+        slack = one.interval_ns * (_WIDER if sensitivity == "high" else 1)
+        alike = changes[change.finding.kind].alike(one, change, slack)
+        together = alike.synchrony is not None and alike.synchrony >= SYNCHRONY[sensitivity]
+        evidence = _evidence(one, change, uses.get(one.rank) or of_others, slack, limits)
+        kind = _class(change, evidence, together, bool(uses), limits)
+        if kind in shown:
+            attribution = _attribution(kind, one, change, evidence, alike)
+            explained.append(Explained(one.process, change, attribution))
+    return explained
+
+
+def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
+    """Return what collective rank used, collective operation and group once, the first use first."""
+    by_key: dict[tuple[int, str, str | None], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        by_key[collective.rank, collective.op, collective.group].append(collective)
+    uses: dict[int, list[_Use]] = defaultdict(list)
+    for (rank, op, group), parts in by_key.items():
+        sizes = [part.bytes for part in parts if part.bytes is not None]
+        firsts, lasts = np.array(sorted((part.first_ns, part.last_ns) for part in parts), np.int64).T
+        use = _Use(op, group, firsts, np.maximum.accumulate(lasts), sum(sizes) if sizes else None)
+        uses[rank].append(use)
+    for each_of in uses.values():
+        each_of.sort(key=lambda use: (use.first_ns, use.op, use.group or ""))
+    return uses
+
+
+def _marks_of_any(collectives: Sequence[Collective]) -> list[_Use]:
+    """Return the collectives of all ranks as those of one, without those of groups: not all are in them."""
+    marks = [replace(mark, rank=0) for mark in collectives if mark.group is None]
+    return _uses(marks).get(0, [])
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """The uses of collectives that a change of hidden memory stands with."""
+
+    new: list[_Use]
+    """Used for the first time then."""
+    marked: list[_Use]
+    """Used then, and else not for most of the time: both together are hardly chance."""
+    active: list[_Use]
+    """Used then."""
+    share: float
+    """Of the changes (a spike may come several times) that `marked` stands with."""
+
+    @property
+    def best(self) -> _Use | None:
+        """Return the use that says most."""
+        return next(iter([*self.new, *self.marked, *self.active]), None)
+
+
+def _evidence(
+    one: RankFindings, change: Hidden, uses: list[_Use], slack: int, limits: MemoryLimits
+) -> _Evidence:
+    begins, ends = np.array(change.times, np.int64).T
+    begins, ends = begins - slack, ends + slack
+    hits_of = [(use, use.overlaps(begins, ends)) for use in uses]
+    often = [use for use, hits in hits_of if hits >= limits.marked_changes]
+    new = [use for use in often if begins[0] <= use.first_ns <= ends[0]]
+    active = [use for use, hits in hits_of if hits]
+    marked, share = [], 0.0
+    for use, hits in hits_of:
+        if hits >= limits.marked_changes and _coverage(one, change, use) <= limits.marked_share:
+            marked.append(use)
+            share = max(share, hits)
+    return _Evidence(new, marked, active, share)
+
+
+def _coverage(one: RankFindings, change: Hidden, use: _Use) -> float:
+    """Return the share of the time in which a change would stand with a use by chance, 0..1."""
+    if one.span is None or one.span[1] <= one.span[0]:
+        return 1.0
+    begin, end = change.times[0]
+    before, after = end - begin + one.interval_ns, one.interval_ns
+    highs = np.clip(use.lasts + before, *one.span)
+    earlier = np.concatenate([[one.span[0]], highs[:-1]])
+    lows = np.maximum(np.clip(use.firsts - after, *one.span), earlier)
+    return float(np.maximum(highs - lows, 0).sum()) / (one.span[1] - one.span[0])
+
+
+def _class(
+    change: Hidden, evidence: _Evidence, together: bool, any_known: bool, limits: MemoryLimits
+) -> AttributionKind | None:
+    """
+    Return how surely a change is of collectives; None: not at all.
+
+    Args:
+        change: of the hidden gap.
+        evidence: the collectives of its rank at the time.
+        together: enough other ranks changed alike at the time.
+        any_known: it is known when any rank was in which collectives.
+        limits: the thresholds.
+    """
+    sure = _CLASSES[0] if together else _CLASSES[1]
+    if change.finding.kind == "persistent_drift":
+        return sure if len({use.group for use in evidence.new}) >= limits.drift_groups else None
+    if evidence.new or evidence.marked:
+        return sure
+    if not together or (change.warm and change.finding.kind == "step_change"):
+        return None
+    return _CLASSES[2] if evidence.active or not any_known else None
+
+
+def _attribution(
+    kind: AttributionKind, one: RankFindings, change: Hidden, evidence: _Evidence, alike: _Alike
+) -> Attribution:
+    use = evidence.best
+    groups = len({first_use.group for first_use in evidence.new})
+    return Attribution(
+        kind=kind,
+        rank=one.rank,
+        device=one.device,
+        finding=change.finding.kind,
+        from_ns=change.finding.from_ns,
+        op=None if use is None else use.op,
+        group=None if use is None else use.group,
+        bytes=round(change.delta),
+        evidence={
+            "first_uses": len(evidence.new),
+            "groups": groups,
+            "marked_share": evidence.share if evidence.marked else None,
+            "apart_s": abs(use.first_ns - change.end_ns) / 1e9 if use and evidence.new else None,
+            "other_ranks": alike.others,
+            "synchrony": alike.synchrony,
+            "over_noise": change.delta / change.noise if change.noise else None,
+            "collective_bytes": None if use is None else use.bytes,
+        },
+        why=_why(one, change, evidence, groups, alike),
+    )
+
+
+def _why(one: RankFindings, change: Hidden, evidence: _Evidence, groups: int, alike: _Alike) -> str:
+    who, use = where(one.rank, one.node, one.device), evidence.best
+    saw = f"{alike.same:,} of {text.count(alike.others, 'other rank')} saw the same then"
+    also = f"; {saw}" if alike.others else ""
+    if change.finding.kind == "persistent_drift":
+        return (
+            f"{who}: memory outside torch's allocator grew by {text.size(change.delta)} while "
+            f"{groups:,} process groups were first used{also}."
+        )
+    rose = f"{who}: memory outside torch's allocator rose by {text.size(change.delta)}"
+    if use is None:
+        return f"{rose}; {saw}, as with a collective, but none is recorded."
+    what = use.op if use.group in (None, WORLD) else f"{use.op} in group {use.group}"
+    return f"{rose} {'with the first' if evidence.new else 'during'} {what}{also}."

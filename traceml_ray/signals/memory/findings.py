@@ -20,7 +20,6 @@ from traceml_ray.signals.memory.growth import (
     severity_of,
 )
 from traceml_ray.signals.memory.limits import MemoryLimits
-from traceml_ray.signals.memory.robust import median
 from traceml_ray.signals.memory.shapes import (
     Confidence,
     Counter,
@@ -32,7 +31,7 @@ from traceml_ray.signals.memory.shapes import (
     Value,
 )
 from traceml_ray.signals.memory.shifts import Full, Shift, Spikes, fragmentation, fullness, shifts, spikes
-from traceml_ray.signals.memory.tracks import Place, Track, places
+from traceml_ray.signals.memory.tracks import Place, Track, median, places
 from traceml_ray.signals.memory.trend import Forecast, Ramp, forecast, free, ramp, slope_of_all
 
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}

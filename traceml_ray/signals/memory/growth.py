@@ -13,7 +13,6 @@ import numpy as np
 
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.limits import MemoryLimits
-from traceml_ray.signals.memory.robust import hinge, lowered, noise, starts
 from traceml_ray.signals.memory.shapes import (
     Confidence,
     Counter,
@@ -23,7 +22,7 @@ from traceml_ray.signals.memory.shapes import (
     Severity,
     Value,
 )
-from traceml_ray.signals.memory.tracks import Track
+from traceml_ray.signals.memory.tracks import Track, hinge, lowered, noise, starts
 from traceml_ray.signals.memory.trend import Forecast, Ramp
 
 _LEAST = 4

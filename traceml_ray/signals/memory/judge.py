@@ -16,13 +16,11 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.identity import RankFilter
 from traceml_ray.signals.memory import sentences
-from traceml_ray.signals.memory.attribution import explain
-from traceml_ray.signals.memory.cause import first_cause, incidents
+from traceml_ray.signals.memory.cause import explain, first_cause, incidents
 from traceml_ray.signals.memory.findings import RankFindings, rank_findings
 from traceml_ray.signals.memory.growth import Growth, HostGrowth, finding_of, is_large, severity_of
 from traceml_ray.signals.memory.limits import MEMORY, MemoryLimits
 from traceml_ray.signals.memory.recordings import MergedRecordings
-from traceml_ray.signals.memory.robust import median
 from traceml_ray.signals.memory.shapes import (
     Collective,
     Memory,
@@ -32,6 +30,7 @@ from traceml_ray.signals.memory.shapes import (
     Series,
     Severity,
 )
+from traceml_ray.signals.memory.tracks import median
 from traceml_ray.signals.memory.trend import Forecast, forecast
 
 

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from traceml_ray.signals.memory.limits import MemoryLimits
-from traceml_ray.signals.memory.robust import mad_sigma, median, noise
 from traceml_ray.signals.memory.shapes import Float, Int64, Severity
-from traceml_ray.signals.memory.tracks import LEAST_TOTAL, MOST_BYTES, Place, Track
+from traceml_ray.signals.memory.tracks import LEAST_TOTAL, MOST_BYTES, Place, Track, mad_sigma, median, noise
 from traceml_ray.signals.memory.trend import Ramp, ramp
 
 _NOT_RAMP = 3

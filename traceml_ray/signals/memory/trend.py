@@ -14,7 +14,10 @@ from typing import Literal
 import numpy as np
 
 from traceml_ray.signals.memory.limits import MemoryLimits
-from traceml_ray.signals.memory.robust import (
+from traceml_ray.signals.memory.shapes import Confidence, Float
+from traceml_ray.signals.memory.tracks import (
+    Place,
+    Track,
     best_ramp,
     block_means,
     block_medians,
@@ -27,8 +30,6 @@ from traceml_ray.signals.memory.robust import (
     steps_share,
     theil_sen,
 )
-from traceml_ray.signals.memory.shapes import Confidence, Float
-from traceml_ray.signals.memory.tracks import Place, Track
 
 Bend = Literal["line", "slows", "quickens"]
 _BEGINS = (-0.25, -0.125, 0.0, 0.125, 0.25)

@@ -8,11 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.signals.nodes.answer import GetSystem
 from traceml_ray.signals.view import Run, View
+from traceml_ray.store.query import OfRun
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import System
 from traceml_ray.wire.codec import ready
+
+
+class GetSystem(OfRun[System], frozen=True):
+    """Median and peak of each quantity of each node and its devices, over the whole session."""
 
 
 class NodesView(View[System]):

@@ -7,15 +7,39 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.document.model import Section
-from traceml_ray.signals.output.answer import GetOutput
-from traceml_ray.signals.output.lines import LastOutput, OutputLine, last_lines
+from traceml_ray import text
+from traceml_ray.document.model import Lines, Section
+from traceml_ray.signals.output.last_lines import LastOutput, OutputLine, last_lines
 from traceml_ray.signals.output.records import OUTPUT
-from traceml_ray.signals.output.sections import output_lines
 from traceml_ray.signals.view import Run, View
+from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import ready
+from traceml_ray.wire.codec import Count, Int64, ready
+
+REPORTED_LINES = 12
+"""Lines of each stream that stand beside a failure."""
+MOST_LINES = 40
+"""Lines of each stream that a page asks for."""
+
+
+class GetOutput(OfRun[list[LastOutput]], frozen=True):
+    """
+    What a rank printed last, `most` lines of stdout and as many of stderr; without a `rank`, of those that a
+    failure names, which a report alone knows.
+    """
+
+    rank: Int64 | None = None
+    most: Count = REPORTED_LINES
+
+
+def output_lines(output: LastOutput) -> Lines:
+    """Return what a rank printed last, each line with its stream."""
+    lines = list[tuple[str, str]]()
+    for line in output.lines:
+        lines += [("", f"… {text.count(line.skipped, 'more line')}")] * (line.skipped > 0)
+        lines.append((line.stream, line.text))
+    return Lines(f"Last output of rank {output.rank}", lines)
 
 
 class OutputView(View[list[LastOutput]]):

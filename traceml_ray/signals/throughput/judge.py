@@ -1,9 +1,19 @@
-"""How much a job gets through: samples, tokens and FLOPs a second, and when it will be over."""
+"""
+How much a job gets through: samples, tokens and FLOPs a second, and when it will be over.
+
+It is made of what the steps of rank processes were trained on, kept in bounded memory, and of what devices
+can do at most, as their makers say. Sources of the peaks: the data sheets "NVIDIA H100 Tensor Core GPU",
+"H200 Tensor Core GPU", "A100 Tensor Core GPU", "A30", "A10", "A40", "L4", "L40", "L40S", "RTX A6000",
+"V100", "T4", "HGX B200" and "GB200 NVL72"; the whitepapers "NVIDIA Ampere GA102" (RTX 3090) and "Ada GPU
+architecture" (RTX 4090); AMD's of "Instinct MI250X", "MI300X" and "MI325X". Where a sheet has figures with
+sparsity only, it is half of these.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,9 +22,159 @@ from traceml_ray import text
 from traceml_ray.analysis.roles import mixed
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_store import ALL
-from traceml_ray.analysis.window import Bool, Float, missing_of
-from traceml_ray.signals.throughput.history import AMOUNTS, WorkHistory
-from traceml_ray.signals.throughput.peaks import peak_tflops
+from traceml_ray.analysis.window import Bool, Float, Int64, missing_of
+from traceml_ray.signals.throughput.records import StepWork
+
+_Peaks = dict[str, float]
+
+
+def _tensor(half: float, tf32: float | None = None, fp8: float | None = None, fp32: float = 0) -> _Peaks:
+    named = {"bfloat16": half, "float16": half, "tf32": tf32, "float8": fp8, "float32": fp32}
+    return {name: value for name, value in named.items() if value}
+
+
+_H100 = _tensor(989.4, 494.7, 1978.9, 66.9)
+_H100_NVL = _tensor(835.5, 417.5, 1670.5, 60)
+_MI300 = _tensor(1307.4, 653.7, 2614.9, 163.4)
+PEAKS: dict[str, _Peaks] = {
+    "GB200": _tensor(2500, 1250, 5000, 80),
+    "B200": _tensor(2250, 1125, 4500, 75),
+    "H200 NVL": _H100_NVL,
+    "H200": _H100,
+    "GH200": _H100,
+    "H100 NVL": _H100_NVL,
+    "H100 PCIe": _tensor(756, 378, 1513, 51),
+    "H100": _H100,
+    "A100": _tensor(312, 156, None, 19.5),
+    "A30": _tensor(165, 82, None, 10.3),
+    "A10": _tensor(125, 62.5, None, 31.2),
+    "A40": _tensor(149.7, 74.8, None, 37.4),
+    "RTX A6000": _tensor(154.8, 77.4, None, 38.7),
+    "L40S": _tensor(362, 183, 733, 91.6),
+    "L40": _tensor(181, 90.5, 362, 90.5),
+    "L4": _tensor(121, 60, 242.5, 30.3),
+    "RTX 4090": _tensor(165.2, 82.6, 330.3, 82.6),
+    "RTX 3090": _tensor(71, 35.6, None, 35.6),
+    "V100 PCIe": {"float16": 112, "float32": 14},
+    "V100": {"float16": 125, "float32": 15.7},
+    "T4": {"float16": 65, "float32": 8.1},
+    "MI325X": _MI300,
+    "MI300X": _MI300,
+    "MI250X": _tensor(191.5, None, None, 47.9),  # of one of its two dies, each a device of its own
+}
+"""By name, a longer one before those that it contains; by type of data."""
+
+
+_PARTS = {"MIG", "LAPTOP", "D", "GRID", "MAX"}
+"""Words of names of what is a part of such a device, or a smaller one."""
+
+
+def peak_tflops(device: str, dtype: str) -> float | None:
+    """Return the peak of a device, by the name that torch has for it; None where that is not known."""
+    words = re.split(r"[\s/-]+", device.upper())
+    if _PARTS.intersection(words):
+        return None
+    name = next((name for name in PEAKS if f" {name.upper()} " in f" {' '.join(words)} "), None)
+    return None if name is None else PEAKS[name].get("float8" if dtype.startswith("float8") else dtype)
+
+
+MOST = 256
+"""Pieces of a rank process: of more, neighbours are added up."""
+_PROCESS, _FIRST, _LAST, _STEPS, _SAMPLES, _TOKENS = range(6)
+AMOUNTS = ("samples", "tokens")
+FACTS = ("flops", "job_flops", "flops_step", "dtype", "device", "device_id", "peak_tflops", "total_steps")
+
+
+class PerStep(NamedTuple):
+    """What each of some rank processes (R,) was trained on in a step, mean; NaN is not known."""
+
+    samples: Float
+    tokens: Float
+
+
+class WorkHistory:
+    """Of all rank processes of a session."""
+
+    def __init__(self) -> None:
+        self.facts: dict[int, dict[str, Any]] = {}
+        """What each has said of its work last, by its id and by field."""
+        self._table: Float = np.empty((0, 6))
+        self._arrived: list[tuple[float, ...]] = []
+
+    def add(self, process: int, work: StepWork) -> None:
+        """Add what a rank process has said."""
+        known = {name: value for name in FACTS if (value := getattr(work, name)) is not None}
+        self.facts[process] = {**self.facts.get(process, {}), **known}
+        if work.steps:
+            amounts = (np.nan if value is None else float(value) for value in (work.samples, work.tokens))
+            self._arrived.append((process, work.first_step, work.last_step, work.steps, *amounts))
+
+    def per_step(self, processes: Sequence[int], first: int, last: int) -> PerStep:
+        """
+        Return the means of the steps `first` to `last` of rank processes; of one that has said nothing of
+        these yet, of its newest before.
+        """
+        table, ids = self._rows(), np.asarray(processes, dtype=float)
+        inside = np.minimum(table[:, _LAST], last) - np.maximum(table[:, _FIRST], first) + 1
+        share = np.clip(inside / (table[:, _LAST] - table[:, _FIRST] + 1), 0, None)
+        order = np.argsort(ids)
+        positions = np.searchsorted(ids[order], table[:, _PROCESS])
+        used = np.flatnonzero((share > 0) & (np.append(ids[order], -1)[positions] == table[:, _PROCESS]))
+        sums = np.zeros((len(ids), 3))
+        np.add.at(sums, order[positions[used]], table[used, _STEPS:] * share[used, None])
+        for place in np.flatnonzero(sums[:, 0] == 0):
+            process_rows = table[(table[:, _PROCESS] == ids[place]) & (table[:, _FIRST] <= first)]
+            sums[place] = process_rows[-1, _STEPS:] if len(process_rows) else np.nan
+        return PerStep(sums[:, 1] / sums[:, 0], sums[:, 2] / sums[:, 0])
+
+    def at(self, processes: Sequence[int], steps: Int64) -> PerStep:
+        """
+        Return what all of these rank processes together were trained on in each of `steps` (K,), which
+        ascend; NaN where one of them has said nothing.
+        """
+        table = self._rows()
+        table = table[np.isin(table[:, _PROCESS], processes)]
+        lasts = [process_rows[-1, _LAST] for process_rows in _by_process(table)]
+        if len(lasts) < len(processes) or not len(lasts):
+            return PerStep(np.full(len(steps), np.nan), np.full(len(steps), np.nan))
+        where = np.minimum(steps, min(lasts))  # what is newest has not been said by all
+        per_step = table[:, _SAMPLES:] / table[:, _STEPS, None]
+        known = ~np.isnan(per_step)
+        values = np.concatenate([np.where(known, per_step, 0), known], axis=1)
+        total: Float = np.zeros((len(steps), 4))
+        for column, side, sign in ((_FIRST, "right", 1), (_LAST, "left", -1)):
+            order = np.argsort(table[:, column], kind="stable")
+            sums = np.concatenate([np.zeros((1, 4)), np.cumsum(values[order], axis=0)])
+            total += sign * sums[np.searchsorted(table[order, column], where, side)]  # type: ignore[call-overload]
+        complete = np.rint(total[:, 2:]) == len(processes)
+        return PerStep(*np.where(complete, total[:, :2], np.nan).T)
+
+    def _rows(self) -> Float:
+        """Return all pieces, by rank process and step."""
+        if self._arrived:
+            table = np.concatenate([self._table, np.array(self._arrived)])
+            self._arrived = []
+            table = table[np.lexsort((table[:, _FIRST], table[:, _PROCESS]))]
+            if len(table) > MOST * len(np.unique(table[:, _PROCESS])):
+                table = np.concatenate([_halved(process_rows) for process_rows in _by_process(table)])
+            self._table = table
+        return self._table
+
+
+def _by_process(table: Float) -> Iterable[Float]:
+    return np.split(table, np.flatnonzero(np.diff(table[:, _PROCESS])) + 1) if len(table) else ()
+
+
+def _halved(process_rows: Float) -> Float:
+    """Return the pieces of a rank process, each two neighbours as one; the newest stay."""
+    if len(process_rows) < 4:
+        return process_rows
+    old = process_rows[: len(process_rows) // 4 * 2]
+    one, other = old[::2], old[1::2]
+    both = one + other
+    both[:, [_PROCESS, _FIRST]], both[:, _LAST] = one[:, [_PROCESS, _FIRST]], other[:, _LAST]
+    return np.concatenate([both, process_rows[len(old) :]])
+
 
 _IDEAL = 0.05
 """The share of the steps that are what the run itself could do at best."""
