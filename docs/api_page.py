@@ -29,6 +29,7 @@ SECTIONS = {
     "Over files": {
         "traceml_ray/reports/analyze.py": ("analyze", "AnalyzeError"),
         "traceml_ray/reports/comparison.py": ("compare",),
+        "traceml_ray/interactive/stored.py": ("open", "StoredSession"),
     },
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
@@ -72,8 +73,11 @@ COMPARISON = {
 }
 PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankProfile", "ProfileStep")}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
-METHODS_OF = "Session"
-"""Of other classes the methods are for frameworks, not for people."""
+METHODS_OF = {
+    "Session": (("traceml_ray/interactive/questions.py", "SessionQuestions"),),
+    "StoredSession": (),
+}
+"""Of other classes the methods are for frameworks, not for people. With whose methods theirs are listed."""
 INTERNAL = {"request_profile"}
 """Methods of it that other parts of the package call, and no person."""
 INTRO = """# API
@@ -138,12 +142,24 @@ def found(path: str, names: tuple[str, ...]) -> list[ast.ClassDef | ast.Function
 def entry(node: ast.ClassDef | ast.FunctionDef, title: str = "### ") -> str:
     """Return the entry of a function, or of a class with its methods."""
     text = f"{title}{node.name}\n\n```python\n{signature(node)}\n```\n\n{text_of(node)}"
-    if not isinstance(node, ast.ClassDef) or node.name != METHODS_OF:
+    if not isinstance(node, ast.ClassDef) or node.name not in METHODS_OF:
         return text
     public = [
-        method for method in methods(node) if not method.name.startswith("_") and method.name not in INTERNAL
+        method
+        for shown in (*inherited(node), node)
+        for method in methods(shown)
+        if not method.name.startswith("_") and method.name not in INTERNAL
     ]
     return "\n".join([text, *(entry(method, f"#### {node.name}.") for method in public)])
+
+
+def inherited(node: ast.ClassDef) -> Iterator[ast.ClassDef]:
+    """Yield the classes whose methods are listed with those of a class, without those that it has anew."""
+    names = {method.name for method in methods(node)}
+    for path, name in METHODS_OF[node.name]:
+        for base in found(path, (name,)):
+            base.body = [member for member in base.body if getattr(member, "name", "") not in names]
+            yield base
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
@@ -155,7 +171,7 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
     """Return how it is called, one keyword a line where that is long."""
     if isinstance(node, ast.ClassDef):
         init = next((method for method in methods(node) if method.name == "__init__"), None)
-        if init is None or node.name == METHODS_OF or node.name.endswith("Error"):
+        if init is None or node.name in METHODS_OF or node.name.endswith("Error"):
             return f"class {node.name}"
         arguments, returns = arguments_of(init), ""
     else:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         watch_router,
     )
     from traceml_ray.driver import start
+    from traceml_ray.interactive.stored import StoredSession, open
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
     from traceml_ray.reports.analyze import analyze
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Session",
     "StartError",
+    "StoredSession",
     "__version__",
     "analyze",
     "attach",
@@ -33,6 +35,7 @@ __all__ = [
     "compare",
     "count",
     "detach",
+    "open",
     "profile",
     "stage",
     "start",
@@ -44,6 +47,8 @@ __all__ = [
 _MODULES = {
     "Session": "traceml_ray.live_session",
     "StartError": "traceml_ray.live_session",
+    "StoredSession": "traceml_ray.interactive.stored",
+    "open": "traceml_ray.interactive.stored",
     "analyze": "traceml_ray.reports.analyze",
     "compare": "traceml_ray.reports.comparison",
     "profile": "traceml_ray.api",

@@ -12,15 +12,16 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import psutil
 
 from traceml_ray import __version__, text
 from traceml_ray.errors import cause_of
+from traceml_ray.interactive.questions import SessionQuestions
 from traceml_ray.launchers.ray_train import unwatch_trainers
 from traceml_ray.launchers.view_processes import DashboardProcess
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
@@ -40,35 +41,15 @@ from traceml_ray.ray.actors import (
     relay_nodes,
 )
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.comparison import (
-    Comparison,
-    ask_side,
-    compared,
-    limits_of,
-    read_whole,
-    stored_side,
-)
-from traceml_ray.settings import Settings
-from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.memory.view import GetMemory, RunMemory
-from traceml_ray.signals.output.last_lines import LastOutput
-from traceml_ray.signals.output.view import GetOutput
-from traceml_ray.signals.throughput.judge import Throughput
-from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
-from traceml_ray.store.profiles import Profile, ProfileInfo
+from traceml_ray.store.profiles import Profile
 from traceml_ray.store.results import (
     BundleInfo,
-    LiveVerdict,
-    NodeInfo,
-    RankInfo,
-    RunInfo,
     Status,
 )
-from traceml_ray.store.runs import of_run, why_over
+from traceml_ray.store.runs import why_over
 from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, holder
-from traceml_ray.store.summary_shape import Summary
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
@@ -300,7 +281,7 @@ _T = TypeVar("_T")
 _CHUNK, _POLL_S = 4 << 20, 0.2
 
 
-class Session:
+class Session(SessionQuestions):
     """
     A running session, from outside. Use it as a context manager to have it stopped at the end.
 
@@ -329,87 +310,6 @@ class Session:
         self.config = calls.config
         """How its actors are made."""
         self._dashboard: DashboardProcess | None = None
-
-    def nodes(self) -> list[NodeInfo]:
-        """Return the nodes of the cluster, those that are gone too, with the ranks on each."""
-        return self._ask(query.GetNodes())
-
-    def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> list[RankInfo]:
-        """
-        Return which process is which rank in the run, and its rows so far. After a restart that is the
-        attempt that the numbers are of; with `every_attempt`, all processes of all attempts, oldest first.
-        """
-        processes = [process for process in self._ask(query.GetRanks(run)).values() if process.identity]
-        if every_attempt and processes and (identity := processes[0].identity):
-            processes = of_run(self._ask(query.GetProcesses()), identity.job_id)
-        return [
-            RankInfo(**msgspec.structs.asdict(process.identity), stored=process.stored)
-            for process in processes
-            if process.identity
-        ]
-
-    def runs(self) -> list[RunInfo]:
-        """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
-        return self._ask(query.GetRuns())
-
-    def summary(self, run: str | None = None) -> Summary:
-        """
-        Return the summary (`traceml_ray/summary/1`) of the run.
-
-        Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
-        which); `summary.json`, written at the end, is of all.
-        """
-        return self._ask(query.GetSummary(run))
-
-    def verdict(self, run: str | None = None) -> LiveVerdict | None:
-        """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
-        return self._ask(query.GetVerdict(run))
-
-    def memory(self, run: str | None = None) -> RunMemory:
-        """Return which rank's memory grew first, and what else is to be said about it."""
-        return self._ask(GetMemory(run))
-
-    def findings(self, run: str | None = None) -> list[Finding]:
-        """
-        Return all that was found in the run, as of now: what the verdict names first, then the findings of
-        other signals (memory, layers, sharding, experts, nodes), the costliest first, of equal cost the most
-        severe first; a hundred at most. `explains` says which of them may explain which.
-        """
-        return self._ask(query.Findings(run))
-
-    def throughput(self, run: str | None = None) -> Throughput:
-        """
-        Return samples, tokens and FLOPs a second, and how long the steps to come will take: of the newest
-        steps or, of a run that is over, of all. `why` has the reason for each that is not known.
-        """
-        with self._answered():
-            read_whole(self._calls.ask, run, live=True)
-        return self._ask(GetThroughput(run))
-
-    def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
-        """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
-        return self._ask(GetOutput(run, rank, most))[0]
-
-    def compare(
-        self,
-        baseline: str | os.PathLike[str],
-        *,
-        run: str | None = None,
-        baseline_run: str | None = None,
-        least_pct: float | None = None,
-    ) -> Comparison:
-        """
-        Say whether a run, as it is now, is better or worse than a stored session: its name beside this one,
-        or its path (read here). See `traceml_ray.compare`, also for what it raises about `baseline`.
-        """
-        stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
-        with self._answered():
-            live_side = ask_side(self._calls.ask, run)
-        return compared(stored, live_side, limits_of(least_pct))
-
-    def bundles(self) -> list[BundleInfo]:
-        """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
-        return self._ask(query.GetBundles())
 
     def dump(self, timeout: float = 15.0) -> BundleInfo:
         """
@@ -460,20 +360,12 @@ class Session:
             "profile", self.profiles, lambda info: asked in info.profile.requests, timeout
         ).profile
 
-    def profiles(self) -> list[ProfileInfo]:
-        """Return the profiles of the session, the oldest first."""
-        return self._ask(query.GetProfiles()).done
-
     def layers(self, steps: int | None = None, run: str | None = None, timeout: float = 300.0) -> Layers:
         """
         Return the time and memory of each layer of the model: as measured so far or, with `steps`, in so many
         steps to come, of the ranks that have by then. Raises ValueError, StartError.
         """
         return ask_layers(self._ask, steps, run, timeout)
-
-    def status(self) -> Status:
-        """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
-        return self._ask(query.GetStatus())
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
         """
@@ -632,14 +524,8 @@ class Session:
                 text.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
                 chunk = self._ask(query.ReadFile(name, file.tell(), _CHUNK))
 
-    def _ask(self, request: query.Request[query.A]) -> query.A:
-        with self._answered():
-            return query.ask_one(self._calls.ask, request)
+    def _reply(self, message: bytes) -> bytes:
+        return self._calls.ask(message)
 
-    @contextlib.contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Raise StartError where a question has no answer."""
-        try:
-            yield
-        except query.QueryError as error:
-            raise StartError(f"session {self.id!r}: {error}") from None
+    def _refuse(self, why: str) -> NoReturn:
+        raise StartError(f"session {self.id!r}: {why}")

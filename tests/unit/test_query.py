@@ -53,6 +53,8 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetTimes(run, whole=True), query.GetColumns(run), query.GetColumns(run, "data", whole=True),
         query.GetColumns(run, first=10, last=30), query.GetTimeline(run), query.GetTimeline(run, 0),
         query.GetChange(run, 2, 20), query.GetChange(run, 2, 20, 25),
+        query.GetStepRows(run), query.GetStepRows(run, 10, 20, (1, 9)),
+        query.GetStepRows(run, since=2, most=5),
         query.GetRankSteps(run, 1, 100, first=10, last=30),
         query.GetNodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.GetProcessSamples(processes, 2, 3 * SECOND),

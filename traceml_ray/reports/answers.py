@@ -33,6 +33,8 @@ from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.step_rows import MOST as MOST_ROWS
+from traceml_ray.store.step_rows import read_step_rows
 from traceml_ray.store.summary_shape import Summary, summary_of
 from traceml_ray.wire.codec import ready
 
@@ -291,5 +293,8 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     ),
     query.GetMemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.GetSpans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
+    query.GetStepRows: lambda file, asked: read_step_rows(
+        file, asked.since, asked.first, asked.last, asked.ranks, min(asked.most, MOST_ROWS)
+    ),
     query.GetStep: lambda file, asked: step_of(file, asked.step),
 }

@@ -72,7 +72,7 @@ def render(chart_data: ChartData, folder: Path) -> bytes:
 
 
 def _parts(chart_data: ChartData, folder: Path) -> Iterator[tuple[str, Markup]]:
-    yield "The verdict", _verdict(chart_data)
+    yield "The verdict", verdict_box(chart_data)
     for name, names in _PARTS.items():
         sections = (made for part in names for made in SECTIONS[part](chart_data))
         yield name, join(section(made, _MAX_FINDINGS if "findings" in names else None) for made in sections)
@@ -114,7 +114,7 @@ def _heading(summary: Mapping[str, Any]) -> Markup:
     return tag("header", name, (tag("p", line) for line in lines))
 
 
-def _verdict(chart_data: ChartData) -> Markup:
+def verdict_box(chart_data: ChartData) -> Markup:
     """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
     summary = chart_data.summary
     one, first = summary["verdict"], summary["conclusion"]

@@ -26,6 +26,8 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import profiles, results, step_shapes, summary_shape
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.step_rows import MOST as MOST_ROWS
+from traceml_ray.store.step_rows import StepRows
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import UNREADABLE, Count, Int64, ready
 
@@ -227,6 +229,19 @@ class GetStep(OfRun[step_shapes.OneStep], frozen=True):
     """One step of all ranks."""
 
     step: Int64 = 0
+
+
+class GetStepRows(OfRun[StepRows], frozen=True):
+    """
+    The rows of steps `first` to `last` of `ranks` (None: all) one by one, about `most` that came after cursor
+    `since`; ask on with the answer's until its `end`.
+    """
+
+    first: Count = 0
+    last: Count | None = None
+    ranks: tuple[Int64, ...] | None = None
+    since: Count = 0
+    most: Count = MOST_ROWS
 
 
 class GetCell(OfRun[step_shapes.CellMeans], frozen=True):

@@ -258,6 +258,18 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
             "SELECT process, first_row, keys, flags, rows, host_rows, leads FROM chunk ORDER BY id"
         )
 
+    def chunks_after(self, since: int, until: int) -> Iterator[tuple[Any, ...]]:
+        """Yield (id, process, keys, flags, rows, host rows) of the batches after id `since`, to `until`."""
+        yield from self._iterate(
+            "SELECT id, process, keys, flags, rows, host_rows FROM chunk "
+            "WHERE id > ? AND id <= ? ORDER BY id",
+            *(since, until),
+        )
+
+    def folded_counts(self) -> dict[int, int]:
+        """Return how many rows of each rank process are only kept as sums; none where all are there."""
+        return dict(self._all("SELECT process, sum(n) FROM rollup GROUP BY process"))
+
     def table(self, name: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """
         Yield these columns of a table of `schema`, in order of arrival; None for one that an older version of

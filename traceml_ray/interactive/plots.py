@@ -1,0 +1,173 @@
+"""Charts of a run as figures of Plotly: those of the web app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+
+from traceml_ray.analysis.spread import MISSING, ratio
+from traceml_ray.document import drawing
+from traceml_ray.reports.headlines import change
+from traceml_ray.signals.layers.view import GetLayers
+from traceml_ray.signals.memory.view import GetMemory
+from traceml_ray.store import query
+from traceml_ray.store.summary_shape import to_builtins
+from traceml_ray.views import figures
+from traceml_ray.views.figures import Figure
+from traceml_ray.views.heat_figure import heat_figure
+from traceml_ray.views.memory_curves import COUNTERS, memory_curves
+from traceml_ray.views.values import by_stage
+
+Ask = Callable[[query.Request[Any]], Any]
+_INK, _GRID = "#7a828c", "rgba(128,136,146,.25)"
+"""Of text and lines: both hold on light and on dark."""
+_DRAWN, _SAMPLES = 6, 240
+"""Ranks whose memory is drawn, and samples of each."""
+_TALL, _USUAL = 380, 300
+
+
+def _columns(ask: Ask, run: str | None) -> Any:
+    """Return what is drawn step by step; None without any step."""
+    columns = ask(query.GetColumns(run, whole=True))
+    return columns if len(columns["first"]) else None
+
+
+def _ranks(ask: Ask, run: str | None) -> Figure:
+    columns = _columns(ask, run)
+    if columns is None:
+        return figures.blank("No closed step yet.")
+    heat = {**drawing.ordered(columns, {}), "stage": "total"}
+    heat |= {name: columns[name].tolist() for name in ("first", "last")}
+    verdict = to_builtins(ask(query.GetVerdict(run))) or {}
+    rows = drawing.by_node(heat, drawing.suspects(heat, verdict))
+    figure = heat_figure(heat, rows, "", {})
+    edges = [0, *accumulate(row.height for row in rows)]
+    middles = [(low + high) / 2 + 0.5 for low, high in pairwise(edges)]
+    names = [("▶ " if row.named else "") + row.name for row in rows]
+    figure["layout"]["yaxis"] |= {
+        "visible": True,
+        "title": {"text": ""},
+        "tickvals": middles,
+        "ticktext": names,
+        "automargin": True,
+    }
+    levels = drawing.worst(heat, rows)
+    figure["data"][0] |= {
+        "hoverinfo": "text",
+        "text": [
+            [
+                f"{row.name}, to step {last:,}: {_over(level)}"
+                for last, level in zip(heat["last"], line, strict=True)
+            ]
+            for row, line in zip(rows, levels, strict=True)
+            for _ in range(row.height)
+        ],
+    }
+    return figure
+
+
+def _over(level: int) -> str:
+    return "missing" if level == MISSING else f"{float(ratio(int(level))):.2f}× the median"
+
+
+def _steps(ask: Ask, run: str | None) -> Figure:
+    columns = _columns(ask, run)
+    return figures.timeline([] if columns is None else figures.middles(columns), columns or {}, [])
+
+
+def _stages(ask: Ask, run: str | None) -> Figure:
+    columns = _columns(ask, run)
+    if columns is None:
+        return figures.exposed([], {})
+    return figures.exposed(figures.middles(columns), by_stage(columns["exposed"]))
+
+
+def _skew(ask: Ask, run: str | None) -> Figure:
+    columns = _columns(ask, run)
+    if columns is None:
+        return figures.blank("No closed step yet.")
+    series = {"ranks": columns["global_pct"], "nodes": columns["node_pct"]}
+    colours = drawing.ORANGE, drawing.BLUE
+    return figures.lines(figures.middles(columns), series, "skew %", unit="%", colours=colours)
+
+
+def _change(ask: Ask, run: str | None) -> Figure:
+    verdict = to_builtins(ask(query.GetVerdict(run)))
+    asked = change(run, verdict) if verdict else None
+    parts = ask(asked) if asked else None
+    if parts is None or not parts["before"]["stages"] or not parts["since"]["stages"]:
+        return figures.blank("Nothing has changed that the verdict names.")
+    return figures.waterfall(parts["before"]["stages"], parts["since"]["stages"])
+
+
+def _memory(ask: Ask, run: str | None) -> Figure:
+    memory, ranks = ask(GetMemory(run, peaks=False)), ask(query.GetRanks(run))
+    first = [memory.first_cause.rank] if memory.first_cause else []
+    named = [*first, *(finding.rank for finding in memory.findings), *sorted(ranks)]
+    drawn = {rank: ranks[rank].id for rank in [*dict.fromkeys(named)][:_DRAWN] if rank in ranks}
+    samples = ask(query.GetMemorySamples(tuple(drawn.values()), _SAMPLES))
+    curves = memory_curves(drawn, samples)
+    if not curves:
+        return figures.blank("No rank has sent a sample of its memory.")
+    counter = next(iter(curves))
+    colours = dict(zip(curves[counter], figures.LINES, strict=False))
+    shown = {name: (*curve, colours.get(name, drawing.GREY)) for name, curve in curves[counter].items()}
+    figure = figures.sizes(shown)
+    title = figure["layout"]["yaxis"]["title"]
+    figure["layout"]["yaxis"]["title"] = {**title, "text": f"{COUNTERS[counter]}, {title['text']}"}
+    return figure
+
+
+def _layers(ask: Ask, run: str | None) -> Figure:
+    layers = ask(GetLayers(run))
+    if not layers.layers:
+        return figures.blank("No layer was measured.")
+    named = {one.layer for one in layers.findings}
+    boxes = drawing.icicle([msgspec.structs.asdict(one) for one in layers.layers], named)
+    return figures.icicle(boxes)
+
+
+PLOTS: Mapping[str, tuple[str, Callable[[Ask, str | None], Figure]]] = {
+    "ranks": ("busy time by rank, against the median of the step", _ranks),
+    "steps": ("step timeline", _steps),
+    "stages": ("where a step's time goes", _stages),
+    "skew": ("skew", _skew),
+    "change": ("a step before the onset, and since", _change),
+    "memory": ("memory", _memory),
+    "layers": ("forward and backward of each layer", _layers),
+}
+"""By name: title, and what makes the figure."""
+
+
+def figure_of(ask: Ask, name: str, run: str | None, session: str) -> Any:
+    """Return a figure by name. Raises ValueError, ImportError."""
+    if name not in PLOTS:
+        raise ValueError(f"there is no plot {str(name)[:40]!r}; there are: {', '.join(PLOTS)}")
+    try:
+        from plotly import graph_objects
+    except ImportError as error:
+        raise ImportError(f"plot() needs plotly: pip install plotly ({error})") from error
+    title, make = PLOTS[name]
+    made = make(ask, run)
+    return graph_objects.Figure(
+        {"data": made["data"], "layout": _laid_out(made["layout"], f"{session}: {title}", name, made["data"])}
+    )
+
+
+def _laid_out(layout: Mapping[str, Any], title: str, name: str, data: Sequence[Any]) -> dict[str, Any]:
+    """Return a layout for a page that is not ours: with a title, a legend, and colours for any ground."""
+    axes = {axis: {"gridcolor": _GRID, **layout.get(axis, {})} for axis in ("xaxis", "yaxis")}
+    axes["yaxis"]["fixedrange"] = False
+    return {
+        **layout,
+        **axes,
+        "template": "none",
+        "title": {"text": title, "font": {"size": 14}, "x": 0.01},
+        "font": {**layout["font"], "color": _INK},
+        "margin": {**layout["margin"], "t": 44},
+        "height": _TALL if name in ("ranks", "layers") else _USUAL,
+        "showlegend": len(data) > 1,
+    }

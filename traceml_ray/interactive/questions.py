@@ -1,0 +1,272 @@
+"""The questions that a person asks a session: the same of one that runs and of one that is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from traceml_ray.document import drawing
+from traceml_ray.interactive.html import page_of_session
+from traceml_ray.interactive.plots import figure_of
+from traceml_ray.interactive.rows import RowList
+from traceml_ray.interactive.steps import MOST_ROWS, StepTable, at_most, chosen_ranks, joined
+from traceml_ray.reports.comparison import (
+    Comparison,
+    ask_side,
+    compared,
+    limits_of,
+    read_whole,
+    stored_side,
+)
+from traceml_ray.reports.document import ChartData, of_summary
+from traceml_ray.settings import Settings
+from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.layers.view import GetLayers
+from traceml_ray.signals.memory.view import GetMemory, RunMemory
+from traceml_ray.signals.output.last_lines import LastOutput
+from traceml_ray.signals.output.view import GetOutput
+from traceml_ray.signals.throughput.judge import Throughput
+from traceml_ray.signals.throughput.view import GetThroughput
+from traceml_ray.store import query
+from traceml_ray.store.profiles import ProfileInfo
+from traceml_ray.store.results import BundleInfo, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.store.runs import of_run
+from traceml_ray.store.step_rows import StepRows
+from traceml_ray.store.step_shapes import EventRow
+from traceml_ray.store.summary_shape import Summary, plain
+
+
+class SessionQuestions:
+    """
+    What a session can be asked. A subclass says how a question gets there (`_reply`), and which error it
+    raises where there is no answer (`_refuse`).
+    """
+
+    id: str
+    """Its name."""
+    folder: Path
+    """Where its files are."""
+
+    def _reply(self, message: bytes) -> bytes:
+        """Answer an encoded question, see `store.query`."""
+        raise NotImplementedError
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raise the error of a question that has no answer."""
+        raise NotImplementedError
+
+    def nodes(self) -> RowList[NodeInfo]:
+        """
+        Return the nodes of the cluster, those that are gone too, with the ranks on each. The list is a table,
+        as that of `ranks`.
+        """
+        return RowList(self._ask(query.GetNodes()), NodeInfo)
+
+    def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> RowList[RankInfo]:
+        """
+        Return which process is which rank in the run, and its rows so far. After a restart that is the
+        attempt that the numbers are of; with `every_attempt`, all processes of all attempts, oldest first.
+
+        The list is a table, too: `ranks.stored` is an array, `ranks.to_pandas()` a DataFrame.
+        """
+        processes = [process for process in self._ask(query.GetRanks(run)).values() if process.identity]
+        if every_attempt and processes and (identity := processes[0].identity):
+            processes = of_run(self._ask(query.GetProcesses()), identity.job_id)
+        infos = [
+            RankInfo(**msgspec.structs.asdict(process.identity), stored=process.stored)
+            for process in processes
+            if process.identity
+        ]
+        return RowList(infos, RankInfo)
+
+    def runs(self) -> RowList[RunInfo]:
+        """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
+        return RowList(self._ask(query.GetRuns()), RunInfo)
+
+    def steps(
+        self,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        ranks: str | int | Iterable[int] | None = None,
+        run: str | None = None,
+        most: int = MOST_ROWS,
+    ) -> StepTable:
+        """
+        Return the rows of steps `first` to `last`, one for each step, rank and segment, in that order: arrays
+        by name (`steps.rank`, `steps.data_ns`), and `to_pandas()`. Times are int64 ns.
+
+        Args:
+            first: the first step.
+            last: the last one; None: the newest.
+            ranks: numbers, or text as "0,4-7"; None: all.
+            run: a run's id or name.
+            most: rows at most, a million by default (120 MB).
+
+        Raises ValueError where there are more than `most` rows, and names what makes them fewer; for ranks
+        that the run does not have.
+        """
+        parts = self._parts(first, last, ranks, run)
+        wanted = len(chosen_ranks(ranks, self._ask(query.GetRanks(run))) or ()) or len(self.ranks(run))
+        return joined([*at_most(parts, most, wanted, self.id)])
+
+    def iter_steps(
+        self,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        ranks: str | int | Iterable[int] | None = None,
+        run: str | None = None,
+    ) -> Iterator[StepTable]:
+        """
+        Yield the same in parts of about 200,000 rows, in the order in which they were stored: nearly that of
+        steps. For sessions that do not fit into memory.
+        """
+        for part in self._parts(first, last, ranks, run):
+            if len(part.step):
+                yield joined([part])
+
+    def _parts(
+        self, first: int, last: int | None, ranks: str | int | Iterable[int] | None, run: str | None
+    ) -> Iterator[StepRows]:
+        if first < 0 or (last is not None and last < first):
+            raise ValueError(f"steps from {first} to {last}: choose 0 <= first <= last")
+        chosen = chosen_ranks(ranks, self._ask(query.GetRanks(run)))
+        since = 0
+        while True:
+            part = self._ask(query.GetStepRows(run, first=first, last=last, ranks=chosen, since=since))
+            yield part
+            if part.end:
+                return
+            since = part.cursor
+
+    def events(self, run: str | None = None, most: int = 10_000) -> RowList[EventRow]:
+        """
+        Return the newest `most` events of the run and of nodes (restarts, deaths, notes), the oldest first.
+        The list is a table, as that of `ranks`.
+        """
+        return RowList(self._ask(query.GetEvents(run, brief=True, most=most)).items, EventRow)
+
+    def summary(self, run: str | None = None) -> Summary:
+        """
+        Return the summary (`traceml_ray/summary/1`) of the run.
+
+        Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
+        which); `summary.json`, written at the end, is of all.
+        """
+        return self._ask(query.GetSummary(run))
+
+    def verdict(self, run: str | None = None) -> LiveVerdict | None:
+        """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
+        return self._ask(query.GetVerdict(run))
+
+    def memory(self, run: str | None = None) -> RunMemory:
+        """Return which rank's memory grew first, and what else is to be said about it."""
+        return self._ask(GetMemory(run))
+
+    def findings(self, run: str | None = None) -> RowList[Finding]:
+        """
+        Return all that was found in the run, as of now: what the verdict names first, then the findings of
+        other signals (memory, layers, sharding, experts, nodes), the costliest first, of equal cost the most
+        severe first; a hundred at most. `explains` says which of them may explain which. The list is a table,
+        as that of `ranks`.
+        """
+        return RowList(self._ask(query.Findings(run)), Finding)
+
+    def throughput(self, run: str | None = None) -> Throughput:
+        """
+        Return samples, tokens and FLOPs a second, and how long the steps to come will take: of the newest
+        steps or, of a run that is over, of all. `why` has the reason for each that is not known.
+        """
+        with self._answered():
+            read_whole(self._reply, run, live=True)
+        return self._ask(GetThroughput(run))
+
+    def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
+        """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
+        return self._ask(GetOutput(run, rank, most))[0]
+
+    def layers(self, *, run: str | None = None) -> Layers:
+        """Return the time and memory of each layer of the model, as it was measured."""
+        return self._ask(GetLayers(run))
+
+    def compare(
+        self,
+        baseline: str | os.PathLike[str],
+        *,
+        run: str | None = None,
+        baseline_run: str | None = None,
+        least_pct: float | None = None,
+    ) -> Comparison:
+        """
+        Say whether a run, as it is now, is better or worse than a stored session: its name beside this one,
+        or its path (read here). See `traceml_ray.compare`, also for what it raises about `baseline`.
+        """
+        stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
+        with self._answered():
+            this_side = ask_side(self._reply, run)
+        return compared(stored, this_side, limits_of(least_pct))
+
+    def bundles(self) -> list[BundleInfo]:
+        """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
+        return self._ask(query.GetBundles())
+
+    def profiles(self) -> list[ProfileInfo]:
+        """Return the profiles of the session, the oldest first."""
+        return self._ask(query.GetProfiles()).done
+
+    def status(self) -> Status:
+        """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
+        return self._ask(query.GetStatus())
+
+    def plot(self, name: str = "ranks", *, run: str | None = None) -> Any:
+        """
+        Return a chart of the run as a figure of Plotly, as the web app draws it.
+
+        Args:
+            name: `ranks` (busy time of each rank by step), `steps` (median and worst rank by step), `stages`
+                (where the time of a step goes), `skew`, `change` (before the onset and since), `memory` or
+                `layers`.
+            run: a run's id or name.
+
+        Raises ValueError for another name, which lists these, ImportError where plotly is not installed.
+        """
+        return figure_of(self._ask, name, run, self.id)
+
+    def _repr_html_(self) -> str:
+        """Return verdict, numbers and heatmap of the newest run for a notebook."""
+        return page_of_session(self._chart_data(), repr(self).strip("<>"))
+
+    def _chart_data(self) -> ChartData:
+        summary = plain(self._ask(query.GetSummary()))
+        run = summary["run"]
+        chart_data = of_summary(summary)
+        if run is None:
+            return chart_data
+        times: Any = self._ask(query.GetTimes(run, True))
+        columns: Any = self._ask(query.GetColumns(run, whole=True))
+        if not len(columns["first"]):
+            return chart_data
+        silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
+        return chart_data._replace(times=times, columns=drawing.ordered(columns, silent))
+
+    def _ask(self, request: query.Request[query.A]) -> query.A:
+        with self._answered():
+            return query.ask_one(self._reply, request)
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raise the error of this kind of session where a question has no answer."""
+        try:
+            yield
+        except query.QueryError as error:
+            why = str(error)
+        else:
+            return
+        self._refuse(why)

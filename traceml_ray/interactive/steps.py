@@ -1,0 +1,169 @@
+"""The rows of steps that `steps()` returns: arrays, and a table of pandas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.identity import rank_filter
+from traceml_ray.interactive import frames
+from traceml_ray.interactive.frames import Array
+from traceml_ray.interactive.html import page_of_table
+from traceml_ray.stages import FLAG_EXCLUDED, STAGES
+from traceml_ray.store.step_rows import StepRows
+
+MOST_ROWS = 1_000_000
+"""Rows that `steps` returns unless more are asked for: about 120 MB."""
+_STAGES = tuple(f"{stage}_ns" for stage in STAGES)
+_HOST = tuple(f"host_{stage}_ns" for stage in STAGES)
+_SHOWN = 20
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepTable:
+    """
+    Rows of steps: one for each step, rank and segment, in that order; n of them. Times are int64 ns.
+
+    Columns are arrays by name: `rank`, `step`, `segment`, `flags`, `excluded` and, for each stage, `data_ns`
+    and so on; `total_ns` is their sum. Where rows are on a device's clock, `host_data_ns` and so on are the
+    same on the host's, float64, NaN in rows that have none.
+    """
+
+    rank: Array
+    """(n,) int64."""
+    step: Array
+    """(n,) int64."""
+    segment: Array
+    """(n,) int64: 0, and above where gradients are exchanged several times in a step."""
+    flags: Array
+    """(n,) uint8, why a row is less than whole: bits of `traceml_ray.stages.FLAG_*`."""
+    stages_ns: Array
+    """(n, 6) int64, in the order of `traceml_ray.stages.STAGES`."""
+    host_ns: Array | None
+    """(n, 6) float64, NaN: not known; None where no rank has a device clock."""
+    folded: int
+    """Older rows of these ranks that are kept as sums only, and are not among these."""
+
+    def __getattr__(self, name: str) -> Array:
+        column = self._column(name)
+        if column is None:
+            raise AttributeError(f"steps have no column {name!r}; there are: {', '.join(self.columns)}")
+        return column
+
+    def _column(self, name: str) -> Array | None:
+        if name in _STAGES:
+            return self.stages_ns[:, _STAGES.index(name)]
+        if name in _HOST and self.host_ns is not None:
+            return self.host_ns[:, _HOST.index(name)]
+        return None
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of `to_pandas`."""
+        host = _HOST if self.host_ns is not None else ()
+        return ["step", "rank", "segment", "flags", "excluded", *_STAGES, "total_ns", *host]
+
+    @property
+    def excluded(self) -> Array:
+        """(n,) bool: rows in no statistic, as the first step of a process."""
+        excluded: Array = (self.flags & FLAG_EXCLUDED) != 0
+        return excluded
+
+    @property
+    def total_ns(self) -> Array:
+        """(n,) int64: the whole row, waiting included."""
+        total: Array = self.stages_ns.sum(axis=1)
+        return total
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.columns})
+
+    def __repr__(self) -> str:
+        folded = f", {self.folded:,} older ones are kept as sums only" if self.folded else ""
+        return f"<Steps: {self._size()}{folded}; try .to_pandas(), .rank, .data_ns>"
+
+    def _size(self) -> str:
+        if not len(self):
+            return "no row"
+        ranks = text.count(len(np.unique(self.rank)), "rank")
+        return f"{text.count(len(self), 'row')}, steps {self.step.min():,}–{self.step.max():,} of {ranks}"
+
+    def to_pandas(self) -> Any:
+        """
+        Return a DataFrame, one row for each step, rank and segment. Times stay int64 ns (`_ns`); those on the
+        host's clock are float64, NaN where not known. Raises ImportError where pandas is not installed.
+        """
+        made = frames.pandas().DataFrame({name: getattr(self, name) for name in self.columns})
+        made.attrs["folded"] = self.folded
+        return made
+
+    def _repr_html_(self) -> str:
+        """Return the first rows as a table for a notebook, times in ms."""
+        shown = {name: getattr(self, name)[:_SHOWN] for name in ("step", "rank", "segment")}
+        times = {
+            f"{name.removesuffix('_ns')} ms": [
+                text.number(value / 1e6) for value in getattr(self, name)[:_SHOWN]
+            ]
+            for name in (*_STAGES, "total_ns")
+        }
+        return page_of_table({**shown, **times}, len(self), self._size())
+
+
+def joined(parts: Sequence[StepRows]) -> StepTable:
+    """Return parts of an answer as one, in order of step, segment and rank."""
+    names = "rank", "step", "segment", "flags", "stages_ns"
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    order = np.lexsort((columns["rank"], columns["segment"], columns["step"]))
+    host = None
+    if any(part.host_ns is not None for part in parts):
+        host = np.concatenate([_host(part) for part in parts])[order]
+    sorted_columns = {name: column[order] for name, column in columns.items()}
+    return StepTable(**sorted_columns, host_ns=host, folded=parts[-1].folded)
+
+
+def _host(part: StepRows) -> Array:
+    host = np.full(part.stages_ns.shape, np.nan)
+    if part.host_ns is not None:
+        known = part.on_device == 1
+        host[known] = part.host_ns[known]
+    return host
+
+
+def chosen_ranks(ranks: str | int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...] | None:
+    """Return the ranks asked for; None: all. Raises ValueError for what is none of `known`."""
+    if ranks is None:
+        return None
+    known_ranks = sorted(known)
+    if isinstance(ranks, str):
+        wanted = rank_filter(ranks)
+        chosen = [rank for rank in known_ranks if rank in wanted]
+    else:
+        asked = {ranks} if isinstance(ranks, int) else {*ranks}
+        chosen = [rank for rank in known_ranks if rank in asked]
+        if missing := sorted(asked - {*chosen}):
+            raise ValueError(f"there is no {text.ranks(missing)}: ranks are {text.ranges(known_ranks)}")
+    if not chosen and known_ranks:
+        raise ValueError(f"ranks={ranks!r} are none of this run: ranks are {text.ranges(known_ranks)}")
+    return tuple(chosen)
+
+
+def at_most(parts: Iterable[StepRows], most: int, ranks: int, name: str) -> Iterator[StepRows]:
+    """Yield the parts of an answer. Raises ValueError, which names the filters, where they have more rows."""
+    rows = 0
+    for part in parts:
+        rows += len(part.step)
+        if rows > most:
+            fit = max(1, most // max(1, ranks))
+            raise ValueError(
+                f"session {name!r}: these steps have more than most={most:,} rows: choose steps with first= "
+                f"and last= (about {fit:,} steps of {text.count(ranks, 'rank')} fit) or ranks with ranks=, "
+                "go through them in parts with iter_steps(), or raise most="
+            )
+        yield part

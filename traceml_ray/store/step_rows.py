@@ -1,0 +1,114 @@
+"""The rows of steps one by one, a part at a time: what Python makes tables of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from struct import unpack_from
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
+
+if TYPE_CHECKING:
+    from traceml_ray.store.session_file import SessionFile
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_SCANNED = 1 << 15
+"""Batches that one answer looks at, at most: what a writer may wait for where the file has no WAL."""
+MOST = 200_000
+"""Rows of one answer, about, unless it is asked for fewer."""
+
+
+class StepRows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """Rows of the processes that stand for ranks, in order of arrival: n of them."""
+
+    rank: Array
+    """(n,) int64."""
+    step: Array
+    """(n,) int64."""
+    segment: Array
+    """(n,) int64: exchanges of gradients inside the step count up from 0."""
+    flags: Array
+    """(n,) uint8, why a row is less than whole: bits of `traceml_ray.stages.FLAG_*`."""
+    stages_ns: Array
+    """(n, 6) int64 ns, in the order of `traceml_ray.stages.STAGES`."""
+    host_ns: Array | None
+    """(n, 6) int64 ns, the same on the host's clock where a row is on its device's; None: no row is."""
+    on_device: Array
+    """(n,) uint8, 1 where a row is on its device's clock: elsewhere `host_ns` is not known, and 0."""
+    cursor: int
+    """What to go on with."""
+    end: bool
+    """Nothing more is stored."""
+    folded: int
+    """Older rows of these ranks that are kept as sums only."""
+    last_step: int | None
+    """The newest step of these ranks."""
+
+
+def read_step_rows(
+    file: SessionFile,
+    since: int = 0,
+    first: int = 0,
+    last: int | None = None,
+    ranks: Iterable[int] | None = None,
+    most: int = MOST,
+) -> StepRows:
+    """
+    Return the rows of steps `first` to `last` of some ranks that came after cursor `since`: about `most`, or
+    those of so many batches. Raises `SessionFileError`.
+    """
+    processes, chosen = file.ranks(), None if ranks is None else {*ranks}
+    wanted = {process.id: rank for rank, process in processes.items() if chosen is None or rank in chosen}
+    top = file.last_chunk()
+    until = min(top, since + _SCANNED)
+    chunks: list[tuple[int, tuple[bytes, ...]]] = []
+    count, cursor = 0, until
+    for chunk_id, process, *columns in file.chunks_after(since, until):
+        if process not in wanted or not _overlaps(columns[0], first, last):
+            continue
+        chunks.append((wanted[process], tuple(columns)))
+        count += len(columns[0]) // 8
+        if count >= most:
+            cursor = chunk_id
+            break
+    shown = [processes[rank] for rank in wanted.values()]
+    folded_rows = file.folded_counts()
+    folded = sum(folded_rows.get(process.id, 0) for process in shown)
+    return StepRows(
+        **_columns(chunks, first, last),
+        cursor=cursor,
+        end=cursor >= top,
+        folded=folded,
+        last_step=max((p.last_step for p in shown if p.last_step is not None), default=None),
+    )
+
+
+def _overlaps(keys: bytes, first: int, last: int | None) -> bool:
+    """Return whether a batch has steps that are asked for."""
+    (begin,), (end,) = unpack_from("<q", keys), unpack_from("<q", keys, len(keys) - 8)
+    return (end >> SEGMENT_BITS) >= first and (last is None or (begin >> SEGMENT_BITS) <= last)
+
+
+def _columns(chunks: list[tuple[int, tuple[bytes, ...]]], first: int, last: int | None) -> dict[str, Any]:
+    lengths = [len(chunk[0]) // 8 for _, chunk in chunks]
+    keys, flags, stages = (b"".join(chunk[part] for _, chunk in chunks) for part in range(3))
+    device = [bool(chunk[3]) for _, chunk in chunks]
+    host = b"".join(
+        chunk[3] or bytes(8 * N_STAGES * n) for (_, chunk), n in zip(chunks, lengths, strict=True)
+    )
+    key = np.frombuffer(keys, "<i8")
+    step = key >> SEGMENT_BITS
+    inside = step >= first if last is None else (step >= first) & (step <= last)
+    host_ns = np.frombuffer(host, "<i8").reshape(-1, N_STAGES)[inside]
+    return {
+        "rank": np.repeat(np.array([rank for rank, _ in chunks], "<i8"), lengths)[inside],
+        "step": step[inside],
+        "segment": (key & (1 << SEGMENT_BITS) - 1)[inside],
+        "flags": np.frombuffer(flags, np.uint8)[inside],
+        "stages_ns": np.frombuffer(stages, "<i8").reshape(-1, N_STAGES)[inside],
+        "host_ns": host_ns if any(device) else None,
+        "on_device": np.repeat(np.array(device, np.uint8), lengths)[inside],
+    }
