@@ -131,9 +131,9 @@ def node_link(key: str | None, label: str | None, route: Route) -> Any:
 
 def died(death: DeathInfo) -> list[Any]:
     """Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, after step 110, in `data`"."""
-    when = f"{'at' if death['exact'] else 'about'} {moment(death['t_ns'])}"
-    how = death["how"][:1].upper() + death["how"][1:]
-    where = place_words(death["step"], death["stage"])
+    when = f"{'at' if death.exact else 'about'} {moment(death.t_ns)}"
+    how = death.how[:1].upper() + death.how[1:]
+    where = place_words(death.step, death.stage)
     return marked(", ".join(filter(None, (f"{how} {when}", where))))
 
 

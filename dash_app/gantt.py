@@ -12,6 +12,7 @@ from traceml_ray import text
 from traceml_ray.analysis import row_table
 from traceml_ray.document import drawing
 from traceml_ray.stages import STAGES
+from traceml_ray.store.step_shapes import OneStep, StepSpan
 from traceml_ray.views import figures
 from traceml_ray.views.values import Array, rounded
 
@@ -33,7 +34,7 @@ class GanttRow(NamedTuple):
 
 
 def rows(
-    step: Mapping[str, Any],
+    step: OneStep,
     node_of: Mapping[int, str],
     named: Collection[int],
     opened: str | None,
@@ -43,9 +44,9 @@ def rows(
     Return what is drawn, rank by rank up to MOST_ROWS, else node by node: `opened` and the `named` ranks are
     rows of their own. `latest`: those that came last are first.
     """
-    late = dict(zip(step["ranks"], np.nan_to_num(step["late"], nan=-1.0).tolist(), strict=True))
+    late = dict(zip(step.ranks, np.nan_to_num(step.late, nan=-1.0).tolist(), strict=True))
     groups: dict[str, list[int]] = {}
-    for rank in step["ranks"]:
+    for rank in step.ranks:
         groups.setdefault(node_of.get(rank, ""), []).append(rank)
     rows = []
     for node, node_ranks in groups.items():
@@ -69,17 +70,17 @@ def height(drawn: Sequence[GanttRow]) -> int:
     return _AXES_PX + len(drawn) * (_FEW_PX if len(drawn) <= FEW else _MANY_PX)
 
 
-def spans(step: Mapping[str, Any]) -> dict[str, str]:
+def spans(step: OneStep) -> dict[str, str]:
     """Return the colours of the named spans."""
-    return dict(zip(sorted({span["name"] for span in step["spans"]}), cycle(_SPANS), strict=False))
+    return dict(zip(sorted({span.name for span in step.spans}), cycle(_SPANS), strict=False))
 
 
-def figure(step: Mapping[str, Any], drawn: Sequence[GanttRow]) -> figures.Figure:
+def figure(step: OneStep, drawn: Sequence[GanttRow]) -> figures.Figure:
     """Return the stages of each row from left to right, and in a small figure its spans under them."""
     few, row_of_rank = len(drawn) <= FEW, {row.rank: number for number, row in enumerate(drawn)}
-    mine = [index for index, rank in enumerate(step["of"]) if rank in row_of_rank]
-    whose = [step["of"][index] for index in mine]
-    stages = np.asarray(step["stages"], float)[mine].reshape(-1, len(STAGES))
+    mine = [index for index, rank in enumerate(step.of) if rank in row_of_rank]
+    whose = [step.of[index] for index in mine]
+    stages = np.asarray(step.stages, float)[mine].reshape(-1, len(STAGES))
     begins = _begins(whose, stages)
     traces = [
         _bars(
@@ -127,32 +128,32 @@ def _begins(whose: Sequence[int], stages: Array) -> Array:
 
 
 def _span_bars(
-    step: Mapping[str, Any],
+    step: OneStep,
     row_of_rank: Mapping[int, int],
     row_of: Mapping[int, int],
     begins: Array,
     stages: Array,
 ) -> dict[str, Any]:
     """Return the spans, each from where its stage begins: where inside the stage is not recorded."""
-    shown = [span for span in step["spans"] if span["rank"] in row_of][::-1]  # shorter ones over longer ones
+    shown = [span for span in step.spans if span.rank in row_of][::-1]  # shorter ones over longer ones
     colours = spans(step)
-    places = [(row_of[span["rank"]], STAGES.index(span["stage"])) for span in shown]
+    places = [(row_of[span.rank], STAGES.index(span.stage)) for span in shown]
     return _bars(
         "span",
-        [colours[span["name"]] for span in shown],
-        [row_of_rank[span["rank"]] + 0.42 for span in shown],
+        [colours[span.name] for span in shown],
+        [row_of_rank[span.rank] + 0.42 for span in shown],
         [begins[index] for index in places],
-        [min(span["ms"], stages[index]) for span, index in zip(shown, places, strict=True)],
+        [min(span.ms, stages[index]) for span, index in zip(shown, places, strict=True)],
         [_span_text(span) for span in shown],
         0.2,
     )
 
 
-def _span_text(span: Mapping[str, Any]) -> str:
-    steps = f"step {span['from_step']:,}"
-    if span["to_step"] > span["from_step"]:
-        steps = f"mean of steps {span['from_step']:,}–{span['to_step']:,}"
-    return f"rank {span['rank']}: {span['name']}, {text.ms(span['ms'])} ({steps})"
+def _span_text(span: StepSpan) -> str:
+    steps = f"step {span.from_step:,}"
+    if span.to_step > span.from_step:
+        steps = f"mean of steps {span.from_step:,}–{span.to_step:,}"
+    return f"rank {span.rank}: {span.name}, {text.ms(span.ms)} ({steps})"
 
 
 def _bars(

@@ -88,7 +88,7 @@ def _ranks_data(
     ranks = sorted(by_process.values())
     median, idle = (by_rank(run.times, name) for name in ("busy_ms", "gpu_idle_pct"))
     busy = by_rank(cache.ask(query.GetBusy(run.id, tuple(ranks), _SPARK)), "busy_ms")
-    dead = {death["rank"]: death for death in cache.deaths(run)}
+    dead = {death.rank: death for death in cache.deaths(run)}
     return [
         {
             **position(run, rank),

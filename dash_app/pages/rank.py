@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from dash import html
 
 from traceml_ray import text
@@ -127,7 +128,10 @@ def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> 
         "stages": {"steps": numbers, **by_stage(steps["stages"])},
         "median": by_stage(steps["median"]),
         "host": None if steps["host"] is None else by_stage(steps["host"]),
-        "spans": [{**span, "share": _share_of_stage(span["ms"], mean[span["stage"]])} for span in spans],
+        "spans": [
+            {**msgspec.structs.asdict(span), "share": _share_of_stage(span.ms, mean[span.stage])}
+            for span in spans
+        ],
     }
 
 
@@ -178,7 +182,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     ):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     body += _memory_charts(view, route)
-    dead = any(death["rank"] == number for death in view["deaths"])
+    dead = any(death.rank == number for death in view["deaths"])
     position = 1 + next(index for index, one in enumerate(body) if one is facts_panel)
     position = position if dead or view["hangs"] else len(body)
     return html.Div([*body[:position], *_last_words(view), *body[position:]])
@@ -311,16 +315,16 @@ def _role_facts(rank: Mapping[str, Any]) -> dict[str, str]:
 
 def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
     """Return how the rank died, or, of a living rank, what it is suspected of."""
-    death = next((death for death in view["deaths"] if death["rank"] == number), None)
+    death = next((death for death in view["deaths"] if death.rank == number), None)
     if death is None:
         return None if view["suspect"] is None else _suspect(view["suspect"])
-    first = [death["rank"] for death in view["deaths"] if death["first"]]
+    first = [death.rank for death in view["deaths"] if death.first]
     after: list[Any] = [f"It ended first of {text.count(len(view['deaths']), 'rank')} that died."]
-    if not death["first"]:
+    if not death.first:
         after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
     elif len(first) > 1:
         after = ["No clock can tell which was first of ", text.ranks(first), "."]
-    raised = death["traceback"] or death["message"]
+    raised = death.traceback or death.message
     message = [html.Pre(raised)] if raised else []
     return html.Div(
         [html.P([html.B(["◆ ", *died(death)]), ". ", *after]), *message], className="callout critical"

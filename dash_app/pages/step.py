@@ -38,7 +38,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return one step of all ranks, and where they run."""
 
     def has_all_ranks(step: OneStep) -> bool:
-        return len(step["ranks"]) >= run.world
+        return len(step.ranks) >= run.world
 
     step = cache.ask(query.GetStep(run.id, int(route.key)), settled=has_all_ranks)
     nodes = {rank: run.node_of(rank) or text.NA for rank in run.ranks}
@@ -53,7 +53,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         className="title-row",
     )
     body: list[Any] = [_trail(view, number, route), head]
-    if step is None or not step["ranks"]:
+    if step is None or not step.ranks:
         return html.Div([*body, part(html.P(_why_empty(step, number), id="step-missing", className="empty"))])
     alone = view["world"] == 1 or (view["verdict"] or {}).get("label") == "accounting_only"
     drawn = gantt.rows(
@@ -91,9 +91,9 @@ def _trail(view: Mapping[str, Any], number: int, route: Route) -> Any:
 
 
 def _around(view: Mapping[str, Any], number: int, route: Route) -> html.Div:
-    step, kept = view["one"] or {}, route.select("rank", "order", "open")
-    numbers = [number for number in (step.get("last"), view["step"]) if number is not None]
-    last, first = max(numbers, default=number), step.get("first") or 0
+    step, kept = view["one"], route.select("rank", "order", "open")
+    numbers = [number for number in (step and step.last, view["step"]) if number is not None]
+    last, first = max(numbers, default=number), (step and step.first) or 0
     shown = []
     if number > first:
         shown.append(link("← previous", route.to("step", min(number - 1, last), **kept), "chip"))
@@ -105,10 +105,10 @@ def _around(view: Mapping[str, Any], number: int, route: Route) -> html.Div:
     return html.Div(shown, id="step-around", className="chips")
 
 
-def _why_empty(step: Mapping[str, Any] | None, number: int) -> str:
+def _why_empty(step: OneStep | None, number: int) -> str:
     if step is None:
         return "Being read."
-    first, last = step["first"], step["last"]
+    first, last = step.first, step.last
     if first is None or last is None:
         return "No step is kept one by one in this run."
     if number < first:
@@ -116,31 +116,31 @@ def _why_empty(step: Mapping[str, Any] | None, number: int) -> str:
     return f"No rank has reported step {number:,}. Single steps are there from {first:,} to {last:,}."
 
 
-def _facts(view: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    late = np.asarray(step["late"])
+def _facts(view: Mapping[str, Any], step: OneStep) -> dict[str, Any]:
+    late = np.asarray(step.late)
     last: str | None = None
     if np.isfinite(late).any():
         latest = int(np.nanargmax(late))
-        rank = step["ranks"][latest]
+        rank = step.ranks[latest]
         last = f"rank {rank} ({view['nodes'].get(rank)}), {text.ms(late[latest])} after the median rank"
-    device = f"GPU of {text.ranks(step['device'])}" if step["device"] else "CPU"
+    device = f"GPU of {text.ranks(step.device)}" if step.device else "CPU"
     return {
-        "took": text.ms(step["took_ms"]),
-        "ranks": f"{len(step['ranks']):,} of {view['world']:,}",
+        "took": text.ms(step.took_ms),
+        "ranks": f"{len(step.ranks):,} of {view['world']:,}",
         "last to come": last,
         "times from": device,
     }
 
 
-def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> Any:
-    sums = {rank: np.zeros(len(STAGES)) for rank in step["ranks"]}
-    for rank, row in zip(step["of"], step["stages"], strict=True):
+def _table(view: Mapping[str, Any], step: OneStep, route: Route) -> Any:
+    sums = {rank: np.zeros(len(STAGES)) for rank in step.ranks}
+    for rank, row in zip(step.of, step.stages, strict=True):
         sums[rank] += row
-    late = dict(zip(step["ranks"], step["late"].tolist(), strict=True))
+    late = dict(zip(step.ranks, step.late.tolist(), strict=True))
     spans: dict[int, list[str]] = {}
-    for span in step["spans"]:
-        spans.setdefault(span["rank"], []).append(f"{span['name']} {text.ms(span['ms'])}")
-    shown = sorted(step["ranks"], key=lambda rank: -np.nan_to_num(late[rank], nan=-1e9))[:_LISTED]
+    for span in step.spans:
+        spans.setdefault(span.rank, []).append(f"{span.name} {text.ms(span.ms)}")
+    shown = sorted(step.ranks, key=lambda rank: -np.nan_to_num(late[rank], nan=-1e9))[:_LISTED]
     columns = [
         Column("rank", lambda rank: rank, "figures", link=lambda rank: ("rank", rank)),
         Column("node", lambda rank: view["nodes"].get(rank)),
@@ -148,7 +148,7 @@ def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> An
         *(Column(name, partial(_stage, sums, index), "aligned") for index, name in enumerate(STAGES)),
         Column("spans, mean", lambda rank: ", ".join(spans.get(rank, ()))),
     ]
-    rest = len(step["ranks"]) - len(shown)
+    rest = len(step.ranks) - len(shown)
     note = f"{rest:,} more ranks came earlier." if rest else "Stages in ms, the last to come first."
     return table(Table("The step, by rank", columns, shown, note), route)
 

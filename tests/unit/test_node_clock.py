@@ -170,7 +170,7 @@ def test_two_nodes_ten_seconds_apart_stand_on_one_axis(live, tmp_path) -> None:
         apart = (series[1] - series[0]) / SECOND
         assert np.allclose(apart, 0.5, atol=0.01)
     deaths = ask(aggregator, "deaths")
-    assert [death["rank"] for death in deaths] == [0, 1]
+    assert [death.rank for death in deaths] == [0, 1]
 
 
 def test_measurements_of_clocks_are_refused_where_nobody_made_them(live, tmp_path) -> None:

@@ -406,7 +406,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     assert "It ended after " in shown[1]
     assert "callout critical" not in shown[2]
     rows = {row["rank"]: row["death"] for row in look(pages, "node", node="node-1")["ranks"]}
-    assert rows[5]["how"] == "killed by SIGKILL" and rows[4] is None
+    assert rows[5].how == "killed by SIGKILL" and rows[4] is None
     events = [*look(pages, "events")["chosen"].items]
     assert [(event["group"], event["kind"], event["rank"]) for event in events[:4]] == [
         ("First cause", "death", 5),
@@ -421,7 +421,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
         played.dies(other, -15)
     pages.poll()
     assert look(pages, "header")["state_text"] == "All ranks have ended."
-    assert [death["rank"] for death in look(pages, "rank", rank=5)["deaths"] if death["first"]] == [5]
+    assert [death.rank for death in look(pages, "rank", rank=5)["deaths"] if death.first] == [5]
     played.end(1)
     pages.poll()
     assert look(pages, "header")["state"] == "finished"

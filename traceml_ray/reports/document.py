@@ -166,12 +166,12 @@ def _deaths(chart_data: ChartData) -> Iterator[Section]:
 
 
 def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Lines:
-    node = (summary["ranks"].get(str(death["rank"])) or {}).get("node")
-    when = f"{'at' if death['exact'] else 'about'} {text.date(moment(death['t_ns']))} UTC"
-    place = place_words(death["step"], death["stage"])
-    manner = ", ".join(filter(None, (f"{death['how']} {when}", place)))
-    words = death["traceback"] or (death["message"] if "\n" in death["message"] else "")
-    title = f"rank {death['rank']}{f' ({node})' if node else ''}: {manner}"
+    node = (summary["ranks"].get(str(death.rank)) or {}).get("node")
+    when = f"{'at' if death.exact else 'about'} {text.date(moment(death.t_ns))} UTC"
+    place = place_words(death.step, death.stage)
+    manner = ", ".join(filter(None, (f"{death.how} {when}", place)))
+    words = death.traceback or (death.message if "\n" in death.message else "")
+    title = f"rank {death.rank}{f' ({node})' if node else ''}: {manner}"
     return Lines(title, [("", line) for line in words.splitlines()])
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import asdict
+
 from traceml_ray import __version__
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document.model import Column, Link, Table, picked
@@ -51,7 +53,7 @@ def manifest_of(
         t_ns=t_ns,
         output=printed,
         causes=list(causes),
-        deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if all_deaths else [],
+        deaths=[asdict(death) for death in deaths_of(facts)] if all_deaths else [],
         ranks=ranks_block(facts, all_deaths),
         silent_ranks=missing_of(facts.world_size, facts.ranks),
         environment=alike(facts, lambda process: process.environment),

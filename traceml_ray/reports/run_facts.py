@@ -165,17 +165,17 @@ def deaths_of(facts: RunFacts) -> list[DeathInfo]:
 
 def _death(death: Death, first: bool) -> DeathInfo:
     when = death.when
-    return {
-        "rank": death.rank,
-        "t_ns": when.t_ns,
-        "exact": when.early_ns + when.late_ns <= _EXACT_NS,
-        "step": death.last_step,
-        "stage": death.stage,
-        "how": death.how,
-        "message": death.message[:_MAX_MESSAGE],
-        "traceback": death.traceback,
-        "first": first,
-    }
+    return DeathInfo(
+        rank=death.rank,
+        t_ns=when.t_ns,
+        exact=when.early_ns + when.late_ns <= _EXACT_NS,
+        step=death.last_step,
+        stage=death.stage,
+        how=death.how,
+        message=death.message[:_MAX_MESSAGE],
+        traceback=death.traceback,
+        first=first,
+    )
 
 
 def ranks_block(facts: RunFacts, all_deaths: Sequence[Death]) -> dict[str, Any]:

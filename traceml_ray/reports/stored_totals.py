@@ -29,6 +29,7 @@ from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.packing import unpack
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import Folded, SessionFile, columns_of
+from traceml_ray.store.step_shapes import SpanTimes
 
 MAX_ROWS = 2_000_000
 """Of more rows (steps × ranks) a report of the newest is made first."""
@@ -267,9 +268,9 @@ class StoredSpans:
         return sorted(block, key=lambda span: (-span["max_ms"], span["name"]))[:_MAX_SPANS]
 
 
-def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dict[str, Any]]:
+def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[SpanTimes]:
     """
-    Return the spans of a rank over the steps `first` to `last`, the longest first (`step_shapes.SpanTimes`);
+    Return the spans of a rank over the steps `first` to `last`, the longest first;
     in a small job, each with the median of all ranks.
     """
     ranks = session.ranks()
@@ -281,13 +282,13 @@ def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dic
             rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in rates_of_rank.values()
         ]
         spans.append(
-            {
-                "stage": STAGES[stage],
-                "name": name,
-                "ms": rate.ns / 1e6,
-                "median_ms": float(np.median(every)) if known is ranks else None,
-                "times_per_step": rate.times,
-                "bytes": rate.bytes,
-            }
+            SpanTimes(
+                stage=STAGES[stage],
+                name=name,
+                ms=rate.ns / 1e6,
+                median_ms=float(np.median(every)) if known is ranks else None,
+                times_per_step=rate.times,
+                bytes=rate.bytes,
+            )
         )
     return spans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+import msgspec
 import numpy as np
 
 from traceml_ray.analysis.roles import RoleShare
@@ -116,15 +117,21 @@ class RankTimes(TypedDict):
     """(R, 6) ms, mean."""
 
 
-class StepSpan(TypedDict):
-    """A named span of a rank: the mean of a step over those that it was summed up over."""
+class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A named span of one rank, in a step that it was summed up over with others."""
 
     rank: int
+    """Global rank of the process that the span was measured in."""
     stage: str
+    """Name of the stage that the span is inside of."""
     name: str
+    """Name of the span, as the training script or a patch gave it."""
     ms: float
+    """Mean time of the span in a step, over the steps `from_step` to `to_step` (ms)."""
     from_step: int
+    """First step of the sum that the mean is of."""
     to_step: int
+    """Last step of the sum that the mean is of."""
 
 
 class StepSample(TypedDict):
@@ -156,32 +163,34 @@ class StepSample(TypedDict):
     """Of `stages.FLAG_*`, those that most rows have."""
 
 
-class OneStep(TypedDict):
+class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
-    One step of all ranks that have it, ms since each left the exchange before. Ranks leave it together, so
-    that this is one clock for all of them; the clocks of nodes are not compared.
+    One step of all ranks that have it, in ms since each rank left the exchange before. Ranks leave it
+    together, so this is one clock for all of them; the clocks of nodes are not compared.
     """
 
     step: int
+    """Number of the step."""
     first: int | None
-    """Between which steps rows are kept one by one; None: there are none yet,"""
+    """First step whose rows are kept one by one; None if there is none yet."""
     last: int | None
+    """Last step whose rows are kept one by one; None if there is none yet."""
     ranks: list[int]
-    """(R,), ascending."""
+    """Ranks that have this step: R numbers, ascending."""
     of: list[int]
-    """(n,), the rank of each row: one for each exchange of a step, in order;"""
+    """Rank of each of the n rows; a rank has one row for each exchange of the step, in order."""
     stages: Array
-    """(n, 6), what it is made of."""
+    """Time of each row in each stage: (n, 6) ms."""
     took_ms: float | None
-    """Of the rank that needed longest."""
+    """Time of the rank that needed longest (ms); None if no rank has the step."""
     arrived: Array
-    """(R,), when a rank came to the last exchange; NaN where backward and waiting are not told apart."""
+    """When each of `ranks` came to its last exchange: (R,) ms; NaN if backward and waiting are one stage."""
     late: Array
-    """(R,), how much after the median rank."""
+    """How long after the median rank each of `ranks` came to its last exchange: (R,) ms; NaN: not known."""
     device: list[int]
-    """Ranks whose rows are on their device's clock."""
+    """Ranks whose rows are on the clock of their device, not of their host."""
     spans: list[StepSpan]
-    """The longest first; in a large job only of the ranks that came last."""
+    """Spans of the step, the longest first; in a large job, only of the ranks that came last."""
 
 
 class CellMeans(TypedDict):
@@ -221,15 +230,21 @@ class ChangedParts(TypedDict):
     since: PartMeans
 
 
-class SpanTimes(TypedDict):
+class SpanTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A named span of a rank, per step."""
 
     stage: str
+    """Name of the stage that the span is inside of."""
     name: str
+    """Name of the span, as the training script or a patch gave it."""
     ms: float
+    """Mean time of the span in a step of this rank (ms)."""
     median_ms: float | None
+    """Median of the same over all ranks (ms); None in a large job, where only one rank is read."""
     times_per_step: float
+    """Mean number of times that the span was entered in a step."""
     bytes: float | None
+    """Mean size of what was moved each time (bytes); None if the span moves nothing that is counted."""
 
 
 class VerdictChange(VerdictInfo, frozen=True, kw_only=True):
@@ -241,25 +256,27 @@ class VerdictChange(VerdictInfo, frozen=True, kw_only=True):
     roles: list[RoleShare]
 
 
-class DeathInfo(TypedDict):
+class DeathInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How the process of a rank died."""
 
     rank: int
+    """Global rank of the process."""
     t_ns: int
+    """When it died (ns since the epoch, on the aggregator's clock)."""
     exact: bool
-    """Whether that is known to a second."""
+    """Whether `t_ns` is known to within two seconds."""
     step: int | None
-    """The last one it closed, as last reported: the one it ended in may be later."""
+    """Last step that it closed, as last reported; it may have died in a later one."""
     stage: str | None
-    """It was in this stage, as last reported."""
+    """Stage that it was in, as last reported."""
     how: str
-    """In words: its exception, "killed by SIGKILL", "its node was lost"."""
+    """What happened in words: its exception, "killed by SIGKILL", "its node was lost"."""
     message: str
-    """The exception in full; "" without one."""
+    """Exception in full; "" if it raised none."""
     traceback: str | None
-    """Its last calls, as Python prints them."""
+    """Last calls before the exception, as Python prints them."""
     first: bool
-    """Nothing that ended before it explains it; several where clocks cannot tell which was the first."""
+    """Whether no earlier death explains it. Several ranks are first if clocks cannot tell which one was."""
 
 
 class EventRow(TypedDict):

@@ -132,7 +132,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         signals=run.signals,
         nodes=nodes(run, times),
         named=run.named["ranks"],
-        dead=[death["rank"] for death in poll.deaths(run)],
+        dead=[death.rank for death in poll.deaths(run)],
         rows=rows,
         answers={} if choice.rank is not None else _answers(poll, run, choice.pane),
         health=health(poll, run, "top") if choice.pane == "health" and choice.rank is None else None,

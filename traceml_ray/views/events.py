@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from msgspec.structs import asdict
+
 from traceml_ray import text
 from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.headlines import current_episode, named, severity
@@ -36,7 +38,7 @@ def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     events = [event for event in events if not (deaths and event["kind"] in FATAL)]
     all_events = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
     all_events.sort(key=lambda event: -event["t_ns"])
-    since = min((death["t_ns"] for death in deaths), default=1 << 63)
+    since = min((death.t_ns for death in deaths), default=1 << 63)
     after = [event | {"group": FOLLOWED} for event in all_events if event["t_ns"] >= since]
     after += [_death(run, death) for death in deaths]
     after.sort(key=lambda event: (event["group"] != CAUSE, event["t_ns"]))
@@ -45,12 +47,12 @@ def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
 
 def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
     return {
-        **_known(death, "t_ns", "rank", "step", "stage"),
+        **_known(asdict(death), "t_ns", "rank", "step", "stage"),
         "kind": "death",
         "severity": "critical",
-        "node": run.node_of(death["rank"]),
-        "text": f"rank {death['rank']}: {death['how']}",
-        "group": CAUSE if death["first"] else FOLLOWED,
+        "node": run.node_of(death.rank),
+        "text": f"rank {death.rank}: {death.how}",
+        "group": CAUSE if death.first else FOLLOWED,
     }
 
 
@@ -127,7 +129,7 @@ def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
     over = (run.last_step or 0) > step + _SETTLED_STEPS
     asked = query.GetSpans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)
     spans = cache.ask(asked, lambda _: over) or ()
-    written = any(span["name"] == "checkpoint" and span["times_per_step"] < 0.5 for span in spans)
+    written = any(span.name == "checkpoint" and span.times_per_step < 0.5 for span in spans)
     return ["a checkpoint was written"] * written
 
 

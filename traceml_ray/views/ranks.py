@@ -47,7 +47,7 @@ def rank_rows(
     busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
     stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
     index_of_rank = {rank: index for index, rank in enumerate(times["ranks"])}
-    dead = {death["rank"]: death for death in cache.deaths(run)}
+    dead = {death.rank: death for death in cache.deaths(run)}
     named, reporting = {*run.named["ranks"]}, run.reporting()
     rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
     for rank, process in run.ranks.items():

@@ -190,9 +190,9 @@ def began_text(
     if run is None or verdict is None:
         return ""
     if incident is None:
-        first = next((death for death in cache.deaths(run) if death["first"]), None)
+        first = next((death for death in cache.deaths(run) if death.first), None)
         if first is not None:
-            return f"Ended {'at' if first['exact'] else 'about'} {moment(first['t_ns'])}."
+            return f"Ended {'at' if first.exact else 'about'} {moment(first.t_ns)}."
         return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
     began = since(incident)
     changes = "; ".join(incident["changes"])

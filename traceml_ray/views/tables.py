@@ -60,7 +60,7 @@ def _rank_tone(row: Mapping[str, Any]) -> str:
 
 
 def _state(row: Mapping[str, Any]) -> str:
-    return row["death"]["how"] if row["death"] else text.words(row["state"])
+    return row["death"].how if row["death"] else text.words(row["state"])
 
 
 def _state_tone(row: Mapping[str, Any]) -> str:
