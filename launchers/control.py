@@ -66,7 +66,7 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     left to record.
     """
     from traceml_ray.reports.summary import runs_of
-    from traceml_ray.store.runs import why_over
+    from traceml_ray.store.rank_processes import why_over
     from traceml_ray.store.schema import SessionFileError
     from traceml_ray.store.session_file import SessionFile
 

@@ -44,11 +44,11 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile
+from traceml_ray.store.rank_processes import why_over
 from traceml_ray.store.results import (
     BundleInfo,
     Status,
 )
-from traceml_ray.store.runs import why_over
 from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, holder
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.wire import messages as wire

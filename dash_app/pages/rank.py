@@ -20,8 +20,8 @@ from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.output.view import MOST_LINES, GetOutput
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
-from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
+from traceml_ray.store.rank_processes import node_key
 from traceml_ray.views import figures
 from traceml_ray.views.ranks import position
 from traceml_ray.views.run_state import RunState

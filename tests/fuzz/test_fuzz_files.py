@@ -34,7 +34,7 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
 from traceml_ray.reports.listing import entries
 from traceml_ray.store import query, session
-from traceml_ray.store.packing import pack, unpack
+from traceml_ray.store.history_reader import pack, unpack
 from traceml_ray.store.schema import NONSENSE, SessionFileError
 from traceml_ray.store.session import Live
 from traceml_ray.store.session_file import SessionFile

@@ -39,7 +39,7 @@ from snapshot import Snapshot
 from traceml_ray.monitor import aggregator as aggregator_module
 from traceml_ray.monitor import relay_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.live_runs import MAX_UNKNOWN, LiveRanks
+from traceml_ray.monitor.live_steps import MAX_UNKNOWN, LiveRanks
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings

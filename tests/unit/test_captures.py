@@ -14,7 +14,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import captures
 from traceml_ray.monitor.captures import CaptureCoordinator, Wanted
-from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import profiles

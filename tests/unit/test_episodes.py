@@ -14,7 +14,7 @@ from traceml_ray.analysis.episodes import Episodes
 from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
-from traceml_ray.monitor.saved_state import PACKER
+from traceml_ray.monitor.live_verdict import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES, SYNC_WAIT
 from traceml_ray.text import percent
 

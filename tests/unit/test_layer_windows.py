@@ -22,13 +22,13 @@ from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
-from traceml_ray.monitor import layer_requests
+from traceml_ray.monitor import profiling
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.stages import DATA, FORWARD, STAGES
 from traceml_ray.store import query
-from traceml_ray.store.runs import why_over
+from traceml_ray.store.rank_processes import why_over
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
@@ -180,7 +180,7 @@ def test_request_comes_to_all_ranks_of_the_run_and_ends(played: Played) -> None:
     measured(played, asked="a")
     assert len(ask(played)(GetLayers(asked="a")).ranks) == 8
     assert ask(played)(GetLayers(asked="b")).ranks == []
-    for _ in range(int(layer_requests.SEND_S) + 1):
+    for _ in range(int(profiling.SEND_S) + 1):
         played.play(1)
     assert commands(played) == []
 

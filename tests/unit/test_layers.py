@@ -103,7 +103,7 @@ def test_views_ask_and_open_no_session_file() -> None:
     views = [
         name for name in MODULES if name.partition(".")[0] in ("cli", "driver", "live_session", "dash_app")
     ]
-    reading = {"store.session_file", "store.reader", "reports.summary", "monitor.queries"}
+    reading = {"store.session_file", "store.reader", "reports.summary", "monitor.aggregator"}
     opened = {
         f"{name}: {module}.{taken}" for name in views for module, taken in _imports(name) if module in reading
     }

@@ -20,7 +20,7 @@ from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
-from traceml_ray.store.nodes import Node, label_nodes
+from traceml_ray.store.rank_processes import Node, label_nodes
 from traceml_ray.store.results import NodeInfo
 from traceml_ray.wire import messages as wire
 

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from traceml_ray.monitor import saved_state
-from traceml_ray.store import packing
-from traceml_ray.store.packing import Packer
+from traceml_ray.monitor import live_verdict
+from traceml_ray.store import history_reader
+from traceml_ray.store.history_reader import Packer
 
 
 @pytest.mark.parametrize(
     ("packer", "form", "checksum"),
     [
-        pytest.param(packing._PACKER, packing.FORM, (11, 410499662), id="store/packing"),
-        pytest.param(saved_state.PACKER, saved_state.FORM, (5, 3659275983), id="monitor/saved_state"),
+        pytest.param(history_reader._PACKER, history_reader.FORM, (11, 410499662), id="store/history_reader"),
+        pytest.param(live_verdict.PACKER, live_verdict.FORM, (5, 3659275983), id="monitor/live_verdict"),
     ],
 )
 def test_names_in_packed_bytes_change_only_with_the_form(

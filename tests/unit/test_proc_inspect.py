@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray.monitor import proc_inspect as processes
+from traceml_ray.monitor import rank_connections as processes
 from traceml_ray.signals.nodes.sampler import NodeSampler
 
 

@@ -27,7 +27,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.stages import DATA, SEGMENT_BITS
-from traceml_ray.store.packing import MAX_RANKS, pack, unpack
+from traceml_ray.store.history_reader import MAX_RANKS, pack, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
 from traceml_ray.wire import messages as wire
@@ -378,7 +378,7 @@ def test_statistics_that_could_not_be_read_again_are_not_written(
     job.run(150)
     before = report_of(job)["steps"]["covers"]
     assert before["rows_pct"] == 100
-    monkeypatch.setattr("traceml_ray.store.packing._PACKER._most", 1000)
+    monkeypatch.setattr("traceml_ray.store.history_reader._PACKER._most", 1000)
     job.run(150)
     monkeypatch.undo()
     assert job.aggregator.errors == {"fold: ValueError": 1}

@@ -150,7 +150,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
 
 
 def test_run_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.store.runs.MAX_RUNS", 4)
+    monkeypatch.setattr("traceml_ray.store.rank_processes.MAX_RUNS", 4)
     aggregator = aggregation(tmp_path)
     for run in range(8):
         assert run_message(

@@ -44,7 +44,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
 )
 from traceml_ray.store import query
-from traceml_ray.store.packing import pack, unpack
+from traceml_ray.store.history_reader import pack, unpack
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool

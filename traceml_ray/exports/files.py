@@ -12,7 +12,7 @@ from traceml_ray.exports.step_trace import write_step_trace
 from traceml_ray.exports.tables import TABLES, Batch, Chosen, ExportedTable
 from traceml_ray.files import appearing
 from traceml_ray.store.query import QueryError
-from traceml_ray.store.runs import run_names
+from traceml_ray.store.rank_processes import run_names
 from traceml_ray.store.schema import legible
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile

@@ -30,9 +30,8 @@ from traceml_ray.signals.layers.records import LAYERS, LayerSum, LayerWindow
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
 from traceml_ray.store import query
-from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import Node, RankProcess
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 

@@ -27,7 +27,7 @@ import msgspec
 from traceml_ray import __version__, text
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankFilterError, rank_filter
-from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles

@@ -19,8 +19,7 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
-from traceml_ray.store.rank_processes import RankProcess, last_attempt
-from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
+from traceml_ray.store.rank_processes import MAX_RUNS, RankProcess, by_run, last_attempt, newest, note
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter

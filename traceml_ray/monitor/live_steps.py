@@ -1,29 +1,230 @@
 """
-The step history of each live run, fed with the rows that arrive.
-
-The lock of the step histories: the thread that feeds and judges them waits for one reader at most.
+The runs of a session that go on: which processes are their ranks and on whose clock each of these is, their
+step history, fed with the rows that arrive, and the newest samples and spans in memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
+from traceml_ray.analysis.anomalies import Excerpt, Samples
 from traceml_ray.analysis.row_table import RankMeta, from_wire
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
+from traceml_ray.signals.experts.records import RouterTokens
+from traceml_ray.signals.nodes.records import NodeSample
+from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.rank_processes import RankProcess, pending_ranks, training, world_size
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    by_run,
+    latest_generation_with_rows,
+    latest_process_per_rank,
+    pending_ranks,
+    process_labels,
+    run_names,
+    training,
+    world_size,
+)
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
+
+_SPANS = 1 << 17
+_SIZES = 1 << 15
+_NODES = 4096
+
+
+class Recent:
+    """Memory is bounded, however many rank processes and nodes there are."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, deque[wire.SpanSum]] = {}
+        self._sizes: dict[int, deque[StepSizes]] = {}
+        self._routers: dict[int, dict[int, RouterTokens]] = {}
+        self._nodes: dict[str, Samples] = {}
+
+    def add_span(self, process: int, span: wire.SpanSum) -> None:
+        """Add a span; the newest 32 to 512 of a rank process are kept."""
+        if process not in self._spans:
+            self._spans[process] = deque(maxlen=min(512, max(32, _SPANS // (len(self._spans) + 1))))
+        self._spans[process].append(span)
+
+    def spans(self, process: int) -> list[wire.SpanSum]:
+        """Return the newest spans of a rank process, oldest first."""
+        return list(self._spans.get(process, ()))
+
+    def add_sizes(self, process: int, sizes: StepSizes) -> None:
+        """Add sizes of batches; the newest 8 to 64 of a rank process are kept."""
+        if process not in self._sizes:
+            self._sizes[process] = deque(maxlen=min(64, max(8, _SIZES // (len(self._sizes) + 1))))
+        self._sizes[process].append(sizes)
+
+    def sizes(self, process: int) -> list[StepSizes]:
+        """Return the newest sizes of batches of a rank process, oldest first."""
+        return list(self._sizes.get(process, ()))
+
+    def add_tokens(self, process: int, tokens: RouterTokens) -> None:
+        """Add the tokens of a router of a rank process, in place of those before."""
+        self._routers.setdefault(process, {})[tokens.number] = tokens
+
+    def tokens(self, process: int) -> list[RouterTokens]:
+        """Return the newest tokens of each router of a rank process."""
+        return list(self._routers.get(process, {}).values())
+
+    def add_sample(self, node: str, sample: NodeSample) -> None:
+        """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
+        if node not in self._nodes:
+            self._nodes[node] = Samples()
+            if len(self._nodes) > _NODES:
+                del self._nodes[next(iter(self._nodes))]
+        self._nodes[node].add(sample)
+
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
+        """Return what was sampled on those of `nodes` that are known, see `analysis.anomalies.Between`."""
+        known = {node: self._nodes[node] for node in nodes if node in self._nodes}
+        return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
+
+    def keep(self, processes: set[int]) -> None:
+        """Forget all other rank processes."""
+        known: tuple[dict[int, Any], ...] = (self._spans, self._sizes, self._routers)
+        for of_process in known:
+            for process in of_process.keys() - processes:
+                del of_process[process]
+
+
+MAX_LIVE = 16
+"""Runs judged at the same time, the newest; no rows of other runs are kept in memory."""
+MAX_UNKNOWN = 256
+"""Rank processes of unknown rank, the newest, whose rows are kept in memory."""
+
+
+@dataclass(frozen=True)
+class LiveRanks:
+    """Which processes are the ranks of the live runs."""
+
+    epoch: int = -1
+    """
+    Version of the writer's processes that this was made from, see `SessionWriter.epoch`; -1: make it again
+    each time.
+    """
+    runs: dict[str, list[RankProcess]] = field(default_factory=dict)
+    ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
+    which: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Key of the generation that `ranks` are from, see `rank_processes.Generation`."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """Display names of the rank processes' nodes."""
+    unknown: list[int] = field(default_factory=list)
+    """Rank processes of unknown rank, the newest."""
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """A run that goes on, as it is profiled."""
+
+    run: str
+    name: str
+    ranks: Mapping[int, RankProcess]
+    labels: Mapping[int, str]
+    """Display names of the rank processes' nodes."""
+    clocks: Mapping[str, tuple[int, int]]
+    """Offset and bound of each node's clock, ns, by its id."""
+    verdict: Verdict | None = None
+    """Current verdict on the run."""
+    step_s: float | None = None
+    """Approximate length of a step, in s; None: not known."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks it has, as far as they have said."""
+        return world_size(dict(self.ranks), None)
+
+
+@dataclass(eq=False)
+class LiveRuns:
+    """
+    Args:
+        writer: of the session; its lock is held briefly.
+        recent: keeps what belongs to the ranks of these runs, and nothing else.
+    """
+
+    writer: SessionWriter
+    recent: Recent
+
+    def __post_init__(self) -> None:
+        self.known = LiveRanks()
+        """Result of the last `refresh`."""
+
+    def processes(self) -> dict[str, list[RankProcess]]:
+        """Return the rank processes of the runs that are judged. Called with the writer's lock."""
+        facts = self.writer.meta.get("runs", {})
+        runs = by_run(self.writer.processes.values())
+        going = [run for run in runs if "ended_at" not in facts.get(run, {})]
+        return {run: runs[run] for run in going[-MAX_LIVE:]}
+
+    def refresh(self) -> LiveRanks:
+        """Return which processes are the ranks of the live runs. Called with the writer's lock."""
+        if self.known.epoch != self.writer.epoch:
+            self.known = self._refresh()
+        return self.known
+
+    def _refresh(self) -> LiveRanks:
+        writer = self.writer
+        runs, processes = self.processes(), writer.processes.values()
+        unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
+        latest = {run: latest_generation_with_rows(of_run) for run, of_run in runs.items()}
+        ranks = {run: latest_process_per_rank(one.processes) for run, one in latest.items()}
+        kept = {
+            process.id for processes_of_run in ranks.values() for process in processes_of_run.values()
+        }.union(unknown)
+        self.recent.keep(kept)
+        # Where a rank has had several processes, time alone may decide which of them is the one.
+        epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
+        which = {run: one.key for run, one in latest.items()}
+        return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
+
+    def running(
+        self,
+        verdict: Callable[[str], Verdict | None],
+        step_s: Callable[[Iterable[RankProcess]], float | None],
+    ) -> list[RunNow]:
+        """
+        Return the runs that have ranks, the newest last.
+
+        Args:
+            verdict: returns that on a run as it stands.
+            step_s: returns how long the newest steps of rank processes took.
+        """
+        known, clocks = self.known, self.clocks()
+        names = run_names([], self.writer.meta)
+        running = []
+        for run, ranks in known.ranks.items():
+            now = verdict(run)
+            took = now.mean_step_ms / 1e3 if now and now.mean_step_ms else step_s(ranks.values())
+            if ranks:
+                running.append(RunNow(run, names.get(run, run), ranks, known.labels, clocks, now, took))
+        return running
+
+    def clocks(self) -> dict[str, tuple[int, int]]:
+        """Return offset and bound of each node's clock that are known."""
+        with self.writer.lock:
+            return {
+                name: (node.clock_offset_ns, node.clock_bound_ns)
+                for name, node in self.writer.nodes.items()
+                if node.clock_offset_ns is not None and node.clock_bound_ns is not None
+            }
 
 
 class StepsLock:

@@ -1,20 +1,25 @@
 """
 The live judge: the present verdict of every run, each run by itself; anomalies of the nodes that it names,
 for as long as it names them.
+
+What a restarted aggregator goes on judging with, baselines and episodes, is kept in the session's file.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from traceml_ray.analysis.anomalies import Anomaly, Excerpt
-from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.episodes import AtEnd, Brief, Episodes
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.reasons import (
@@ -28,32 +33,137 @@ from traceml_ray.analysis.reasons import (
 from traceml_ray.analysis.roles import median_rank
 from traceml_ray.analysis.step_stats import of_rows, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE, Thresholds
+from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.uneven_work import Reason, amounts, loads
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.watching import Watch
 from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling, asked_for_bundle
 from traceml_ray.monitor.hang_watch import HangWatch
-from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
-from traceml_ray.monitor.live_steps import LiveSteps
-from traceml_ray.monitor.saved_state import SavedState
+from traceml_ray.monitor.live_steps import MAX_LIVE, LiveRanks, LiveRuns, LiveSteps, Recent, RunNow
+from traceml_ray.reports.baseline import given
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.headlines import conclude
 from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.settings import Settings
+from traceml_ray.settings import SettingError, Settings
 from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.signals.views import findings_of, with_causes
-from traceml_ray.store.nodes import node_key
+from traceml_ray.store.history_reader import Packer
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.rank_processes import RankProcess, generations, rpc_only_ranks
-from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import newest
+from traceml_ray.store.rank_processes import (
+    MAX_RUNS,
+    RankProcess,
+    generations,
+    newest,
+    node_key,
+    rpc_only_ranks,
+)
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import ready
+
+KEY = "judging"
+"""Key of the episodes in the session's `meta`."""
+SAVE_EVERY_NS = 10_000_000_000
+"""How often open episodes are written; one that begins or ends is written at once."""
+MAX_HISTORIES = 16
+FORM = 5
+"""Version of the packed form. It is raised when one of the classes below changes (as in `history_reader`)."""
+PACKER = Packer(
+    FORM,
+    16 << 20,
+    Episodes,
+    Brief,
+    FindingTrack,
+    Recurring,
+    Clock,
+    Episode,
+    AtEnd,
+    Watch,
+    Verdict,
+    Thresholds,
+)
+
+
+@dataclass(eq=False)
+class SavedState:
+    """
+    Of the newest runs: the baseline, the episodes so far, their cost, and how long the run has been judged.
+
+    What cannot be read is counted in `errors`: a baseline that the settings name, or kept episodes.
+    """
+
+    writer: SessionWriter
+    settings: Settings
+    clock: Callable[[], int]
+    errors: Errors
+
+    def __post_init__(self) -> None:
+        self._kept: dict[str, tuple[object, int]] = {}
+        """The episodes saved last, and the time, by run."""
+
+    def baseline(self, run: str) -> Baseline | None:
+        """Return the one kept for `run`, else the one given. Reads a file the first time."""
+        kept = self._kept_of(run, "baselines")
+        return self._given if kept is None else msgspec.convert(kept, ready(Baseline))
+
+    def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> dict[int, int]:
+        """
+        Restore the stored episodes of the generation with that key into `judge`, if they can be used. Return
+        when they began (ns since the epoch), by first step.
+        """
+        kept = self._kept_of(run, KEY)
+        if kept is None or kept.get("which") != [*which]:
+            return {}
+        try:
+            judge.resume(PACKER.unpack(base64.b64decode(kept["state"])))
+            return dict(kept["began"])
+        except Exception as error:
+            self.errors.note("history", error)
+            return {}
+
+    def keep(self, run: str, which: tuple[int, int], judge: RunJudge, began: Mapping[int, int]) -> None:
+        """
+        Keep the baseline of `run`, and its episodes with when they `began` (as `resume` returns it) when that
+        is due or something new is found.
+        """
+        baseline = None if judge.baseline is None else msgspec.to_builtins(judge.baseline)
+        self._keep(run, "baselines", baseline, MAX_RUNS)
+        named, now = judge.episodes.named, self.clock()
+        before, at_ns = self._kept.get(run, (None, 0))
+        if named != before or now - at_ns >= SAVE_EVERY_NS:
+            self._kept[run] = named, now
+            state = base64.b64encode(PACKER.pack(judge.state())).decode()
+            times = [[step, t_ns] for step, t_ns in began.items()]
+            self._keep(run, KEY, {"which": [*which], "state": state, "began": times}, MAX_HISTORIES)
+
+    @cached_property
+    def _given(self) -> Baseline | None:
+        try:
+            return given(self.settings)
+        except SettingError as error:
+            self.errors.note("baseline", error)
+            return None
+
+    def _kept_of(self, run: str, key: str) -> Any:
+        with self.writer.lock:
+            return self.writer.meta.get(key, {}).get(run)
+
+    def _keep(self, run: str, key: str, value: Any, most: int) -> None:
+        with self.writer.lock:
+            kept = dict(self.writer.meta.get(key, {}))
+            if kept.pop(run, None) == value:
+                return
+            kept[run] = value
+            while len(kept) > most:
+                del kept[next(iter(kept))]
+            self.writer.set_meta(**{key: kept})
+
 
 EVERY_NS = 1_000_000_000
 _ROWS = 1024

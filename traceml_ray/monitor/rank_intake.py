@@ -13,7 +13,7 @@ import msgspec
 
 from traceml_ray.errors import Errors
 from traceml_ray.importers import v1
-from traceml_ray.monitor import proc_inspect
+from traceml_ray.monitor import rank_connections
 from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
@@ -143,8 +143,8 @@ class RankIntake:
         process = self._processes.setdefault(batch.process_id, _RankProcess())
         process.heard, process.reported = self.heard, True
         if process.pid is None and pid:
-            process.pid, process.memory_events = pid, proc_inspect.memory_events(pid)
-            process.oom_kills = proc_inspect.oom_kills(process.memory_events)
+            process.pid, process.memory_events = pid, rank_connections.memory_events(pid)
+            process.oom_kills = rank_connections.oom_kills(process.memory_events)
             self.output.follow(batch.process_id, pid)
         if batch.seq > process.seq:
             self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
@@ -218,9 +218,9 @@ class RankIntake:
         data: dict[str, wire.Value] = {
             "dump": number,
             "process_id": process_id,
-            "state": proc_inspect.state(pid),
+            "state": rank_connections.state(pid),
         }
-        text, kind = (proc_inspect.spy(pid), "stacks") if dump else ("", "standing")
+        text, kind = (rank_connections.spy(pid), "stacks") if dump else ("", "standing")
         with self.lock:
             self.events.append(wire.Event(kind, time.time_ns(), message=text, data=data))
 
@@ -247,8 +247,8 @@ class RankIntake:
 
 def _process_ended(name: str, pid: int, process: _RankProcess) -> wire.Event:
     """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
-    code, before = proc_inspect.exit_code(pid), process.oom_kills
-    kills = proc_inspect.oom_kills(process.memory_events)
+    code, before = rank_connections.exit_code(pid), process.oom_kills
+    kills = rank_connections.oom_kills(process.memory_events)
     data: dict[str, wire.Value] = {"process_id": name, "exit_code": code}
     if kills is not None and before is not None and kills > before:
         data["oom_kills"] = kills - before

@@ -28,8 +28,16 @@ from traceml_ray.store import profiles, query, results
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.history_reader import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
-from traceml_ray.store.rank_processes import RankProcess, current_ranks, world_size
-from traceml_ray.store.runs import by_run, count, is_over, newest, run_names
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    by_run,
+    count,
+    current_ranks,
+    is_over,
+    newest,
+    run_names,
+    world_size,
+)
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session import SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile

@@ -17,8 +17,7 @@ from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import is_out_of_memory
-from traceml_ray.store.nodes import node_key
-from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt
+from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt, node_key
 
 ENDED = "process_ended"
 """Kind of event of a process that ended, whether it died or not."""

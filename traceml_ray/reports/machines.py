@@ -11,8 +11,7 @@ from traceml_ray.analysis.anomalies import Between, Machine, anomalies
 from traceml_ray.analysis.step_stats import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.store.nodes import node_key
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess, node_key
 
 _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""

@@ -14,9 +14,16 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.deaths import Death, culprits, deaths
 from traceml_ray.stages import STAGES
-from traceml_ray.store.nodes import label_nodes, node_key
-from traceml_ray.store.rank_processes import RankProcess, current_ranks, rpc_only_ranks, world_size
-from traceml_ray.store.runs import is_own, of_run
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    current_ranks,
+    is_own,
+    label_nodes,
+    node_key,
+    of_run,
+    rpc_only_ranks,
+    world_size,
+)
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_shapes import DeathInfo
 

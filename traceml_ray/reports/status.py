@@ -14,8 +14,7 @@ from traceml_ray.document.text import page
 from traceml_ray.reports.contents import ledger_facts, runs_table
 from traceml_ray.reports.headlines import restarted
 from traceml_ray.store import query
-from traceml_ray.store.nodes import node_key
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess, node_key
 from traceml_ray.store.results import NodeInfo
 from traceml_ray.store.session import Live, start_text
 from traceml_ray.wire.messages import NOT_MEASURED

@@ -25,8 +25,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, RankRows, Window
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.stages import FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES
-from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.packing import unpack
+from traceml_ray.store.history_reader import HistoryReader, unpack
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import Folded, SessionFile, columns_of
 from traceml_ray.store.step_shapes import SpanTimes

@@ -46,8 +46,7 @@ from traceml_ray.reports.stored_totals import StoredSpans, StoredTotals, first_s
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS, findings_of, with_causes
 from traceml_ray.stages import STAGES
-from traceml_ray.store.nodes import label_nodes, node_key
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess, label_nodes, node_key
 from traceml_ray.store.results import NodeInfo, RunInfo
 from traceml_ray.store.session_file import SessionFile
 

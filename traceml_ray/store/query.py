@@ -57,7 +57,7 @@ class QueryError(RuntimeError):
 
 
 class OfRun(Request[A], Generic[A], frozen=True):
-    """A question about one run, by its id or name; None: the newest, see `store.runs.newest`."""
+    """A question about one run, by its id or name; None: the newest, see `store.rank_processes.newest`."""
 
     run: str | None = None
 

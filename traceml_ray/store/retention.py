@@ -25,10 +25,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import N_STAGES
-from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.packing import MAX_RANKS, pack, unpack
-from traceml_ray.store.rank_processes import current_ranks, training, world_size
-from traceml_ray.store.runs import by_run
+from traceml_ray.store.history_reader import MAX_RANKS, pack, unpack
+from traceml_ray.store.rank_processes import by_run, current_ranks, process_labels, training, world_size
 from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 

@@ -20,8 +20,8 @@ from traceml_ray.signals.experts.records import EXPERTS, MAX_ROUTERS, RouterToke
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
-from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
+from traceml_ray.store.rank_processes import NODE_COLUMNS as NODE
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 

@@ -26,11 +26,19 @@ from traceml_ray.analysis.window import Int64, RankRows
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.throughput.records import MAX_SIZES, StepSizes
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
-from traceml_ray.store.nodes import Node, process_labels
-from traceml_ray.store.rank_processes import RankProcess, current_ranks, from_row
+from traceml_ray.store.rank_processes import (
+    Node,
+    RankProcess,
+    current_ranks,
+    from_row,
+    ledger,
+    list_runs,
+    newest_of,
+    of_run,
+    process_labels,
+)
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.results import WholeLedger
-from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.wire.codec import ready

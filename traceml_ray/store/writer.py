@@ -26,9 +26,8 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.store.fence import Fence, identity
-from traceml_ray.store.nodes import COLUMNS as NODE
-from traceml_ray.store.nodes import Node
-from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, Node, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import NODE_COLUMNS as NODE
 from traceml_ray.store.retention import OutputRetention, Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
 from traceml_ray.store.session_file import SessionFile

@@ -25,7 +25,7 @@ from rich.color import ColorSystem
 from rich.text import Text
 
 from traceml_ray.document.terminal import fit
-from traceml_ray.monitor import proc_inspect
+from traceml_ray.monitor import rank_connections
 from traceml_ray.settings import Settings
 from traceml_ray.terminal.codes import LEAVE, RESTORE, SAVE
 from traceml_ray.terminal.screen import Screen, terminal_colours
@@ -168,7 +168,7 @@ def _draw_until_ended(feed: Feed, under: Beneath, wake: int) -> None:
         if not under.resized and (now < free_at or not (new or now >= whole_at)):
             continue
         new, free_at = False, now + _INTERVAL_S
-        if proc_inspect.state(job) == _STOPPED:  # by Ctrl-Z: the terminal is the shell's
+        if rank_connections.state(job) == _STOPPED:  # by Ctrl-Z: the terminal is the shell's
             under.leave()
             continue
         whole = now >= whole_at

@@ -14,7 +14,7 @@ import numpy as np
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.store.nodes import node_key
+from traceml_ray.store.rank_processes import node_key
 from traceml_ray.text import natural
 
 from .run_state import RunState

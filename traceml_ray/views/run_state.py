@@ -11,9 +11,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
-from traceml_ray.store.nodes import node_key
 from traceml_ray.store.query import Request
-from traceml_ray.store.rank_processes import RankProcess, reporting, world_size
+from traceml_ray.store.rank_processes import RankProcess, node_key, reporting, world_size
 from traceml_ray.store.results import NodeInfo
 from traceml_ray.store.step_shapes import EventRow, StepTimes
 from traceml_ray.store.summary_shape import to_builtins

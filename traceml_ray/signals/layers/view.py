@@ -20,9 +20,8 @@ from traceml_ray.signals.finding import Finding, key_of, known
 from traceml_ray.signals.layers.judge import LayerFinding, Layers, layers_of, of_windows
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.view import Run, View
-from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess, process_labels
 from traceml_ray.wire.codec import ready
 
 

@@ -34,10 +34,8 @@ from traceml_ray.signals.memory.sentences import GROWTH
 from traceml_ray.signals.memory.shapes import Attribution, Collective, Memory, MemoryFinding
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.bundles import kept_why
-from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.rank_processes import RankProcess, current_ranks, world_size
-from traceml_ray.store.runs import by_run
+from traceml_ray.store.rank_processes import RankProcess, by_run, current_ranks, process_labels, world_size
 from traceml_ray.store.samples import MemoryColumns
 from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
