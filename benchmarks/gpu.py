@@ -6,7 +6,7 @@ What only a CUDA device can confirm; less than eight minutes.
 Each section is a process of its own and fails by itself; what it looks at stands at the top of its function.
 Those that measure time run alone, the others three at a time. What cannot be seen on this machine (Ray is not
 installed, NVML shows no pids in this container) is NOT SEEN: no failure, and no confirmation. The last line
-tells whether `CONFIRMED` in `traceml_ray/agent/device_use.py` may be set. `--markdown` prints what belongs
+tells whether this device is confirmed. `--markdown` prints what belongs
 into RESULTS.md; each section's figures are on stderr as soon as it ends. `--played` tries what it can on the
 device of the tests, whose time is played: that shows that the script works, and nothing about a device.
 
@@ -153,17 +153,19 @@ def verdict(figures: list[Figure], chosen: list[str], played: bool) -> tuple[str
     unseen = sorted({figure.part for figure in figures if NOT_SEEN in figure.value})
     if failed:
         parts = ", ".join(dict.fromkeys(figure.part for figure in failed))
-        return f"NOT green: {len(failed)} {FAILED} ({parts}). CONFIRMED stays False.", 1
+        return (
+            f"NOT green: {len(failed)} {FAILED} ({parts}). TRACEML_DEVICE_CLOCK=0 turns the clock off.",
+            1,
+        )
     if played:
-        return "every played section is green; a played device confirms nothing. CONFIRMED stays False.", 0
+        return "every played section is green; a played device confirms nothing.", 0
     if lacking := sorted(set(SECTIONS) - set(chosen)) + [
         part for part in unseen if part not in MAY_BE_UNSEEN
     ]:
-        return f"green, but {', '.join(lacking)} did not run. CONFIRMED stays False.", 0
+        return f"green, but {', '.join(lacking)} did not run, so this device is not confirmed.", 0
     seen = f" (not seen here: {', '.join(unseen)})" if unseen else ""
     return (
-        f"GREEN{seen}: set CONFIRMED = True in traceml_ray/agent/device_use.py, put these lines into "
-        "benchmarks/RESULTS.md and say there and in README.md and docs/gpu.md on what device.",
+        f"GREEN{seen}: this device is confirmed; RESULTS.md and docs/gpu.md should say so.",
         0,
     )
 

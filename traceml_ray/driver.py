@@ -127,7 +127,7 @@ def start(
         idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
             Default: 600.
         device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`
-            does once a device has confirmed it. Default: `auto`.
+            does where steps take 40 ms or more. Default: `auto`.
         memory_history: have torch record each allocation on a CUDA device, and write its record when memory
             runs out, for PyTorch's memory viewer. Default: False.
         deep: measure the time and memory of each layer, in as many steps as cost at most 3 % of a step.

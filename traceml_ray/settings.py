@@ -68,8 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without any message after which relay and aggregator end."""
     device_clock: str = "auto"
     """
-    Whether stages of CUDA jobs are timed by the device's clock: 0, 1 or auto (off: no device has confirmed it
-    yet).
+    Whether stages of CUDA jobs are timed by the device's clock: 0 (never), 1 (always) or auto (where steps
+    take 40 ms or more).
     """
     memory_history: bool = False
     """

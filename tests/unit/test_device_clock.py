@@ -13,7 +13,7 @@ from traceml_ray.stages import FLAG_EXCLUDED, FLAG_INSEPARABLE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.messages import DEVICE_CLOCK
 
-OFF = "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns it on"
+OFF = "not read in steps as short as 5 ms: TRACEML_DEVICE_CLOCK=1 turns it on"
 
 
 @pytest.mark.parametrize(

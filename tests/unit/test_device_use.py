@@ -49,7 +49,6 @@ def why(agent: RankAgent) -> str:
         ("1", ("cpu",), ""),
         ("auto", ("cpu",), ""),
         ("0", ("cuda:0",), "turned off by TRACEML_DEVICE_CLOCK=0"),
-        ("auto", ("cuda:0",), "TRACEML_DEVICE_CLOCK=1 turns it on"),
         ("1", ("cuda:0", "cuda:1"), "several devices"),
         ("1", ("xpu:0",), "only of CUDA devices, not of xpu"),
         ("1", ("mps:0",), "only of CUDA devices, not of mps"),
@@ -62,6 +61,56 @@ def test_reason_is_given_where_there_is_no_device_clock(
     agent = rank(setting, *devices)
     assert (reason in why(agent)) if reason else not why(agent)
     assert agent.device.clock is None and agent.recorder.stamp is agent.recorder.clock
+
+
+@pytest.mark.parametrize(
+    ("setting", "warm_up_ms", "step_ms", "begins"),
+    [("auto", 400, 41, True), ("auto", 5, 39, False), ("auto", 400, 5, False), ("auto", 30_000, 30_000, True),
+     ("1", 400, 5, True)],
+)  # fmt: skip
+def test_auto_reads_the_device_where_steps_are_long_enough(
+    monkeypatch: pytest.MonkeyPatch, setting: str, warm_up_ms: int, step_ms: int, begins: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("traceml_ray.agent.device_use.cuda_api", lambda _: FakeDevice())
+    agent = make(Pipe(), device_clock=setting)
+    now = [0]
+    agent.device._pace._clock = lambda: now[0]
+    agent.model = OnDevices("cuda:0")  # type: ignore[attr-defined]
+    agent.instrumentation.roots.add(agent.model)  # type: ignore[attr-defined]
+    rows = agent.recorder.steps.rows
+    rows.first = False
+    agent.device.tick()
+    assert (agent.device.clock is not None) is (setting == "1")
+    for part_ms in (warm_up_ms, step_ms):
+        for _ in range(-(-1000 // part_ms)):
+            rows.step += 1
+            now[0] += part_ms * 1_000_000
+        agent.device.tick()
+    assert (agent.device.clock is not None) is begins
+    short = "not read in steps as short as"
+    assert (short in why(agent)) is not begins and ("TRACEML_DEVICE_CLOCK=1" in why(agent)) is not begins
+    rows.step += 1
+    now[0] += 60_000_000_000
+    agent.device.tick()
+    assert (agent.device.clock is not None) is begins, "it is decided once"
+
+
+@pytest.mark.parametrize(
+    ("setting", "row_ms", "goes_on"), [("auto", 21, True), ("auto", 19, False), ("1", 1, True)]
+)
+def test_auto_ends_where_steps_become_short(setting: str, row_ms: int, goes_on: bool) -> None:
+    agent = make(Pipe(), device_clock=setting)
+    agent.device.begin(FakeDevice())
+    clock = agent.device.clock
+    assert clock is not None
+    clock.medians.extend([row_ms * 1_000_000] * 63)
+    agent.device.tick()
+    assert agent.device.clock is clock
+    clock.medians.append(row_ms * 1_000_000)
+    agent.device.tick()
+    assert (agent.device.clock is clock) is goes_on
+    assert ("not read in steps as short as" in why(agent)) is not goes_on
 
 
 def test_reason_names_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

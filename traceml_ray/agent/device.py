@@ -570,6 +570,11 @@ class DeviceClock:
         """The median row, of the newest; 0 before there is one."""
         return sorted(self.medians)[len(self.medians) // 2] if self.medians else 0
 
+    @property
+    def usual_ns(self) -> int | None:
+        """The median row of the newest 64, in ns; None: there are fewer."""
+        return self.median_ns if len(self.medians) == self.medians.maxlen else None
+
     def _recorded(self, number: int) -> tuple[int, bool]:
         return self._hosts[number & _MASK], self._took[number & _MASK] > FULL_NS
 

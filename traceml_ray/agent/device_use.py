@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from traceml_ray import text
 from traceml_ray.agent.cuda import CudaApi, cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
 from traceml_ray.agent.instrument import Instrumentation
@@ -19,11 +20,38 @@ from traceml_ray.agent.steps import STREAMED
 from traceml_ray.errors import error_text
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK, OpenStage
 
-CONFIRMED = False
-"""A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""
+SHORTEST_STEP_NS = 40_000_000
+"""
+`auto` reads the device in steps of at least this long. What the events of a step add to a host that is never
+waited for was 60 to 130 µs on one machine with an H200 (`benchmarks/gpu.py`), 0.3 % of such a step.
+"""
+_PACE_NS = 1_000_000_000
+"""Steps are timed for at least this long before `auto` decides."""
 _GRAPHS = "a mark inside the capture of a CUDA graph is made once: a step that is only replayed has no row"
 CLOSE_WAIT_S = 0.2
 _POLL_S = 0.005
+
+
+class StepPace:
+    """How long steps take on the CPU's clock, once the first ones, which may compile, are over."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._since: tuple[int, int] | None = None
+        """Time and step."""
+        self._warm = False
+
+    def step_ns(self, step: int) -> int | None:
+        """Return the mean time of the newest steps, in ns; None: not known yet. `step` is the present one."""
+        now = self._clock()
+        if self._since is None:
+            self._since = now, step
+        began_ns, first = self._since
+        if step == first or now - began_ns < _PACE_NS:
+            return None
+        self._since = now, step
+        was_warm, self._warm = self._warm, True
+        return (now - began_ns) // (step - first) if was_warm else None
 
 
 class DeviceUse:
@@ -43,6 +71,9 @@ class DeviceUse:
         self._recorder: Recorder = instrumentation.recorder
         self._ring = ring
         self._decided = False
+        self._index: int | None = None
+        """Device that is read once steps are known to be long enough; None: none is."""
+        self._pace = StepPace(instrumentation.recorder.clock)
         self._noted: dict[str, int] = {}
         self._waits: ShardedWaits | None = None
         self._make_another: Callable[[], DeviceApi] | None = None
@@ -51,6 +82,8 @@ class DeviceUse:
         """Read what the device has finished, after the log was replayed."""
         if self.clock is None and not self._decided:
             self._consider()
+        if self._index is not None:
+            self._begin_if_long(self._index)
         if self.clock is not None:
             self.clock.resolve(self._recorder.first_event())
             if self._waits is not None:
@@ -121,26 +154,43 @@ class DeviceUse:
             return
         if not devices:
             return
-        self._decided = True
         devices = {device for device in devices if device.type not in ("cpu", "meta")}
+        self._decided = True
         if not devices:
             return
         if len(devices) > 1:
             self._recorder.exchange.couple("several devices")
         why = self._refusal(torch, devices)
-        if not why:
-            try:
-                index = devices.pop().index
-                self.begin(cuda_api(index), functools.partial(CudaApi, index))
-            except Exception as error:
-                self._ours.errors.note("device clock", error)
-                why = error_text(error)
         if why:
             self._ours.missing[DEVICE_CLOCK] = why[:200]
-        elif os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            return
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
             self._ours.missing[f"{DEVICE_CLOCK}: lead"] = (
                 "CUDA_LAUNCH_BLOCKING=1: no host is ahead of its device"
             )
+        index = devices.pop().index
+        if self._setting == "auto":
+            self._index = index
+        else:
+            self._begin_on(index)
+
+    def _begin_on(self, index: int) -> None:
+        try:
+            self.begin(cuda_api(index), functools.partial(CudaApi, index))
+        except Exception as error:
+            self._ours.errors.note("device clock", error)
+            self._ours.missing[DEVICE_CLOCK] = error_text(error)[:200]
+
+    def _begin_if_long(self, index: int) -> None:
+        """Read the device from here on, if steps take so long that it costs next to nothing."""
+        step_ns = self._pace.step_ns(self._recorder.steps.rows.step)
+        if step_ns is None:
+            return
+        self._index = None
+        if step_ns < SHORTEST_STEP_NS:
+            self._ours.missing[DEVICE_CLOCK] = _too_short(step_ns)
+        else:
+            self._begin_on(index)
 
     def _refusal(self, torch: Any, devices: set[Any]) -> str:
         kinds = sorted({device.type for device in devices})
@@ -152,8 +202,6 @@ class DeviceUse:
             return "the model is on several devices"
         if self._setting == "0":
             return "turned off by TRACEML_DEVICE_CLOCK=0"
-        if self._setting == "auto" and not CONFIRMED:
-            return "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns it on"
         if not torch.cuda.is_initialized():
             return "CUDA is not initialized in this process"
         return ""
@@ -167,6 +215,10 @@ class DeviceUse:
             self._ours.missing[f"{DEVICE_CLOCK}: rows"] = f"ranks are not compared by them: {why}"[:200]
         if self.clock.counts["no event inside a graph capture"]:
             self._ours.missing["graphs"] = _GRAPHS
+        usual_ns = self.clock.usual_ns
+        # Half: where steps are about as long as the shortest, some ranks would have a clock and others none.
+        if self._setting == "auto" and usual_ns is not None and usual_ns < SHORTEST_STEP_NS // 2:
+            self.clock.fail(_too_short(usual_ns))
         if self._recorder.exchange.inferred:
             self.clock.fail("gradients are not exchanged by DDP or FSDP")
         if self.clock.stopped:
@@ -190,3 +242,7 @@ class DeviceUse:
         if clock is not None:
             self._count(clock)
         return left
+
+
+def _too_short(step_ns: int) -> str:
+    return f"not read in steps as short as {text.ns(step_ns)}: TRACEML_DEVICE_CLOCK=1 turns it on"

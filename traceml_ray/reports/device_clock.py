@@ -13,8 +13,8 @@ from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK
 
 _SETTING = "TRACEML_DEVICE_CLOCK"
 _TURN_ON = (
-    f"Set {_SETTING}=1: then late ranks are named on CUDA as well, by the device's clock. It is off by "
-    "default until a real device has confirmed it."
+    f"Set {_SETTING}=1: then late ranks are named on CUDA as well, by the device's clock. By "
+    "default it is not read in steps that are shorter than 40 ms."
 )
 _OTHERWISE = {"tp", "pp"}
 """Ranks that depend on each other in another way, with a device clock or without."""
