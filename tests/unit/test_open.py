@@ -219,6 +219,12 @@ class TestPlot:
             assert len(figure.data)
         figure.to_json()
 
+    def test_ranks_are_named_in_the_middle_of_their_rows(self, session: Any) -> None:
+        pytest.importorskip("plotly")
+        axis = session.plot("ranks").layout.yaxis
+        assert axis.tickvals == tuple(row + 0.5 for row in range(8))
+        assert axis.ticktext[5] == "▶ rank 5 (host-1)"
+
     def test_an_unknown_plot_lists_those_there_are(self, session: Any) -> None:
         with pytest.raises(ValueError, match="no plot 'rank'; there are: ranks, steps, stages"):
             session.plot("rank")

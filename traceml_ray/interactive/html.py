@@ -44,7 +44,7 @@ def _column(name: str, values: Sequence[Any]) -> Column:
     """Return a column of a table; moments are written as dates in UTC."""
     if name in TIMES:
         shown = [None if value is None else text.date(moment(int(value))) for value in values[:_SHOWN]]
-        return Column(f"{TIMES[name]} (UTC)", lambda index: shown[index] or "", "date")
+        return Column(TIMES[name], lambda index: shown[index] or "", "date")
     first = next((value for value in values[:_SHOWN] if value is not None), None)
     numeric = isinstance(first, (int, float, np.number)) and not isinstance(first, bool)
     return Column(name, lambda index: _cell(values[index]), "figures" if numeric else "words")

@@ -45,7 +45,7 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
     rows = drawing.by_node(heat, drawing.suspects(heat, verdict))
     figure = heat_figure(heat, rows, "", {})
     edges = [0, *accumulate(row.height for row in rows)]
-    middles = [(low + high) / 2 + 0.5 for low, high in pairwise(edges)]
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
     names = [("▶ " if row.named else "") + row.name for row in rows]
     figure["layout"]["yaxis"] |= {
         "visible": True,

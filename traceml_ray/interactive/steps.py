@@ -108,9 +108,7 @@ class StepTable:
         """Return the first rows as a table for a notebook, times in ms."""
         shown = {name: getattr(self, name)[:_SHOWN] for name in ("step", "rank", "segment")}
         times = {
-            f"{name.removesuffix('_ns')} ms": [
-                text.number(value / 1e6) for value in getattr(self, name)[:_SHOWN]
-            ]
+            f"{name.removesuffix('_ns')} ms": getattr(self, name)[:_SHOWN] / 1e6
             for name in (*_STAGES, "total_ns")
         }
         return page_of_table({**shown, **times}, len(self), self._size())
