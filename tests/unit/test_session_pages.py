@@ -838,7 +838,7 @@ def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
     pages = followed(played)
     page = look(pages, "health")
     assert page["ledger"].produced == page["ledger"].stored == 8 * 150
-    assert page["overhead"]["training_thread_us_per_step"] == pytest.approx(5, rel=0.1)
+    assert page["overhead"].training_thread_us_per_step == pytest.approx(5, rel=0.1)
     assert [relay["age_s"] for relay in page["relays"]] == [0, 0]
 
 

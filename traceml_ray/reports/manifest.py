@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from traceml_ray import __version__
@@ -54,7 +55,7 @@ def manifest_of(
         output=printed,
         causes=list(causes),
         deaths=[asdict(death) for death in deaths_of(facts)] if all_deaths else [],
-        ranks=ranks_block(facts, all_deaths),
+        ranks=to_builtins(ranks_block(facts, all_deaths)),
         silent_ranks=missing_of(facts.world_size, facts.ranks),
         environment=alike(facts, lambda process: process.environment),
         memory_from=alike(facts, lambda process: process.memory_from),

@@ -26,6 +26,7 @@ from traceml_ray.store.rank_processes import (
 )
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_shapes import DeathInfo
+from traceml_ray.store.summary_shape import EventInfo, RankOverhead, SummaryNode, SummaryRank, SummarySession
 
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
@@ -104,26 +105,26 @@ class RunFacts:
         return self.labels[node_key(process)] if process else None
 
 
-def session_block(facts: RunFacts) -> dict[str, Any]:
+def session_block(facts: RunFacts) -> SummarySession:
     """Return what the summary says of the session as a whole."""
     meta, nodes = facts.meta, _nodes(facts)
-    return {
-        "id": meta.get("session"),
-        "status": meta.get("status", "running"),
-        "exit_code": meta.get("exit_code"),
-        "started_at": moment(meta.get("started_at")),
-        "ended_at": moment(meta.get("ended_at")),
-        "launcher": facts.fact("launcher"),
-        "command": meta.get("command"),
-        "strategy": mode(process.strategy for process in facts.ranks.values()) or meta.get("strategy"),
-        "world_size": facts.world_size or None,
-        "silent_ranks": missing_of(facts.world_size, facts.ranks),
-        "nnodes": facts.fact("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
-        "nodes": nodes,
-    }
+    return SummarySession(
+        id=meta.get("session"),
+        status=meta.get("status", "running"),
+        exit_code=meta.get("exit_code"),
+        started_at=moment(meta.get("started_at")),
+        ended_at=moment(meta.get("ended_at")),
+        launcher=facts.fact("launcher"),
+        command=meta.get("command"),
+        strategy=mode(process.strategy for process in facts.ranks.values()) or meta.get("strategy"),
+        world_size=facts.world_size or None,
+        silent_ranks=missing_of(facts.world_size, facts.ranks),
+        nnodes=facts.fact("nnodes") or sum(bool(node.ranks) for node in nodes) or None,
+        nodes=nodes,
+    )
 
 
-def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
+def _nodes(facts: RunFacts) -> list[SummaryNode]:
     """
     Return the nodes that the run's ranks are on, then those that it lost before. Their numbers are what
     the ranks report where that can be (one number a node, and no number twice), else the order of the
@@ -146,15 +147,15 @@ def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
     before = {node_key(process) for process in facts.processes if process.identity}.difference(ranks)
     gone = [key for key in sorted(before) if _is_lost(facts, key)]
     return [
-        {
-            "node_rank": number.get(key),
-            "node_id": key if key in facts.nodes else None,
-            "hostname": facts.labels[key],
-            "lost": _is_lost(facts, key),
-            "ranks": ranks.get(key, []),
-            "clock_offset_ns": facts.nodes[key].clock_offset_ns if key in facts.nodes else None,
-            "clock_bound_ns": facts.nodes[key].clock_bound_ns if key in facts.nodes else None,
-        }
+        SummaryNode(
+            node_rank=number.get(key),
+            node_id=key if key in facts.nodes else None,
+            hostname=facts.labels[key],
+            lost=_is_lost(facts, key),
+            ranks=ranks.get(key, []),
+            clock_offset_ns=facts.nodes[key].clock_offset_ns if key in facts.nodes else None,
+            clock_bound_ns=facts.nodes[key].clock_bound_ns if key in facts.nodes else None,
+        )
         for key in [*sorted(ranks, key=lambda key: number[key]), *gone]
     ]
 
@@ -185,54 +186,54 @@ def _death(death: Death, first: bool) -> DeathInfo:
     )
 
 
-def ranks_block(facts: RunFacts, all_deaths: Sequence[Death]) -> dict[str, Any]:
+def ranks_block(facts: RunFacts, all_deaths: Sequence[Death]) -> dict[str, SummaryRank]:
     """Return how far each rank came and how it ended."""
     died = {death.rank: death for death in all_deaths if death.process is not None}
     processes = Counter(process.rank for process in facts.processes)
     return {str(rank): _rank(facts, rank, died.get(rank), processes[rank]) for rank in facts.ranks}
 
 
-def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> dict[str, Any]:
+def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> SummaryRank:
     process = facts.ranks[rank]
     identity = process.identity
-    return {
-        "name": (identity.name or None) if identity else None,
-        "node": facts.node_of(rank),
-        "pid": identity.pid if identity else None,
-        "attempt": identity.attempt if identity else None,
-        "processes": processes,
-        "last_step": process.last_step,
-        "open_stage": None if process.final else process.stage,
-        "last_seen": moment(process.last_seen_ns),
-        "ended": "died" if death else "finished" if process.final else None,
-        "exit_code": process.exit_code,
-        "exit_reason": death.reason if death else None,
-        "missing": process.missing,
-        "errors": process.errors,
-        "role": process.role,
-        "placement": process.placement,
-        "serves": process.rank in facts.rpc_only_ranks,
-    }
+    return SummaryRank(
+        name=(identity.name or None) if identity else None,
+        node=facts.node_of(rank),
+        pid=identity.pid if identity else None,
+        attempt=identity.attempt if identity else None,
+        processes=processes,
+        last_step=process.last_step,
+        open_stage=None if process.final else process.stage,
+        last_seen=moment(process.last_seen_ns),
+        ended="died" if death else "finished" if process.final else None,
+        exit_code=process.exit_code,
+        exit_reason=death.reason if death else None,
+        missing=process.missing,
+        errors=process.errors,
+        role=process.role,
+        placement=process.placement,
+        serves=process.rank in facts.rpc_only_ranks,
+    )
 
 
-def events_block(facts: RunFacts) -> list[dict[str, Any]]:
+def events_block(facts: RunFacts) -> list[EventInfo]:
     """Return the newest events."""
     return [_event(event, facts) for event in facts.events[-_MAX_EVENTS:]]
 
 
-def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
+def _event(event: dict[str, Any], facts: RunFacts) -> EventInfo:
     rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
     stage, node_id = event["stage"], event["node_id"]
-    return {
-        "time": moment(event["t_ns"]),
-        "kind": event["kind"],
-        "rank": rank,
-        "node": facts.labels.get(node_id, node_id) if node_id else facts.node_of(rank),
-        "step": event["step"],
-        "stage": None if stage is None else STAGES[stage],
-        "message": event["message"][:_MAX_MESSAGE],
-        "data": event["data"],
-    }
+    return EventInfo(
+        time=moment(event["t_ns"]),
+        kind=event["kind"],
+        rank=rank,
+        node=facts.labels.get(node_id, node_id) if node_id else facts.node_of(rank),
+        step=event["step"],
+        stage=None if stage is None else STAGES[stage],
+        message=event["message"][:_MAX_MESSAGE],
+        data=event["data"],
+    )
 
 
 def alike(facts: RunFacts, values_of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -244,7 +245,7 @@ def alike(facts: RunFacts, values_of: Callable[[RankProcess], Mapping[str, str]]
     return [{"ranks": ranks, "values": dict(values)} for values, ranks in ranks_of_values.items()]
 
 
-def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:
+def overhead_of(processes: Iterable[RankProcess]) -> RankOverhead:
     """
     Return what the monitor cost the rank that it cost most, each figure by itself.
 
@@ -260,12 +261,12 @@ def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:
             sent.append(process.sent_bytes / steps)
         if process.agent_wall_ns and process.agent_cpu_ns:
             cpu.append(100 * process.agent_cpu_ns / process.agent_wall_ns)
-    return {
-        "of": "worst rank",
-        "training_thread_us_per_step": max(marks, default=None),
-        "agent_cpu_pct": max(cpu, default=None),
-        "bytes_per_step": max(sent, default=None),
-    }
+    return RankOverhead(
+        of="worst rank",
+        training_thread_us_per_step=max(marks, default=None),
+        agent_cpu_pct=max(cpu, default=None),
+        bytes_per_step=max(sent, default=None),
+    )
 
 
 def moment(t_ns: int | None) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from traceml_ray.store.history_reader import HistoryReader, unpack
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import Folded, SessionFile, columns_of
 from traceml_ray.store.step_shapes import SpanTimes
+from traceml_ray.store.summary_shape import SpanStatistics
 
 MAX_ROWS = 2_000_000
 """Of more rows (steps × ranks) a report of the newest is made first."""
@@ -238,33 +238,31 @@ class StoredSpans:
                 rates_of_rank.setdefault(rank, {})[row["name"], row["stage"]] = rate
         return {rank: rates_of_rank[rank] for rank in ranks if rank in rates_of_rank}
 
-    def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[dict[str, Any]]:
+    def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[SpanStatistics]:
         """
         Return the spans over the steps `first` to `last`, the largest on any rank first; `stages` is the
         mean of each stage then, ns, by rank.
         """
         known = self.find(list(stages), first, last)
-        block: list[dict[str, Any]] = []
+        block: list[SpanStatistics] = []
         for name, stage in {key for rates in known.values() for key in rates}:
             rates_here = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
             worst = max(rates_here, key=lambda rank: rates_here[rank].ns)
             rate = rates_here[worst]
             block.append(
-                {
-                    "stage": STAGES[stage],
-                    "name": name,
-                    "median_ms": float(
-                        np.median([rates_here[r].ns if r in rates_here else 0.0 for r in known])
-                    )
+                SpanStatistics(
+                    stage=STAGES[stage],
+                    name=name,
+                    median_ms=float(np.median([rates_here[r].ns if r in rates_here else 0.0 for r in known]))
                     / 1e6,
-                    "max_ms": rate.ns / 1e6,
-                    "worst_rank": worst,
-                    "share": min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
-                    "times_per_step": rate.times,
-                    "bytes": rate.bytes,
-                }
+                    max_ms=rate.ns / 1e6,
+                    worst_rank=worst,
+                    share=min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
+                    times_per_step=rate.times,
+                    bytes=rate.bytes,
+                )
             )
-        return sorted(block, key=lambda span: (-span["max_ms"], span["name"]))[:_MAX_SPANS]
+        return sorted(block, key=lambda span: (-span.max_ms, span.name))[:_MAX_SPANS]
 
 
 def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[SpanTimes]:

@@ -49,6 +49,7 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import RankProcess, label_nodes, node_key
 from traceml_ray.store.results import NodeInfo, RunInfo
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import BaselineInfo, BaselineStage, Covers, SpanStatistics
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
 SCHEMA = "traceml_ray/summary/1"
@@ -164,13 +165,13 @@ def _summary(
     findings = findings_of({**verdict.plain(), "episodes": episodes}, signals)
     summary: dict[str, Any] = {
         "schema": SCHEMA,
-        "session": session_block(facts),
+        "session": msgspec.to_builtins(session_block(facts)),
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, totals),
         "throughput": None,  # of signals: their places in the file; those without one come last
         "first_steps": msgspec.to_builtins(first),
-        "spans": _spans(spans, totals),
+        "spans": msgspec.to_builtins(_spans(spans, totals)),
         "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), findings)),
         "verdict": _verdict(verdict),
         "findings": msgspec.to_builtins(findings),
@@ -180,17 +181,17 @@ def _summary(
         "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": episodes,
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
-        "baseline": _baseline(judged.baseline if judged else None),
-        "ranks": ranks_block(facts, facts.deaths),
+        "baseline": msgspec.to_builtins(_baseline(judged.baseline if judged else None)),
+        "ranks": msgspec.to_builtins(ranks_block(facts, facts.deaths)),
         "output": None,
         "memory": None,
         "sharding": None,
         "layers": None,
         "profiles": profiles_block(facts.session.path.parent, facts.run.get("id")),
         "system": None,
-        "events": events_block(facts),
+        "events": msgspec.to_builtins(events_block(facts)),
         "ledger": facts.session.ledger(),
-        "overhead": overhead_of(facts.ranks.values()),
+        "overhead": msgspec.to_builtins(overhead_of(facts.ranks.values())),
     }
     summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
     rounded: dict[str, Any] = _rounded(summary)
@@ -311,24 +312,26 @@ def _of_the_run(episode: Episode, judged: RunJudge) -> dict[str, Any]:
     return {**msgspec.to_builtins(episode), "cost_pct": min(100.0, cost_pct), "cost_range_pct": None}
 
 
-def _spans(spans: StoredSpans, totals: StoredTotals | None) -> list[dict[str, Any]]:
+def _spans(spans: StoredSpans, totals: StoredTotals | None) -> list[SpanStatistics]:
     if totals is None or totals.stats is None:
         return []
     return spans.block(totals.stage_ns(), *totals.stats.between)
 
 
-def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
+def _baseline(baseline: Baseline | None) -> BaselineInfo | None:
     if baseline is None:
         return None
-    return {
-        **{name: getattr(baseline, name) for name in ("from_step", "to_step", "steps")},
-        "source": baseline.source or None,
-        "step_ms": baseline.step_ns / 1e6,
-        "stages": [
-            {"name": name, "exposed_ms": level / 1e6, "mad_ms": mad / 1e6}
+    return BaselineInfo(
+        from_step=baseline.from_step,
+        to_step=baseline.to_step,
+        steps=baseline.steps,
+        source=baseline.source or None,
+        step_ms=baseline.step_ns / 1e6,
+        stages=[
+            BaselineStage(name=name, exposed_ms=level / 1e6, mad_ms=mad / 1e6)
             for name, level, mad in zip(STAGES, baseline.level_ns, baseline.mad_ns, strict=True)
         ],
-    }
+    )
 
 
 _NO_STEP_NEXT = (
@@ -355,28 +358,28 @@ def _step_blocks(facts: RunFacts, totals: StoredTotals | None) -> dict[str, Any]
     block["judged"] = block["count"] or 0
     block["count"] = min(totals.counts.values()) if totals else 0
     block["mean_ms"] = totals.mean_ns() / 1e6 if totals else None
-    block["covers"] = _covers(facts, totals)
+    block["covers"] = msgspec.to_builtins(_covers(facts, totals))
     for name in ("per_rank_median_ms", "per_node_median_ms", "per_rank_gpu_idle_pct"):
         block[name] = block[name] or {}
     return {"steps": block, "stages": stages}
 
 
-def _covers(facts: RunFacts, totals: StoredTotals | None) -> dict[str, Any] | None:
+def _covers(facts: RunFacts, totals: StoredTotals | None) -> Covers | None:
     """
     Return the steps and rows that statistics and verdict over the run are of, and of how many the number of
     steps and their mean is; None when there are none.
     """
     if totals is None:
         return None
-    return {
-        "from_step": totals.first_step,
-        "to_step": totals.last_step,
-        "rows": totals.read,
-        "rows_pct": 100 * totals.read / max(totals.read, facts.stored),
-        "error_pct": totals.stats.error_pct if totals.stats else 0.0,
-        "counted_pct": 100 * totals.counted / max(totals.counted, facts.stored),
-        "timed_pct": 100 * totals.timed,
-    }
+    return Covers(
+        from_step=totals.first_step,
+        to_step=totals.last_step,
+        rows=totals.read,
+        rows_pct=100 * totals.read / max(totals.read, facts.stored),
+        error_pct=totals.stats.error_pct if totals.stats else 0.0,
+        counted_pct=100 * totals.counted / max(totals.counted, facts.stored),
+        timed_pct=100 * totals.timed,
+    )
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

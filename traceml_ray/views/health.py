@@ -73,8 +73,8 @@ def facts(health: Mapping[str, Any]) -> dict[str, str]:
     """Return the monitor's cost as text, by name."""
     cost, polls = health["overhead"], health["poll_ms"]
     return {
-        "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),
-        "agent": text.unit(cost["agent_cpu_pct"], "% of a core"),
+        "on the training thread": text.unit(cost.training_thread_us_per_step, "µs a step"),
+        "agent": text.unit(cost.agent_cpu_pct, "% of a core"),
         "sent by the ranks": text.size(health["bytes_per_s"], "/s"),
         "relays started anew": f"{health['restarts']:,}",
         "one poll of this view": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
