@@ -65,7 +65,7 @@ class Rank:
 
     def __init__(self, path: str, training: Training) -> None:
         self.training = training
-        self.agent = RankAgent(Settings(socket=path, session="bench"), SocketChannel(path))
+        self.agent = RankAgent(Settings(session="bench"), SocketChannel(path))
         self.agent.instrumentation.install()
         self.agent.instrumentation.roots.add(training.model)
         self._due: queue.Queue[Callable[[], object]] = queue.Queue()

@@ -25,7 +25,7 @@ def main(nodes: int = 24, quiet: int = 20) -> None:
     with fake_cluster(nodes=nodes, cpus=1) as _, tempfile.TemporaryDirectory() as out:
         print(f"{machine()}\n{nodes} nodes\n")
         began = time.monotonic()
-        session = traceml_ray.start("nodes", out=out)
+        session = traceml_ray.start(session="nodes", out=out)
         print(f"start() returned after   {time.monotonic() - began:6.2f} s")
         session.wait_ready(120)
         print(f"every relay answered     {time.monotonic() - began:6.2f} s")

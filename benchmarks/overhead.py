@@ -256,7 +256,7 @@ def measure_step(quick: bool) -> list[Figure]:
     ratios: dict[bool, list[float]] = {True: [], False: []}
     bare = []
     with relay_process() as path:
-        agent = RankAgent(Settings(socket=path, session="bench"), SocketChannel(path))
+        agent = RankAgent(Settings(session="bench"), SocketChannel(path))
         due = threading.Semaphore(0)
 
         def rounds() -> None:
@@ -416,7 +416,7 @@ def measure_agent(quick: bool) -> list[Figure]:
     training = tiny_training()
     for rate in (10, 40):
         with relay_process() as path:
-            agent = bootstrap.start(Settings(socket=path, session="bench"))
+            agent = bootstrap.start(Settings(session="bench"), channel=SocketChannel(path))
             assert agent is not None
             tap = Tap(agent.channel)  # type: ignore[arg-type]
             agent.channel = tap

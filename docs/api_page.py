@@ -104,7 +104,8 @@ def page() -> str:
         parts += [entry(node) for path, names in files.items() for node in found(path, names)]
     parts.append("## Errors\n")
     parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
-    parts.append("## Settings\n\nEach setting and threshold: [settings](reference/settings.md).\n")
+    (settings,) = found("traceml_ray/settings.py", ("Settings",))
+    parts.append(f"## Settings\n\n{text_of(settings)}\nEach field: [settings](reference/settings.md).\n")
     return "\n".join(parts)
 
 
@@ -191,7 +192,8 @@ def arguments_of(node: ast.FunctionDef) -> list[str]:
         if argument.arg != "self":
             shown.append(one_argument(argument, default))
     shown += ["*"] if args.kwonlyargs else []
-    return shown + [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    shown += [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return shown + ([f"**{one_argument(args.kwarg, None)}"] if args.kwarg else [])
 
 
 def one_argument(argument: ast.arg, default: ast.expr | None) -> str:
@@ -227,9 +229,36 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
         rows.append([f"all of `{base}`", "", ""])
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
-            values = [field.target, field.annotation, *([field.value] if default else [])]
-            rows.append([*(f"`{ast.unparse(value)}`" if value else "" for value in values), meaning(below)])
+            values = [field.target, type_of(field), *([field.value] if default else [])]
+            text = f"{meaning(below)} {allowed(field)}".strip()
+            rows.append([*(f"`{ast.unparse(value)}`" if value else "" for value in values), text])
     return f"### {node.name}\n\n{text_of(node)}\n{table(columns, rows)}"
+
+
+def notes_of(field: ast.AnnAssign) -> list[ast.expr]:
+    """Return a type and what `Annotated` says beside it."""
+    annotation = field.annotation
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        return annotation.slice.elts
+    return [annotation]
+
+
+def type_of(field: ast.AnnAssign) -> ast.expr:
+    """Return the type of a field without what `Annotated` says beside it."""
+    return notes_of(field)[0]
+
+
+def allowed(field: ast.AnnAssign) -> str:
+    """Return the range of a setting, and who has it, as sentences."""
+    texts = []
+    for note in notes_of(field)[1:]:
+        if isinstance(note, ast.Call) and ast.unparse(note.func) == "Bounds":
+            low, high = (ast.unparse(end).replace("_", "") for end in note.args)
+            texts.append(f"From {low} to {high}.")
+        elif ast.unparse(note) == "OF_LAUNCHERS":
+            texts.append("Only for launchers.")
+    return " ".join(texts)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

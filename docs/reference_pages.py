@@ -51,10 +51,9 @@ def commands_page() -> str:
 def settings_page() -> str:
     """Return the page of settings and thresholds."""
     intro = (
-        "# Settings and thresholds\n\nEvery setting is a keyword of `traceml_ray.start(…)`, an environment "
-        "variable `TRACEML_` + its name in capitals, and in part a flag of the launcher. A keyword "
-        "overrides the environment, which overrides the default. Thresholds are `TRACEML_THRESHOLD_` + "
-        "name, or `start(thresholds=…)`.\n\nThis page is written by `make api`.\n"
+        "# Settings and thresholds\n\nA threshold is `start(thresholds={NAME: VALUE})`, the launchers' flag "
+        "`--thresholds NAME=VALUE`, or the environment variable `TRACEML_THRESHOLD_` and its name in "
+        "capitals.\n\nThis page is written by `make api`.\n"
     )
     shapes = [
         shape(node, default=True).replace("###", "##", 1)

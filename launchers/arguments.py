@@ -16,7 +16,7 @@ from typing import Any
 
 from traceml_ray.launchers.min_versions import too_old
 from traceml_ray.ray.connection import join
-from traceml_ray.settings import Settings
+from traceml_ray.settings import Setting, SettingError, Settings, help_of, table
 from traceml_ray.text import log, masked, masked_command
 
 
@@ -124,25 +124,22 @@ _COMMAND_CHARS = 1000
 RAY_PORT = 29501
 """Port of `traceml-ray run` on several nodes: torchrun's default port + 1."""
 LINGER_S = 1800
+_OF_SETTING = "setting_"
+"""What the names of parsed settings begin with: torchrun has names of its own."""
 _BARE = "--dashboard=\0"  # no argument can be that
 
 
 def add_flags(add: Callable[..., Any], default_port: str) -> None:
     """Add our flags by `add`, an `add_argument`."""
-    add("--session", help="Name of the session; default: from the time.")
+    for setting in table(Settings).values():
+        _add_setting(add, setting)
     add(
-        *("--sessions", "--out"),
-        dest="out",
-        metavar="DIR",
-        help="Folder of sessions; default: TRACEML_OUT, else traceml-sessions.",
+        "--thresholds",
+        dest=f"{_OF_SETTING}thresholds",
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"{help_of(Settings).get('thresholds', '').partition(':')[0]}; may be given several times.",
     )
-    add("--interval", help="Seconds between two reports of a rank; default: 0.5.")
-    add("--channel", help="How ranks reach their relay: auto (default), socket or actor.")
-    add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")
-    add("--flops", action="store_true", help="Count the model FLOPs of one step, for the MFU.")
-    add("--model-flops", metavar="N", help="Model FLOPs of a step of all ranks, instead of counting them.")
-    add("--device-peak-tflops", metavar="N", help="Peak TFLOPS of one device; default: the maker's figure.")
-    add("--total-steps", metavar="N", help="Number of steps of the job, to show the time left.")
     add(
         "--traceml-port",
         type=_port,
@@ -152,11 +149,6 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         "--live",
         action="store_true",
         help="Show the session below the job's output, if that is a terminal (as traceml-ray top).",
-    )
-    add(
-        "--deep",
-        action="store_true",
-        help="Also measure each layer of the model, in some steps, for at most 3 %% of the time.",
     )
     add(
         "--dashboard",
@@ -171,6 +163,20 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         help="Keep serving this long after the job while a browser is open; 0: stop with the job. "
         f"Default: {LINGER_S}.",
     )
+
+
+def _add_setting(add: Callable[..., Any], setting: Setting) -> None:
+    """Add the flags of a setting. It is checked later, with what the environment has: `settings_of`."""
+    about = help_of(Settings).get(setting.name, "").rstrip(".")
+    usual = "" if setting.default is None else f"; default: {setting.default}"
+    more: dict[str, Any] = {"dest": _OF_SETTING + setting.name, "default": None}
+    if setting.type is bool:
+        more |= {"action": argparse.BooleanOptionalAction, "help": f"{about}.".replace("%", "%%")}
+        add(*setting.flags, **more)
+        return
+    allowed = f". {setting.allowed[0].upper()}{setting.allowed[1:]}" if setting.range else ""
+    metavar = "|".join(setting.choices) or ("N" if setting.range else "TEXT")
+    add(*setting.flags, metavar=metavar, help=f"{about}{allowed}{usual}.".replace("%", "%%"), **more)
 
 
 def add_command(add: Callable[..., Any]) -> None:
@@ -207,24 +213,25 @@ def check_floors(args: argparse.Namespace) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings of a launch. Raises UsageError, SettingError."""
-    settings = Settings.load(
-        session=args.session,
-        out=args.out,
-        interval=args.interval,
-        channel=args.channel,
-        deep=args.deep or None,
-        flops=args.flops or None,
-        model_flops=args.model_flops,
-        peak_tflops=args.device_peak_tflops,
-        total_steps=args.total_steps,
-        ray_address=args.ray_address
-        or os.environ.get("TRACEML_RAY_ADDRESS")
-        or os.environ.get("RAY_ADDRESS"),
-    )
-    if settings.ray_address is not None and not re.fullmatch(r"[^\s/]+:\d{1,5}", settings.ray_address):
-        raise UsageError(f"Ray address {settings.ray_address!r} must be host:port (of the cluster's GCS)")
-    return settings
+    """Return the settings of a launch. Raises SettingError."""
+    prefix = len(_OF_SETTING)
+    fields = {name[prefix:]: value for name, value in vars(args).items() if name.startswith(_OF_SETTING)}
+    fields["thresholds"] = _pairs(fields.get("thresholds"))
+    if not os.environ.get("TRACEML_RAY_ADDRESS"):
+        fields["ray_address"] = fields.get("ray_address") or os.environ.get("RAY_ADDRESS") or None
+    return Settings.load(os.environ, None, _flag, **fields)
+
+
+def _pairs(texts: Sequence[str] | None) -> dict[str, str]:
+    """Return thresholds by name. Raises SettingError."""
+    for text in texts or ():
+        if "=" not in text:
+            raise SettingError(f"--thresholds={text!r} must be NAME=VALUE")
+    return dict(text.split("=", 1) for text in texts or ())
+
+
+def _flag(name: str) -> str:
+    return table(Settings)[name].flags[-1] if name != "thresholds" else "--thresholds"
 
 
 def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:

@@ -31,7 +31,7 @@ from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, Offl
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.store.session import (
     Live,
@@ -150,12 +150,8 @@ class Monitor:
                 self._session.release()
             raise SessionError(f"no room for the monitor's own files: {error}") from error
         self._name = self._session.name if self._session else str(name)
-        self.settings = msgspec.structs.replace(
-            self.settings,
-            session=self._name,
-            socket=str(self._runtime / "relay.sock"),
-            spool=str(self._spool),
-        )
+        self.settings = msgspec.structs.replace(self.settings, session=self._name)
+        self._socket = self._runtime / "relay.sock"
         # Of the launch: Ray may come up long after, or not at all.
         self.info = {"started_at": time.time_ns(), **self.info}
         self._address = ""
@@ -168,7 +164,8 @@ class Monitor:
 
     def rank_environment(self) -> dict[str, str]:
         """Return the variables that ranks get in addition to the user's environment."""
-        return rank_environment(self.settings, dict(self.environ))
+        paths = RelayPaths(str(self._socket), str(self._spool))
+        return rank_environment(self.settings, paths, dict(self.environ))
 
     def discard(self) -> None:
         """Instead of `start`: undo what `__init__` did."""
@@ -232,7 +229,7 @@ class Monitor:
         )
         with at_the_end("the monitor could not be asked to finish"):
             self._end_helper()
-            finished = ask_finish(Path(str(self.settings.socket)), message, deadline - time.monotonic())
+            finished = ask_finish(self._socket, message, deadline - time.monotonic())
         offline = None
         with at_the_end(unfinished):
             if self._session is not None and (finished is None or not finished.ok):
@@ -268,7 +265,7 @@ class Monitor:
         if self._session is None:
             return
         began_ns = int(self.info["started_at"] or 0)
-        live = Live(os.getpid(), str(self.settings.socket), self._address, monitor, began_ns, detail)
+        live = Live(os.getpid(), str(self._socket), self._address, monitor, began_ns, detail)
         write_live(self._session.path, live)
 
     def _finish_here(
@@ -357,7 +354,7 @@ class Monitor:
         actors = ActorConfig(
             session=self._name,
             folder=str(self._session.path) if self._session else "",
-            socket=str(self.settings.socket),
+            socket=str(self._socket),
             spool=str(self._spool),
             settings=self.settings,
             info=self.info,

@@ -75,7 +75,7 @@ def _inert(error: Exception) -> type:
     from ray.train.v2.api.callback import RayTrainCallback
 
     class TraceMLTrainCallback(RayTrainCallback):
-        def __init__(self, **_settings: object) -> None:
+        def __init__(self, *_settings: object, **_fields: object) -> None:
             import logging
 
             logging.getLogger("traceml_ray").warning("Ray Train is not watched: %s", reason)

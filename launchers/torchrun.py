@@ -161,7 +161,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ours = parser.add_argument_group(
         "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, ..."
     )
-    add_flags(ours.add_argument, "the master's port + 1")
+
+    def add(*names: str, **how: Any) -> None:
+        # A newer torchrun may have a flag of the same name: it is torchrun's then.
+        if free := [name for name in names if name not in theirs]:
+            ours.add_argument(*free, **how)
+
+    add_flags(add, "the master's port + 1")
     ours.add_argument("--no-monitor", action="store_true", help="Run plain torchrun, without the monitor.")
     if "PET_NODE_RANK" not in os.environ:
         parser.set_defaults(node_rank=NotGiven(0))

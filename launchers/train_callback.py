@@ -25,12 +25,11 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
-from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WORD_S
 from traceml_ray.ray.actors import ActorConfig, configure, current_config, find_aggregator
-from traceml_ray.settings import Settings, given, known_keywords
+from traceml_ray.settings import Settings, of_driver
 from traceml_ray.text import masked
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
@@ -177,13 +176,11 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     takes no callbacks: there it is `traceml_ray.attach()`.
 
     Args:
-        session: name of another session.
+        settings: settings of a session that this callback makes. What ranks read (`interval`, `deep`, …) is
+            for the ranks of this run also in a session that runs already. `session` names another session.
+        fields: fields of `Settings` by name, as for `traceml_ray.start`. They override `settings`.
 
-    All others are those of `traceml_ray.start`; they are for a session that this callback makes, and what
-    concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `device_clock`, `memory_history`,
-    `deep`, `flops`, `model_flops`, `peak_tflops`, `total_steps`, `debug`) for those of this run.
-
-    Raises SettingError for a keyword or value that cannot be used.
+    Raises SettingError for a name or value that cannot be used.
     """
 
     _settings: Mapping[str, Any] = {}
@@ -199,40 +196,10 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     _reported: object = None
     """The newest failure that was reported."""
 
-    @known_keywords
-    def __init__(
-        self,
-        *,
-        session: str | None = None,
-        out: str | os.PathLike[str] | None = None,
-        interval: float | None = None,
-        ring_rows: int | None = None,
-        agent_buffer_bytes: int | None = None,
-        relay_buffer_bytes: int | None = None,
-        session_bytes: int | None = None,
-        bundles: int | None = None,
-        bundle_bytes: int | None = None,
-        bundle_minutes: float | None = None,
-        profile_bytes: int | None = None,
-        auto_profile: int | None = None,
-        auto_profile_minutes: float | None = None,
-        output_lines: int | None = None,
-        idle_ttl: float | None = None,
-        device_clock: str | None = None,
-        memory_history: bool | None = None,
-        deep: bool | None = None,
-        flops: bool | None = None,
-        model_flops: float | None = None,
-        peak_tflops: float | None = None,
-        total_steps: int | None = None,
-        debug: bool | None = None,
-        baseline: str | os.PathLike[str] | None = None,
-        thresholds: Thresholds | Mapping[str, float] | None = None,
-    ) -> None:
-        if chosen := given(locals()):
+    def __init__(self, settings: Settings | None = None, **fields: Any) -> None:
+        if settings is not None or fields:
             # Without any, it is made by `fit()`, which is to go on whatever is in the environment.
-            loaded = Settings.load(**chosen)
-            self._settings = {name: getattr(loaded, name) for name in chosen}
+            self._settings = of_driver(settings, fields)
         self._id = secrets.token_hex(8)
         self._errors = Errors()
 
@@ -387,8 +354,9 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             pid=os.getpid(),
             source="ray_train",
         )
-        settings = in_ray.settings(msgspec.structs.replace(config.settings, session=config.session))
-        bootstrap.start(settings, channel=ActorChannel(config.session), identity=lambda: identity)
+        settings = msgspec.structs.replace(config.settings, session=config.session)
+        channel, spool = ActorChannel(config.session), in_ray.spool_of(config.session)
+        bootstrap.start(settings, channel=channel, identity=lambda: identity, spool=spool)
 
 
 _log = logging.getLogger("traceml_ray")

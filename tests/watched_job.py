@@ -18,7 +18,7 @@ from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.session import Live, SessionFolder, prepare, write_live
 from traceml_ray.wire import messages as wire
@@ -55,8 +55,10 @@ class Job:
         self.relay = RelayCore(self.socket, node, Straight(self.aggregator), NoSamples(), settings)
         write_live(self.session.path, Live(os.getpid(), str(self.socket), ""))
         (folder / "train.py").write_text(script)
-        own_settings = Settings(session="s", socket=str(self.socket), interval=0.25)
-        variables = rank_environment(own_settings, dict(os.environ)) | dict(environ or {})
+        own_settings = Settings(session="s", interval=0.25)
+        variables = rank_environment(own_settings, RelayPaths(str(self.socket)), dict(os.environ)) | dict(
+            environ or {}
+        )
         variables |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
         self.ranks = [
             subprocess.Popen(

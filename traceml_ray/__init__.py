@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from traceml_ray.live_session import Session, StartError
     from traceml_ray.reports.analyze import analyze
     from traceml_ray.reports.comparison import compare
+    from traceml_ray.settings import Settings
     from traceml_ray.store.summary_shape import to_builtins
 
 __version__ = "0.1.0"
 __all__ = [
     "Session",
+    "Settings",
     "StartError",
     "StoredSession",
     "__version__",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 _MODULES = {
     "Session": "traceml_ray.live_session",
+    "Settings": "traceml_ray.settings",
     "StartError": "traceml_ray.live_session",
     "StoredSession": "traceml_ray.interactive.stored",
     "open": "traceml_ray.interactive.stored",

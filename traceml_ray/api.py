@@ -19,7 +19,7 @@ from traceml_ray.agent.watched import watched
 from traceml_ray.errors import error_text, is_out_of_memory
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.ray.channels import channel_to_relay
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
@@ -93,17 +93,22 @@ def attach(
     )
     identity()  # what is wrong with it is raised here
     channel: Channel | None
+    spool: str | None
     try:
         ray = sys.modules.get("ray")
-        if settings.socket is None and ray is not None and ray.is_initialized():
+        paths = RelayPaths.load()
+        if paths.socket is None and ray is not None and ray.is_initialized():
             from traceml_ray.ray import in_ray
             from traceml_ray.ray.actor_calls import ActorChannel
+            from traceml_ray.ray.actors import DEFAULT_SESSION
 
-            settings = in_ray.settings(settings)
-            channel, identity = ActorChannel(str(settings.session)), in_ray.named(identity)
+            name = settings.session or DEFAULT_SESSION
+            settings, spool = msgspec.structs.replace(settings, session=name), in_ray.spool_of(name)
+            channel, identity = ActorChannel(name), in_ray.named(identity)
         else:
-            channel = channel_to_relay(settings)
-        watched = bootstrap.start(settings, channel=channel, identity=identity) is not None
+            channel, spool = channel_to_relay(settings, paths), paths.spool
+        agent = bootstrap.start(settings, channel=channel, identity=identity, spool=spool)
+        watched = agent is not None
         if not watched and identity().global_rank == 0:
             _print_advice()
         return watched

@@ -1,260 +1,374 @@
-"""Every setting in one struct: keyword > environment `TRACEML_*` > default."""
+"""
+The settings of a session: one struct. A field is all that a setting needs: its type says which values can be
+used, its docstring is its help, and what takes settings (`Settings.load`) reads both here.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import functools
 import inspect
+import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.thresholds import Bounds, Thresholds
 from traceml_ray.wire.codec import ready
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class SettingError(ValueError):
     """A setting that cannot be used; the message names it, its value, its source and what it may be."""
 
 
+@dataclass(frozen=True)
+class Text:
+    """In the type of a setting: its text must match `pattern`; `allowed` says that to a person."""
+
+    pattern: str
+    allowed: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """In the type of a setting: the launcher's flag has this name, too."""
+
+    name: str
+
+
+OF_LAUNCHERS = "of launchers"
+"""In the type of a setting: it means something only where a launcher starts Ray and the ranks."""
+OF_RANKS = "of ranks"
+"""In the type of a setting: a launcher gives it to its ranks, in their environment."""
+
+_SESSION_NAME = Text(
+    r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
+    "1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'",
+)
+_ADDRESS = Text(r"[^\s/]+:\d{1,5}", "host:port, of the cluster's GCS")
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
-    The settings of one session. Every field can be given as a keyword, or in the environment as
-    `TRACEML_` + its name in capitals (`TRACEML_OUT`, `TRACEML_INTERVAL`, …).
+    The settings of one session.
+
+    Each field is a keyword of `traceml_ray.start` and `TraceMLTrainCallback`, a flag of the launchers
+    (`--ring-rows`), and a variable in the environment: `TRACEML_` and its name in capitals
+    (`TRACEML_RING_ROWS`). A keyword or flag overrides a field of a `Settings` that is given, which overrides
+    the environment, which overrides the default. A field that has its default value, a keyword that is None
+    and a variable that is empty count as not given.
+
+    The constructor checks nothing; what takes settings does.
     """
 
-    session: str | None = None
-    """Name of the session: letters, digits, `.`, `_`, `-`; at most 64 characters. None: a new name."""
-    out: str = "traceml-sessions"
-    """Folder that holds session folders."""
-    interval: float = 0.5
-    """Seconds between two batches of a rank's agent (0.05 … 60); in jobs of over 256 ranks, twice that."""
-    channel: str = "auto"
-    """Channel from ranks to the relay: auto, socket or actor."""
-    ray_address: str | None = None
-    """Address host:port of a running Ray cluster; None: a private one, or that of the driver."""
-    socket: str | None = None
-    """Path of the relay's local socket (set by the launcher, not by people)."""
-    spool: str | None = None
-    """Folder in which an agent leaves rows that may not be stored when its process ends."""
-    ring_rows: int = 4096
+    session: Annotated[str | None, _SESSION_NAME, OF_RANKS] = None
+    """
+    Name of the session. By default a launcher makes a new name, and a session in a cluster of Ray is called
+    `default`. Sessions of different names on one cluster are independent.
+    """
+    out: Annotated[str, Flag("--sessions")] = "traceml-sessions"
+    """
+    Folder that holds session folders. A driver outside of the cluster: a folder on the head, below its home.
+    """
+    interval: Annotated[float, Bounds(0.05, 60), OF_RANKS] = 0.5
+    """Seconds between two batches of a rank's agent. In jobs of over 256 ranks it is twice as long."""
+    channel: Annotated[Literal["auto", "socket", "actor"], OF_LAUNCHERS, OF_RANKS] = "auto"
+    """Channel from ranks to the relay of their node."""
+    ray_address: Annotated[str | None, _ADDRESS, OF_LAUNCHERS] = None
+    """Address of a running Ray cluster (`host:port`). Default: RAY_ADDRESS, else a private Ray."""
+    ring_rows: Annotated[int, Bounds(64, 1 << 20), OF_RANKS] = 4096
     """Rows the training thread may be ahead of the agent; further rows are dropped and counted."""
-    agent_buffer_bytes: int = 1 << 20
+    agent_buffer_bytes: Annotated[int, Bounds(1 << 16, 1 << 30), OF_RANKS] = 1 << 20
     """Largest size of an agent's unconfirmed batches, in bytes; beyond, the oldest is dropped and counted."""
-    relay_buffer_bytes: int = 64 << 20
+    relay_buffer_bytes: Annotated[int, Bounds(1 << 20, 1 << 36)] = 64 << 20
     """Largest size of a relay's unconfirmed packets, in bytes; beyond, the oldest is dropped and counted."""
-    session_bytes: int = 1 << 30
+    session_bytes: Annotated[int, Bounds(1 << 20, 1 << 44)] = 1 << 30
     """Size of the session file, in bytes, beyond which its oldest rows are kept only as statistics."""
-    bundles: int = 10
+    bundles: Annotated[int, Bounds(0, 1000)] = 10
     """Newest bundles kept per session; 0 disables bundles."""
-    bundle_bytes: int = 1 << 29
+    bundle_bytes: Annotated[int, Bounds(1 << 20, 1 << 44)] = 1 << 29
     """Largest size of all bundles of a session together, in bytes."""
-    bundle_minutes: float = 5.0
-    """Minutes of each rank before the incident that a bundle holds (0.1 … 60)."""
-    profile_bytes: int = 1 << 30
+    bundle_minutes: Annotated[float, Bounds(0.1, 60)] = 5.0
+    """Minutes of each rank before the incident that a bundle holds."""
+    profile_bytes: Annotated[int, Bounds(1 << 20, 1 << 44)] = 1 << 30
     """Largest size of all profiles of a session together, in bytes; the oldest are removed."""
-    auto_profile: int = 3
+    auto_profile: Annotated[int, Bounds(0, 100)] = 3
     """Number of profiles per run that lasting verdicts may start; 0: none."""
-    auto_profile_minutes: float = 30.0
+    auto_profile_minutes: Annotated[float, Bounds(0.1, 1440)] = 30.0
     """Least number of minutes between two of these profiles."""
-    output_lines: int = 40
-    """Number of last lines of each rank's stdout and stderr that are kept (0 … 200); 0: none are read."""
-    idle_ttl: float = 600.0
+    output_lines: Annotated[int, Bounds(0, 200), OF_RANKS] = 40
+    """Number of last lines of each rank's stdout and stderr that are kept. 0: none are read."""
+    idle_ttl: Annotated[float, Bounds(1, 30 * 86_400)] = 600.0
     """Seconds without any message after which relay and aggregator end."""
-    device_clock: str = "auto"
+    device_clock: Annotated[Literal["0", "1", "auto"], OF_RANKS] = "auto"
     """
     Whether stages of CUDA jobs are timed by the device's clock: 0 (never), 1 (always) or auto (where steps
     take 40 ms or more).
     """
-    memory_history: bool = False
+    memory_history: Annotated[bool, OF_RANKS] = False
     """
     Have torch record the stack of each allocation on a CUDA device; the record is written when memory runs
     out, in the format of PyTorch's memory viewer. Each allocation then costs time on the training thread.
     """
-    deep: bool = False
+    deep: Annotated[bool, OF_RANKS] = False
     """
     Measure the time and memory of each layer of the model, in as many steps as cost at most 3 % of a step;
     the other steps are as without.
     """
-    flops: bool = False
+    flops: Annotated[bool, OF_RANKS] = False
     """
     Count the model FLOPs of a step once, by torch's FlopCounterMode: the third step then takes longer.
     """
-    model_flops: float | None = None
+    model_flops: Annotated[float | None, Bounds(1, 1e27), OF_RANKS] = None
     """Model FLOPs of a step of all ranks together, if known; then nothing is counted."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, Bounds(0.0001, 1e6), OF_RANKS] = None
     """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
-    total_steps: int | None = None
+    total_steps: Annotated[int | None, Bounds(1, 10**15), OF_RANKS] = None
     """Number of steps of the job."""
-    nice: int = 10
-    """How much the priority of the monitor's own Ray is lowered below the launcher's (0 … 19)."""
+    nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
+    """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False
-    """Raise errors that would be swallowed and counted."""
+    """Raise, or print, errors that would be swallowed and counted."""
     baseline: str | None = None
     """Name or path of a stored session of a good run: what steps are expected to cost."""
     thresholds: Thresholds = Thresholds()
-    """In the environment `TRACEML_THRESHOLD_` + the threshold's name in capitals."""
+    """
+    Limits of the verdict: a `Thresholds`, or names and values. In the environment each is a variable of its
+    own: `TRACEML_THRESHOLD_` and its name in capitals.
+    """
 
     @classmethod
     def load(
         cls,
         environ: Mapping[str, str] = os.environ,
-        *,
-        thresholds: Thresholds | Mapping[str, object] | None = None,
-        **keywords: object,
+        settings: Settings | None = None,
+        written: Callable[[str], str] = str,
+        /,
+        **fields: object,
     ) -> Settings:
         """
-        Return the settings as keyword, else environment, else default has them.
+        Return the settings as `fields`, else `settings`, else the environment, else the defaults have them.
 
-        A keyword that is None and a variable that is empty count as not given. The constructor
-        itself checks nothing.
+        Args:
+            environ: the environment.
+            settings: fields that have their default value count as not given.
+            written: returns what the source of `fields` calls a setting, for errors.
+            fields: settings by name; None counts as not given. `thresholds` has all limits (a struct) or
+                some (a mapping).
 
         Raises:
             SettingError: an unknown name, a value of the wrong type, or one out of its range.
         """
-        if isinstance(thresholds, Thresholds):
-            thresholds = msgspec.structs.asdict(thresholds)
-        chosen = _choose(Thresholds, _THRESHOLD, environ, thresholds or {})
-        return cls(**_choose(cls, "TRACEML_", environ, keywords), thresholds=Thresholds(**chosen))
+        given = of_settings(settings)
+        limits = {**_limits(given.pop("thresholds", {}), "thresholds")}
+        of_keyword = fields.pop("thresholds", None)
+        if isinstance(of_keyword, Thresholds):
+            of_keyword = msgspec.structs.asdict(of_keyword)
+        limits |= _limits(of_keyword, written("thresholds"))
+        chosen = _choose(cls, "TRACEML_", environ, {**given, **_not_none(fields)}, written)
+        thresholds = _choose(Thresholds, _THRESHOLD, environ, limits, str)
+        return cls(**chosen, thresholds=Thresholds(**thresholds))
 
     def changed(self) -> dict[str, str]:
         """Return the settings that are not as by default; not where a session is and how it is reached."""
-
-        def flat(settings: Settings) -> dict[str, Any]:
-            values = msgspec.structs.asdict(settings)
-            limits = msgspec.structs.asdict(values.pop("thresholds"))
-            return values | {f"threshold_{name}": value for name, value in limits.items()}
-
-        usual, left_out = flat(Settings()), OF_LAUNCHERS | {"session", "out"}
-        return {
-            name: str(value)
-            for name, value in flat(self).items()
-            if name not in left_out and value != usual[name]
-        }
+        left_out = {setting.name for setting in table(Settings).values() if setting.of_launchers}
+        given = of_settings(self)
+        limits = given.pop("thresholds", {})
+        values = {name: value for name, value in given.items() if name not in left_out | {"session", "out"}}
+        values |= {f"threshold_{name}": value for name, value in limits.items()}
+        return {name: str(value) for name, value in values.items()}
 
 
-OF_LAUNCHERS = frozenset({"channel", "ray_address", "socket", "spool", "nice"})
-"""
-Settings that mean something only where a launcher starts the ranks. All others are keywords of `start` and
-`TraceMLTrainCallback`, each with its type; a test compares them.
-"""
+class RelayPaths(msgspec.Struct, frozen=True):
+    """Where the relay of a rank is. A launcher gives these to its ranks; they are no settings of people."""
+
+    socket: str | None = None
+    """Path of the relay's local socket."""
+    spool: str | None = None
+    """Folder in which an agent leaves rows that may not be stored when its process ends."""
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ) -> RelayPaths:
+        """Return the paths that the environment has."""
+        return cls(*(environ.get(f"TRACEML_{name.upper()}") or None for name in cls.__struct_fields__))
 
 
-def given(arguments: Mapping[str, object]) -> dict[str, Any]:
-    """Return those of a function's arguments (its `locals()`) that are settings and not None."""
-    names = Settings.__struct_fields__
-    return {name: value for name, value in arguments.items() if name in names and value is not None}
+@dataclass(frozen=True)
+class Setting:
+    """One field of `Settings` or `Thresholds`."""
+
+    name: str
+    type: Any
+    """The type of its value: without None, and without what follows."""
+    default: Any
+    range: Bounds | None = None
+    text: Text | None = None
+    flags: tuple[str, ...] = ()
+    """The launcher's flags for it, the usual one first."""
+    of_launchers: bool = False
+    of_ranks: bool = False
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values that can be used; () where they are no list."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def allowed(self) -> str:
+        """Which values can be used, for a person."""
+        if self.range is not None:
+            number = "an integer" if self.type is int else "a number"
+            return f"{number} from {self.range.low} to {self.range.high}"
+        if self.choices:
+            *others, last = self.choices
+            return f"{', '.join(others)} or {last}"
+        if self.text is not None:
+            return self.text.allowed
+        return "true or false" if self.type is bool else "text"
+
+    def checked(self, value: object, where: str) -> Any:
+        """Return `value` as the setting has it; `where` it was given. Raises SettingError."""
+        given = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            result = msgspec.convert(given, ready(self.type), strict=False)
+            str(result).encode()  # it is handed to other processes as JSON
+        except (msgspec.ValidationError, UnicodeError):
+            result = None
+        valid = result is not None
+        if valid and self.range is not None:
+            valid = self.range.low <= result <= self.range.high
+        if valid and self.text is not None:
+            valid = re.fullmatch(self.text.pattern, result) is not None
+        if not valid:
+            raise SettingError(f"{where}={given!r} must be {self.allowed}")
+        return result
 
 
-def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Have `function` raise a SettingError for an unknown keyword, which names those that it has."""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                raise SettingError(f"{name} is not a keyword here; these are: {', '.join(names)}")
-        return function(*args, **kwargs)
-
-    return call
+@functools.cache
+def table(kind: type[Settings | Thresholds]) -> dict[str, Setting]:
+    """Return the settings of a struct by name, without `thresholds`, which is a struct itself."""
+    fields = msgspec.structs.fields(kind)
+    return {field.name: _setting(field) for field in fields if field.name != "thresholds"}
 
 
-_THRESHOLD = "TRACEML_THRESHOLD_"
-_CHOICES = {"channel": ("auto", "socket", "actor"), "device_clock": ("0", "1", "auto")}
-_SESSION_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+def _setting(field: msgspec.structs.FieldInfo) -> Setting:
+    annotated = get_origin(field.type) is Annotated
+    whole, *notes = get_args(field.type) if annotated else (field.type,)
+    kinds = [kind for kind in get_args(whole) if kind is not type(None)]
+    kind = kinds[0] if type(None) in get_args(whole) else whole
+    flags = [note.name for note in notes if isinstance(note, Flag)]
+    return Setting(
+        field.name,
+        kind,
+        field.default,
+        next((note for note in notes if isinstance(note, Bounds)), _DEFAULT_RANGES.get(kind)),
+        next((note for note in notes if isinstance(note, Text)), None),
+        (*flags, f"--{field.name.replace('_', '-')}"),
+        OF_LAUNCHERS in notes,
+        OF_RANKS in notes,
+    )
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "interval": (0.05, 60),
-    "ring_rows": (64, 1 << 20),
-    "agent_buffer_bytes": (1 << 16, 1 << 30),
-    "relay_buffer_bytes": (1 << 20, 1 << 36),
-    "session_bytes": (1 << 20, 1 << 44),
-    "bundles": (0, 1000),
-    "bundle_bytes": (1 << 20, 1 << 44),
-    "bundle_minutes": (0.1, 60),
-    "profile_bytes": (1 << 20, 1 << 44),
-    "auto_profile": (0, 100),
-    "auto_profile_minutes": (0.1, 1440),
-    "output_lines": (0, 200),
-    "idle_ttl": (1, 30 * 86_400),
-    "model_flops": (1, 1e27),
-    "peak_tflops": (0.0001, 1e6),
-    "total_steps": (1, 10**15),
-    "nice": (0, 19),
-    "window_steps": (2, 10_000),
-    "first_window_steps": (2, 10_000),
-    "warmup_steps": (0, 1_000_000),
-    "report_timeout_s": (0.1, 3600),
-    "hang_timeout_s": (0.1, 86_400),
-    "hang_steps": (1, 1_000_000),
-    "baseline_after_steps": (0, 1_000_000),
-    "baseline_windows": (2, 1000),
-    "drift_mads": (0, 100),
-    "drift_errors": (0, 100),
-    "hold_s": (0, 3600),
-    "hold_group_s": (0, 3600),
-    "hold_steps": (0, 1_000_000),
-    "hold_cost_s": (0, 3600),
-    "hold_share": (0.01, 1),
-}
-_DEFAULT_RANGES: dict[type, tuple[float, float]] = {int: (1, (1 << 63) - 1), float: (0, 1)}
+
+@functools.cache
+def help_of(kind: type[Settings]) -> dict[str, str]:
+    """Return the docstring of each field, as one line; none where the sources are not installed."""
+    try:
+        (struct,) = ast.parse(inspect.getsource(kind)).body
+    except (OSError, SyntaxError):
+        return {}
+    body = struct.body if isinstance(struct, ast.ClassDef) else []
+    texts = {}
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            texts[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts
+
+
+def of_settings(settings: Settings | None) -> dict[str, Any]:
+    """
+    Return the fields that are not as by default; of `thresholds`, those limits. Raises SettingError for what
+    is no `Settings`.
+    """
+    if settings is None:
+        return {}
+    if not isinstance(settings, Settings):
+        raise SettingError(f"settings={settings!r} must be Settings; a session is named by session=NAME")
+    given = {name: getattr(settings, name) for name in Settings.__struct_fields__}
+    given["thresholds"] = _limits(given["thresholds"], "thresholds")
+    usual = {name: setting.default for name, setting in table(Settings).items()} | {"thresholds": {}}
+    return {name: value for name, value in given.items() if value != usual[name]}
+
+
+def of_driver(settings: Settings | None, fields: Mapping[str, object]) -> dict[str, Any]:
+    """
+    Return the settings that a driver of Ray has given, checked, by name: `fields` override `settings`.
+
+    Raises SettingError also for a setting that only a launcher has.
+    """
+    names = _not_none(fields).keys() | of_settings(settings).keys()
+    for setting in table(Settings).values():
+        if setting.of_launchers and setting.name in names:
+            raise SettingError(
+                f"{setting.name} is a setting of launchers: a driver uses the Ray that it is connected to"
+            )
+    loaded = Settings.load(os.environ, settings, **fields)
+    return {name: getattr(loaded, name) for name in loaded.__struct_fields__ if name in names}
 
 
 def check_session_name(name: str, where: str = "session") -> str:
     """Return `name` if a session can be called so (it names a folder, too), or raise SettingError."""
-    if not _SESSION_NAME.fullmatch(name):
-        raise SettingError(
-            f"{where}={name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'"
-        )
-    return name
+    return str(table(Settings)["session"].checked(name, where))
+
+
+_THRESHOLD = "TRACEML_THRESHOLD_"
+_DEFAULT_RANGES = {int: Bounds(1, (1 << 63) - 1), float: Bounds(0, 1)}
+
+
+def _not_none(fields: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _limits(thresholds: object, where: str) -> dict[str, object]:
+    """Return thresholds by name; of a struct, those that are not as by default."""
+    if isinstance(thresholds, Thresholds):
+        usual = Thresholds()
+        changed = {name: getattr(thresholds, name) for name in thresholds.__struct_fields__}
+        return {name: value for name, value in changed.items() if value != getattr(usual, name)}
+    if not isinstance(thresholds, Mapping | None):
+        raise SettingError(f"{where}={thresholds!r} must be Thresholds, or names and values")
+    return _not_none(thresholds or {})
 
 
 def _choose(
-    kind: type[msgspec.Struct], prefix: str, environ: Mapping[str, str], keywords: Mapping[str, object]
+    kind: type[Settings | Thresholds],
+    prefix: str,
+    environ: Mapping[str, str],
+    given: Mapping[str, object],
+    written: Callable[[str], str],
 ) -> dict[str, Any]:
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind) if field.name != "thresholds"}
-    named = {name: name for name in keywords}
-    if prefix == _THRESHOLD:  # all names under it are ours, so one that is not known is a slip
-        named |= {key[len(prefix) :].lower(): key for key in environ if key.startswith(prefix)}
-    for name, where in named.items():
-        if name not in fields:
-            raise SettingError(f"{where} is not a setting; these are: {', '.join(fields)}")
+    """Return the values of those settings that are given, or in the environment."""
+    settings = table(kind)
+    for name, where in _names(prefix, environ, given):
+        if name not in settings:
+            meant = "".join(f"did you mean {one}? " for one in difflib.get_close_matches(name, settings, 1))
+            raise SettingError(f"{where} is not a setting; {meant}these are: {', '.join(settings)}")
     chosen = {}
-    for name, expected in fields.items():
-        where, value = name, keywords.get(name)
-        if value is None:
-            where = prefix + name.upper()
-            value = environ.get(where) or None
-        if value is not None:
-            chosen[name] = _check(name, where, value, expected)
+    for name, setting in settings.items():
+        variable = prefix + name.upper()
+        if name in given:
+            chosen[name] = setting.checked(given[name], written(name))
+        elif environ.get(variable):
+            chosen[name] = setting.checked(environ[variable], variable)
     return chosen
 
 
-def _check(name: str, where: str, value: object, expected: Any) -> object:
-    low, high = _RANGES.get(name) or _DEFAULT_RANGES.get(expected) or (None, None)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    try:
-        result = msgspec.convert(value, ready(expected), strict=False)
-        str(result).encode()  # it is handed to other processes as JSON
-    except (msgspec.ValidationError, UnicodeError):
-        result = None
-    if name == "session" and isinstance(result, str):
-        return check_session_name(result, where)
-    if low is not None:
-        valid = result is not None and low <= result <= high
-        allowed = f"{'an integer' if expected is int else 'a number'} from {low} to {high}"
-    elif name in _CHOICES:
-        *others, last = _CHOICES[name]
-        valid, allowed = result in _CHOICES[name], f"{', '.join(others)} or {last}"
-    else:
-        valid, allowed = result is not None, "true or false" if expected is bool else "text"
-    if not valid:
-        raise SettingError(f"{where}={value!r} must be {allowed}")
-    return result
+def _names(prefix: str, environ: Mapping[str, str], given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting, and how it was written."""
+    yield from ((name, name) for name in given)
+    if prefix == _THRESHOLD:  # all names under it are ours, so one that is not known is a slip
+        yield from ((key[len(prefix) :].lower(), key) for key in environ if key.startswith(prefix))

@@ -72,7 +72,7 @@ def main() -> None:
         import traceml_ray
 
         session = traceml_ray.start(
-            args.session, out=args.out, interval=float(os.environ["TRACEML_INTERVAL"])
+            session=args.session, out=args.out, interval=float(os.environ["TRACEML_INTERVAL"])
         )
         threading.Thread(target=speak, args=(folder, args.session), daemon=True).start()
     with session:

@@ -22,7 +22,7 @@ from sessions import NoSamples, Straight, aggregation, ask
 from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool
@@ -111,11 +111,12 @@ def run(
     """Run `script` as a rank's process; its output and exit code."""
     file = tmp_path / "script.py"
     file.write_text(script)
-    settings = Settings(session="s", socket=str(tmp_path / "relay.sock"), spool=str(tmp_path), interval=0.1)
+    settings = Settings(session="s", interval=0.1)
+    paths = RelayPaths(str(tmp_path / "relay.sock"), str(tmp_path))
     base = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
         [sys.executable, str(file)],
-        env={**base, **rank_environment(settings, base)},
+        env={**base, **rank_environment(settings, paths, base)},
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
@@ -264,7 +265,10 @@ def test_python_without_the_package_is_silent_until_torch_is_imported(tmp_path: 
     venv.create(tmp_path / "bare", symlinks=True)
     (tmp_path / "torch.py").touch()
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.theirs = 1")
-    environ = {**os.environ, **rank_environment(Settings(socket="/none"), {"PYTHONPATH": str(tmp_path)})}
+    environ = {
+        **os.environ,
+        **rank_environment(Settings(), RelayPaths("/none"), {"PYTHONPATH": str(tmp_path)}),
+    }
 
     def run_script(body: str) -> tuple[str, str]:
         words = [str(tmp_path / "bare" / "bin" / "python"), "-c", body]

@@ -25,7 +25,7 @@ from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.actors import FILE, ActorConfig, Attachment
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool
@@ -91,6 +91,7 @@ class Node:
     folder: Path
     ray: PrivateRay
     settings: Settings
+    paths: RelayPaths
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to the cluster's processes of that name."""
@@ -106,8 +107,8 @@ class Node:
             session=self.settings.session,
             folder=str(self.folder / "run"),
             settings=self.settings,
-            socket=self.settings.socket,
-            spool=self.settings.spool,
+            socket=str(self.paths.socket),
+            spool=str(self.paths.spool),
         )
         request = HelperRequest(os.getpid(), self.ray.address, actors, 40, temp_dir=str(self.ray.folder))
         helper = subprocess.run(
@@ -142,12 +143,12 @@ def node(ray: PrivateRay) -> Iterator[Node]:
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     for name in ("run", "spool", "user"):
         (folder / name).mkdir()
-    paths = {"socket": str(folder / "relay.sock"), "spool": str(folder / "spool")}
-    settings = Settings(session=folder.name, channel="actor", interval=0.2, **paths)
+    paths = RelayPaths(str(folder / "relay.sock"), str(folder / "spool"))
+    settings = Settings(session=folder.name, channel="actor", interval=0.2)
     (folder / "token").write_text(str(ray.token))
     environ: dict[str, str | None] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     (folder / FILE).write_bytes(msgspec.json.encode(Attachment(ray.address, str(ray.folder), environ)))
-    made = Node(folder, ray, settings)
+    made = Node(folder, ray, settings, paths)
     yield made
     made.signal("raylet", signal.SIGCONT)
     made.signal("gcs_server", signal.SIGCONT)
@@ -162,7 +163,7 @@ def start(node: Node, ending: str) -> subprocess.Popen[str]:
     base = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(node.folder / "user")}
     rank = subprocess.Popen(
         [sys.executable, str(script), ending],
-        env={**base, **rank_environment(node.settings, base)},
+        env={**base, **rank_environment(node.settings, node.paths, base)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert rank.stdout is not None
@@ -218,7 +219,7 @@ def run_alone(node: Node) -> None:
     script = SCRIPT.replace("time.monotonic() < end and", "time.monotonic() < end and not failed() and")
     rank = subprocess.Popen(
         [sys.executable, "-c", script, "exit"],
-        env={**base, **rank_environment(node.settings, base)},
+        env={**base, **rank_environment(node.settings, node.paths, base)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     result, err = end(rank, "")
@@ -229,7 +230,7 @@ def run_alone(node: Node) -> None:
 def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: Node) -> None:
     (node.folder / FILE).unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:  # somebody is there
-        listener.bind(node.settings.socket)
+        listener.bind(str(node.paths.socket))
         listener.listen()
         run_alone(node)
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}

@@ -20,7 +20,7 @@ from traceml_ray import cli
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.store.bundles import Bundle, bundles_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
@@ -76,7 +76,9 @@ class Job:
         node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
         self.relay = RelayCore(socket, node, Straight(self.aggregator), NoSamples(), self.settings)
         (folder / "train.py").write_text(SCRIPT)
-        environ = rank_environment(Settings(session="s", socket=str(socket), interval=0.25), dict(os.environ))
+        environ = rank_environment(
+            Settings(session="s", interval=0.25), RelayPaths(str(socket)), dict(os.environ)
+        )
         environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
         self.ranks = [
             subprocess.Popen(

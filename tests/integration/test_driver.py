@@ -82,13 +82,13 @@ def rows_of(folder: Path) -> int:
 
 
 def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
-    session = traceml_ray.start("found", out=tmp_path)
+    session = traceml_ray.start(session="found", out=tmp_path)
     assert session.wait_ready() is session
     assert str(tmp_path / "found") in repr(session)
-    again = traceml_ray.start("found")
+    again = traceml_ray.start(session="found")
     assert (again.id, again.folder) == ("found", tmp_path / "found")
     with pytest.warns(UserWarning, match="runs already; interval"):
-        traceml_ray.start("found", interval=2)
+        traceml_ray.start(session="found", interval=2)
     [node] = session.nodes()
     assert node.alive
     assert node.node_id == ray.get_runtime_context().get_node_id()
@@ -103,7 +103,7 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     with pytest.raises(traceml_ray.StartError, match=r"has ended, its files are in /.*/found$"):
         again.dump()
     assert (tmp_path / "found" / "summary.json").exists()
-    with traceml_ray.start("found", out=tmp_path) as other:
+    with traceml_ray.start(session="found", out=tmp_path) as other:
         session.stop()  # what has its name by now is another one
         assert other.wait_ready().status().status == "running"
         with pytest.raises(traceml_ray.StartError, match="moved aside"):
@@ -111,7 +111,7 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
 
 
 def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with traceml_ray.start("shown", out=tmp_path) as session:
+    with traceml_ray.start(session="shown", out=tmp_path) as session:
         url = session.dashboard(port=0)
         assert session.dashboard() == url
 
@@ -134,10 +134,10 @@ def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path, monkeypatch
 
 
 def test_session_is_found_by_another_driver(cluster: FakeCluster, tmp_path: Path) -> None:
-    with traceml_ray.start("shared", out=tmp_path) as session:
+    with traceml_ray.start(session="shared", out=tmp_path) as session:
         script = (
             f"import ray, traceml_ray; ray.init({cluster.address!r}, log_to_driver=False)\n"
-            "session = traceml_ray.start('shared'); print(session.folder)"
+            "session = traceml_ray.start(session='shared'); print(session.folder)"
         )
         environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
         ran = subprocess.run(
@@ -148,7 +148,10 @@ def test_session_is_found_by_another_driver(cluster: FakeCluster, tmp_path: Path
 
 @pytest.mark.long
 def test_sessions_on_one_cluster_stay_apart(tmp_path: Path) -> None:
-    with traceml_ray.start("one", out=tmp_path) as one, traceml_ray.start("two", out=tmp_path) as two:
+    with (
+        traceml_ray.start(session="one", out=tmp_path) as one,
+        traceml_ray.start(session="two", out=tmp_path) as two,
+    ):
         worker = Worker.options(name="alone").remote()
         assert ray.get(worker.attach.remote("two"))
         ray.get(worker.train.remote(20))
@@ -159,7 +162,7 @@ def test_sessions_on_one_cluster_stay_apart(tmp_path: Path) -> None:
 
 
 def test_actors_without_ranks_form_a_group_by_name(tmp_path: Path) -> None:
-    with traceml_ray.start("plain", out=tmp_path) as session:
+    with traceml_ray.start(session="plain", out=tmp_path) as session:
         workers = [Worker.options(name=f"learner-{number}").remote() for number in range(2)]
         assert all(ray.get([worker.attach.remote("plain") for worker in workers]))
         ray.get([worker.train.remote(60, 5 + 25 * number) for number, worker in enumerate(workers)])
@@ -177,7 +180,7 @@ def test_actors_without_ranks_form_a_group_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_actor_with_explicit_ranks_keeps_them(tmp_path: Path) -> None:
-    with traceml_ray.start("explicit", out=tmp_path) as session:
+    with traceml_ray.start(session="explicit", out=tmp_path) as session:
         worker = Worker.remote()
         who = {"rank": 3, "local_rank": 1, "local_world_size": 2, "world_size": 4, "job_id": "mine"}
         assert ray.get(worker.attach.remote("explicit", **who))
@@ -194,13 +197,13 @@ def test_actor_with_explicit_ranks_keeps_them(tmp_path: Path) -> None:
 def test_rows_wait_for_a_session_that_starts_late(worker: Any, tmp_path: Path) -> None:
     assert ray.get(worker.attach.remote("late"))
     ray.get(worker.train.remote(30))
-    with traceml_ray.start("late", out=tmp_path) as session:
+    with traceml_ray.start(session="late", out=tmp_path) as session:
         until(lambda: session.status().ledger.stored == 30, "rows of before")
         ray.get(worker.detach.remote())
 
 
 def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp_path: Path) -> None:
-    with traceml_ray.start("killed", out=tmp_path) as session:
+    with traceml_ray.start(session="killed", out=tmp_path) as session:
         session.wait_ready()
         ray.get(worker.attach.remote("killed"))
         ray.get(worker.train.remote(40))
@@ -234,7 +237,7 @@ def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> No
         made = wire.RankBatch(wire.VERSION, "process_id", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
         return wire.encode(made)
 
-    with traceml_ray.start("restarted", out=tmp_path) as session:
+    with traceml_ray.start(session="restarted", out=tmp_path) as session:
         session.wait_ready()
         channel = ActorChannel("restarted")
         until(lambda: channel.replies() == [] and channel.offer(batch(1)), "a relay")
@@ -257,7 +260,7 @@ def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("who", ["NodeRelay", "Aggregator"])
 def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: Path, who: str) -> None:
-    session = traceml_ray.start(f"hung-{who}", out=tmp_path).wait_ready()
+    session = traceml_ray.start(session=f"hung-{who}", out=tmp_path).wait_ready()
     assert ray.get(worker.attach.remote(session.id))
     ray.get(worker.train.remote(20))
     until(lambda: rows_of(session.folder) == 20, "rows")
@@ -273,7 +276,7 @@ def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: P
 
 
 def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tmp_path: Path) -> None:
-    with traceml_ray.start("far", out=tmp_path / "there").wait_ready() as session:
+    with traceml_ray.start(session="far", out=tmp_path / "there").wait_ready() as session:
         ray.get(worker.attach.remote("far"))
         ray.get(worker.train.remote(60, 2.0))
         ray.get(worker.detach.remote())
@@ -293,7 +296,7 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
 
 
 def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
-    session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
+    session = traceml_ray.start(session="idle", out=tmp_path, idle_ttl=2)
     until(lambda: not names_of("idle"), "the end of an idle session")
     assert (session.folder / "report.txt").exists()
 
@@ -319,7 +322,7 @@ def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_
 
 
 def test_command_line_shows_the_status_and_stops_a_session(tmp_path: Path) -> None:
-    traceml_ray.start("told", out=tmp_path).wait_ready()
+    traceml_ray.start(session="told", out=tmp_path).wait_ready()
     command = [sys.executable, "-m", "traceml_ray.cli"]
     status = subprocess.run([*command, "status", str(tmp_path / "told")], capture_output=True, text=True)
     [aggregator] = actor_processes("Aggregator")
@@ -335,21 +338,21 @@ def test_start_with_bad_settings_or_environment_fails_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingError, match="session='a/b' must be"):
-        traceml_ray.start("a/b")
+        traceml_ray.start(session="a/b")
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(traceml_ray.StartError, match="cannot write sessions into"):
-        traceml_ray.start("blocked", out=blocked / "sessions")
+        traceml_ray.start(session="blocked", out=blocked / "sessions")
     until(lambda: not names_of("blocked"), "nothing is left of it")
-    with traceml_ray.start("old", out=tmp_path) as _:
+    with traceml_ray.start(session="old", out=tmp_path) as _:
         monkeypatch.setattr(live_session, "__version__", "9.9.9")
         with pytest.raises(traceml_ray.StartError, match=r"traceml-ray 0\.\d+\.\d+, this is 9\.9\.9"):
-            traceml_ray.start("old")
+            traceml_ray.start(session="old")
     (tmp_path / "ray-2.40.0.dist-info").mkdir()
     (tmp_path / "ray-2.40.0.dist-info" / "METADATA").write_text("Name: ray\nVersion: 2.40.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(traceml_ray.StartError, match=r"2\.51 or newer"):
-        traceml_ray.start("any")
+        traceml_ray.start(session="any")
 
 
 def test_start_without_ray_asks_for_ray_init() -> None:

@@ -139,7 +139,7 @@ def test_healthy_run_names_no_rank(tmp_path: Path) -> None:
     """That it trains as without a monitor, to the bit: see `test_chaos`."""
     ranks = 2
     alike = [f"--slow=data:{rank}:30" for rank in range(ranks)]  # a core that another takes costs little
-    flags = "--flops", "--device-peak-tflops", "0.5", "--total-steps", "80"
+    flags = "--flops", "--peak-tflops", "0.5", "--total-steps", "80"
     done = launch(tmp_path, "s", ranks, 80, *alike, "--lengths", *SMALL, flags=flags)
     assert done.returncode == 0, done.stderr[-4000:]
     summary, lengths = summary_of(tmp_path, "s"), lengths_of(ranks, 80)

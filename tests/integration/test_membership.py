@@ -80,7 +80,7 @@ def label(session: Any) -> tuple[Any, ...]:
 
 def test_session_of_two_nodes_survives_lost_actors_and_nodes(cluster: FakeCluster, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
-    with traceml_ray.start("two", out=tmp_path) as session:
+    with traceml_ray.start(session="two", out=tmp_path) as session:
         running = fit(4, [0, 0, 0, 60], stop, tmp_path)  # every CPU of the cluster
         until(lambda: running.done() or label(session) == ("straggler", "data", 3), "the verdict", 100)
 
@@ -136,7 +136,7 @@ def test_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
 ) -> None:
     stop = tmp_path / "stop"
     cluster.add(2)
-    with traceml_ray.start("lost", out=tmp_path) as session:
+    with traceml_ray.start(session="lost", out=tmp_path) as session:
         running = fit(3, [10], stop, tmp_path, failures=2)
         until(lambda: running.done() or _stored(session) > 100, "rows", 100)
         used = {who.node_id for who in session.ranks()}

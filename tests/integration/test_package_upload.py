@@ -41,8 +41,8 @@ def test_cluster_without_the_package_receives_it(tmp_path: Path, monkeypatch: py
 
         assert not ray.get(is_there.remote())
         with pytest.raises(traceml_ray.StartError, match="No module named 'traceml_ray'"):
-            traceml_ray.start("without", out=tmp_path)
-        with traceml_ray.start("with", out=tmp_path, ship=True) as session:
+            traceml_ray.start(session="without", out=tmp_path)
+        with traceml_ray.start(session="with", out=tmp_path, ship=True) as session:
             session.wait_ready()
             [node] = session.nodes()
             assert node.alive

@@ -155,7 +155,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TRACEML_SESSION", "TRACEML_OUT", "RAY_TRAIN_CALLBACKS"):
             patch.delenv(name, raising=False)
-        started = traceml_ray.start("train", out=tmp_path_factory.mktemp("out"), interval=0.2)
+        started = traceml_ray.start(session="train", out=tmp_path_factory.mktemp("out"), interval=0.2)
         yield started
         started.stop()
 

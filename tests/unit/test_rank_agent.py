@@ -20,7 +20,7 @@ from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.experts.records import EXPERTS, MAX_EXPERTS, MAX_ROUTERS, RouterTokens
 from traceml_ray.signals.experts.routers import COUNTS_AT_ONCE
 from traceml_ray.signals.memory.records import MEMORY, MemorySample
@@ -61,8 +61,8 @@ class Pipe:
         self.answers.append(wire.encode(reply))
 
 
-def make(pipe: Pipe, **options: object) -> RankAgent:
-    return RankAgent(Settings(session="s", **options), pipe)  # type: ignore[arg-type]
+def make(pipe: Pipe, spool: str | None = None, **options: object) -> RankAgent:
+    return RankAgent(Settings(session="s", **options), pipe, spool=spool)  # type: ignore[arg-type]
 
 
 def push(agent: RankAgent, count: int) -> None:
@@ -672,7 +672,7 @@ def test_secrets_in_an_exception_are_hidden() -> None:
 
 
 def test_job_launched_by_a_rank_does_not_inherit_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in bootstrap.rank_environment(Settings(session="s", socket="/x"), {}).items():
+    for name, value in bootstrap.rank_environment(Settings(session="s"), RelayPaths("/x"), {}).items():
         monkeypatch.setenv(name, value)
     bootstrap.clear_rank_environment()
     assert os.environ["TRACEML_SESSION"] == "s", "that was said by a person"

@@ -149,7 +149,7 @@ def test_settings_default_to_those_of_the_session_of_this_driver(
         made = msgspec.json.decode(sent(TraceMLTrainCallback(**settings))._config, type=ActorConfig)
         assert (made.session, made.settings.out, made.settings.interval) == (session, out, interval)
         assert made.everywhere
-    with pytest.raises(SettingError, match="colour is not a keyword here"):
+    with pytest.raises(SettingError, match="colour is not a setting"):
         TraceMLTrainCallback(colour="red")
 
 

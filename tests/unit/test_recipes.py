@@ -23,7 +23,7 @@ from ray.runtime_env import RuntimeEnv
 
 from traceml_ray.launchers import arguments, torchrun
 from traceml_ray.launchers.arguments import read as read_nodes
-from traceml_ray.settings import Settings, check_session_name
+from traceml_ray.settings import Settings
 
 RECIPES = Path(__file__).parents[2] / "launchers/recipes"
 SBATCH = sorted(RECIPES.glob("*.sbatch"))
@@ -183,7 +183,6 @@ def test_recipe_driver_uses_existing_imports_and_keywords(driver):
             module = importlib.import_module(str(node.module))
             assert all(hasattr(module, alias.name) for alias in node.names)
     (start,) = calls(driver, "traceml_ray.start")
-    check_session_name(ast.literal_eval(start.args[0]))
     Settings.load({}, **{word.arg: ast.literal_eval(word.value) for word in start.keywords})
     order = [ast.unparse(call.func) for call in ast.walk(driver) if isinstance(call, ast.Call)]
     assert order.index("ray.init") < order.index("traceml_ray.start")
@@ -413,7 +412,7 @@ def test_requeued_job_is_a_new_session(slurm):
     slurm.run("slurm-torchrun.sbatch", "train.py", nodes=1, SLURM_RESTART_COUNT="2", TRACEML_OUT="/shared")
     (launch,) = slurm.launches()
     args = torchrun._parse(launch["argv"][2:])
-    assert (args.session, args.out) == ("slurm-4711-2", "/shared")
+    assert (args.setting_session, args.setting_out) == ("slurm-4711-2", "/shared")
 
 
 def test_ray_head_is_on_the_first_node_and_workers_on_the_others(slurm, train):

@@ -1116,8 +1116,8 @@ def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
     bench: Bench, dies: bool
 ) -> None:
     """The agent ends in the second between its relay's reply and the aggregator's commit."""
-    settings = Settings(session="s", socket=str(bench.path), spool=str(bench.spool), interval=60.0)
-    agent = RankAgent(settings, SocketChannel(str(bench.path)))
+    settings = Settings(session="s", interval=60.0)
+    agent = RankAgent(settings, SocketChannel(str(bench.path)), spool=str(bench.spool))
     for rows in (5, 20):
         for _ in range(rows):
             agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [10] * N_STAGES)

@@ -56,7 +56,7 @@ def test_torchrun_arguments_mean_what_they_mean_to_torchrun(argv: list[str]) -> 
 
 def test_own_arguments_are_taken_only_before_the_script() -> None:
     args = torchrun._parse(["--session", "s", "--nproc-per-node", "2", SCRIPT, "--session", "script's"])
-    assert args.session == "s"
+    assert args.setting_session == "s"
     assert args.training_script_args == ["--session", "script's"]
 
 

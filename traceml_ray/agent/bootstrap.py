@@ -20,11 +20,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text, is_out_of_memory, sendable
 from traceml_ray.identity import RankIdentity, resolve
-from traceml_ray.settings import Settings
+from traceml_ray.settings import RelayPaths, Settings, table
 from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.stages import DATA
 from traceml_ray.text import masked_text
@@ -96,27 +98,7 @@ RANK_PID = "TRACEML_RANK_PID"
 COMMAND = "TRACEML_COMMAND"
 """Set where a command of any kind runs: which of its processes are ranks shows in what they do."""
 
-_NAMES = (
-    "session",
-    "socket",
-    "spool",
-    "channel",
-    "interval",
-    "ring_rows",
-    "agent_buffer_bytes",
-    "device_clock",
-    "memory_history",
-    "deep",
-    "output_lines",
-    "flops",
-    "model_flops",
-    "peak_tflops",
-    "total_steps",
-)
-_VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
-"""Settings that a rank is given, and their variables."""
-
-ChannelTo = Callable[[Settings], Channel | None]
+ChannelTo = Callable[[Settings, RelayPaths], Channel | None]
 """Returns the way to the relay, None where there is none."""
 
 _agent: RankAgent | None = None
@@ -125,12 +107,20 @@ _asleep: RankAgent | None = None
 _lock = threading.Lock()
 
 
-def rank_environment(settings: Settings, environ: dict[str, str] | None = None) -> dict[str, str]:
+def _variables() -> list[tuple[str, str]]:
+    """Return the settings and paths that a rank is given, each with its variable."""
+    settings = [name for name, setting in table(Settings).items() if setting.of_ranks]
+    return [(name, f"TRACEML_{name.upper()}") for name in (*settings, *RelayPaths.__struct_fields__)]
+
+
+def rank_environment(
+    settings: Settings, paths: RelayPaths, environ: dict[str, str] | None = None
+) -> dict[str, str]:
     """Return the environment variables that make a rank's process watch itself."""
     environ = dict(os.environ) if environ is None else environ
     path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
-    given = {variable: getattr(settings, name) for name, variable in _VARIABLES.items()}
-    variables = {variable: str(value) for variable, value in given.items() if value is not None}
+    values = msgspec.structs.asdict(settings) | msgspec.structs.asdict(paths)
+    variables = {variable: str(values[name]) for name, variable in _variables() if values[name] is not None}
     return {"PYTHONPATH": os.pathsep.join(path), **variables}
 
 
@@ -138,7 +128,7 @@ def clear_rank_environment() -> None:
     """In a process that launches a job of its own inside another one: forget the other's variables."""
     inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
     if any(inside):
-        for variable in _VARIABLES.values():
+        for _, variable in _variables():
             os.environ.pop(variable, None)
 
 
@@ -148,8 +138,8 @@ def start_on_import(pid: int, channel_to: ChannelTo) -> None:
         if os.environ.get(COMMAND):
             _start_asleep(channel_to)
         elif os.getpid() == pid:  # not forked before torch was imported
-            settings = Settings.load()
-            start(settings, channel=channel_to(settings))
+            settings, paths = Settings.load(), RelayPaths.load()
+            start(settings, channel=channel_to(settings, paths), spool=paths.spool)
     except Exception as error:
         # The script goes on without a monitor; the report names this rank as one that never reported.
         sys.stderr.write(f"traceml-ray: not watching this process: {error_text(error)}\n")
@@ -163,9 +153,9 @@ def _start_asleep(channel_to: ChannelTo) -> None:
     then: the process may be about to fork its ranks.
     """
     global _asleep
-    settings = Settings.load()
-    if settings.socket is not None:
-        _asleep = RankAgent(settings, SocketChannel(settings.socket))
+    settings, paths = Settings.load(), RelayPaths.load()
+    if paths.socket is not None:
+        _asleep = RankAgent(settings, SocketChannel(paths.socket), spool=paths.spool)
         _asleep.instrumentation.when_rank(functools.partial(_wake, channel_to))
         _asleep.instrumentation.install()
 
@@ -176,7 +166,7 @@ def _wake(channel_to: ChannelTo) -> None:
         agent, _asleep = _asleep, None
         if agent is not None:
             agent.process_id = new_process_id()  # forks of one process are ranks of their own
-            agent.channel = channel_to(agent.settings) or agent.channel
+            agent.channel = channel_to(agent.settings, RelayPaths.load()) or agent.channel
             _begin(agent)
 
 
@@ -185,29 +175,29 @@ def start(
     *,
     channel: Channel | None = None,
     identity: Callable[[], RankIdentity] = resolve,
+    spool: str | None = None,
 ) -> RankAgent | None:
     """
     Instrument this process and start its agent; None when there is no relay to talk to.
 
     Args:
         settings: default: from the environment.
-        channel: the way to the relay; default: its socket, where the settings have one.
+        channel: the way to the relay.
         identity: returns who this process is; asked again and again until its source is
             torch.distributed, or whatever started the rank.
+        spool: folder for what may not be stored when this process ends; None: that is lost, and counted.
     """
     global _asleep
     with _lock:
         if _agent is not None:
             return _agent
         settings = settings if settings is not None else Settings.load()
-        if channel is None and settings.socket is not None:
-            channel = SocketChannel(settings.socket)
         if channel is None:
             return None
         asleep, _asleep = _asleep, None
         if asleep is not None:
             asleep.instrumentation.remove()
-        agent = RankAgent(settings, channel, identity)
+        agent = RankAgent(settings, channel, identity, spool)
         agent.instrumentation.install()
         _begin(agent)
         return agent

@@ -119,8 +119,10 @@ class RankAgent:
         settings: Settings,
         channel: Channel,
         identity: Callable[[], identities.RankIdentity] = identities.resolve,
+        spool: str | None = None,
     ) -> None:
         self.settings = settings
+        self._spool = spool
         self.channel = channel
         self._identify = identity
         self.ring = StepRing(settings.ring_rows)
@@ -133,7 +135,7 @@ class RankAgent:
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._outbox = RankOutbox(settings.agent_buffer_bytes)
-        self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
+        self._early = EarlyCopy(spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
         self._dumped: set[wire.Value] = set()
         self._began_ns = time.monotonic_ns()
@@ -146,14 +148,14 @@ class RankAgent:
         self._sampled = -SAMPLE_S
         ours = self.instrumentation
         self.unsent = Unsent(ours.errors)
-        self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event)
+        self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event, spool)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
         self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
         self.captures = CaptureAgent(
             self.recorder,
             ours.spans,
             ours.errors,
-            settings.spool,
+            spool,
             lambda: self.process_id,
             calls=ours.rpc,
         )
@@ -435,8 +437,8 @@ class RankAgent:
         Leave what is not known to be stored in the spool, before anything is waited for: a relay that has
         taken it may be ended, or answer too late, before the aggregator has stored it.
         """
-        if self.settings.spool is not None and (frames := self._outbox.frames()):
+        if self._spool is not None and (frames := self._outbox.frames()):
             from traceml_ray.wire.spool import write_spool
 
-            write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", frames)
+            write_spool(Path(self._spool) / f"{self.process_id}.spool", frames)
         self._early.remove()

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import msgspec
 
 from traceml_ray.analysis.labels import LABELS, Label, Pattern
 
 
-class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the verdict rules. Shares are fractions of the mean step."""
+@dataclass(frozen=True)
+class Bounds:
+    """In the type of a setting: the smallest and the largest value that it may have."""
 
-    window_steps: int = 50
+    low: float
+    high: float
+
+
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Limits of the verdict rules. Shares are fractions of the mean step. Where its type says nothing else, a
+    number of steps is from 1, and a share from 0 to 1.
+    """
+
+    window_steps: Annotated[int, Bounds(2, 10_000)] = 50
     """Steps in a full window."""
     stride_steps: int = 10
     """Steps by which one window begins after the other."""
-    first_window_steps: int = 20
+    first_window_steps: Annotated[int, Bounds(2, 10_000)] = 20
     """Number of steps from which on a first, shorter window is judged."""
-    warmup_steps: int = 10
+    warmup_steps: Annotated[int, Bounds(0, 1_000_000)] = 10
     """Steps at the start of a run that no verdict uses (row 0 never counts)."""
     coverage_limited: float = 0.95
     """Share of reporting ranks below which the verdict is `telemetry_limited`."""
-    report_timeout_s: float = 5.0
+    report_timeout_s: Annotated[float, Bounds(0.1, 3600)] = 5.0
     """Time after which a rank that has not reported counts as missing, in s."""
-    hang_timeout_s: float = 20.0
+    hang_timeout_s: Annotated[float, Bounds(0.1, 86_400)] = 20.0
     """
     Time without a row from any rank after which the job may hang, in s; `hang_steps` must have
     passed, too.
     """
-    hang_steps: float = 10.0
+    hang_steps: Annotated[float, Bounds(1, 1_000_000)] = 10.0
     """Number of median steps without a row after which the job hangs, if a rank waits for others."""
     min_step_ns: int = 1_000_000
     """Shortest mean step that is judged, in ns."""
@@ -65,15 +79,15 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Smallest share of exposed time for ranks that are late in turn."""
     min_imbalance: float = 0.10
     """Share of the time that unequal work must cost to be a finding."""
-    baseline_windows: int = 5
+    baseline_windows: Annotated[int, Bounds(2, 1000)] = 5
     """Number of healthy windows that the run's own baseline is learned from."""
-    baseline_after_steps: int = 50
+    baseline_after_steps: Annotated[int, Bounds(0, 1_000_000)] = 50
     """Number of steps after the warm-up that the baseline is not learned from."""
     min_drift: float = 0.03
     """Smallest drift from the baseline that is `group_wide`."""
-    drift_mads: float = 3.0
+    drift_mads: Annotated[float, Bounds(0, 100)] = 3.0
     """Number of MADs of the baseline's windows that a drift must exceed."""
-    drift_errors: float = 5.0
+    drift_errors: Annotated[float, Bounds(0, 100)] = 5.0
     """Number of standard errors of the mean over single steps that a drift must exceed."""
     stage_carries: float = 0.5
     """
@@ -86,18 +100,18 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the last windows with the same verdict from which on it is called chronic."""
     chronic_windows: int = 10
     """Number of last windows that `chronic_share` is counted over."""
-    hold_s: float = 2.0
+    hold_s: Annotated[float, Bounds(0, 3600)] = 2.0
     """Time that a finding must last before it is named, in s."""
-    hold_steps: int = 10
+    hold_steps: Annotated[int, Bounds(0, 1_000_000)] = 10
     """Number of steps that a finding must last before it is named."""
-    hold_cost_s: float = 0.3
+    hold_cost_s: Annotated[float, Bounds(0, 3600)] = 0.3
     """
     Time that the job must have waited for a finding before it is named, in s. The name is taken back when the
     finding is gone for as long.
     """
-    hold_group_s: float = 30.0
+    hold_group_s: Annotated[float, Bounds(0, 3600)] = 30.0
     """As `hold_s`, for `group_wide`, in s. It names no rank, and other work may use a machine for a while."""
-    hold_share: float = 0.67
+    hold_share: Annotated[float, Bounds(0.01, 1)] = 0.67
     """Share of the windows since a finding began that must show it."""
     usual_windows: int = 200
     """Number of windows without a named rank that show the usual excess; a finding is compared with them."""

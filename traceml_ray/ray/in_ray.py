@@ -8,15 +8,12 @@ import msgspec
 import ray
 
 from traceml_ray.identity import RankIdentity
-from traceml_ray.ray.actors import DEFAULT_SESSION, relay_folder
-from traceml_ray.settings import Settings
+from traceml_ray.ray.actors import relay_folder
 
 
-def settings(given: Settings) -> Settings:
-    """Return the settings with what follows from the node: the session's name, and where to spool."""
-    session = given.session or DEFAULT_SESSION
-    node_id = ray.get_runtime_context().get_node_id()
-    return msgspec.structs.replace(given, session=session, spool=str(relay_folder(session, node_id)))
+def spool_of(session: str) -> str:
+    """Return the folder on this node for what a rank could not deliver."""
+    return str(relay_folder(session, ray.get_runtime_context().get_node_id()))
 
 
 def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:

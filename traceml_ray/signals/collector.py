@@ -24,6 +24,8 @@ class Rank:
     settings: Settings
     add_event: Callable[[wire.Event], object]
     """Has an event sent with the next batch; any thread may."""
+    spool: str | None = None
+    """Folder for what may not be stored when the process ends."""
     memory_from: dict[str, str] = field(default_factory=dict)
     """Where fields of memory samples come from, for the next batch (`wire.RankBatch.memory_from`)."""
     spans: Sequence[wire.SpanSum] = ()

@@ -41,7 +41,7 @@ def main(train_loop: Callable[[Arguments], None]) -> None:
     """Train on two workers; watched unless `--no-monitor`."""
     args = arguments()
     ray.init(num_cpus=4, include_dashboard=False, logging_level="warning")
-    session = traceml_ray.start("session", out=str(args.out)) if args.monitor else None
+    session = traceml_ray.start(session="session", out=str(args.out)) if args.monitor else None
     ray.data.DataContext.get_current().execution_options.preserve_order = True  # so that runs are equal
     length = args.steps * args.micro * BATCH * 2
     datasets = {

@@ -72,8 +72,7 @@ class MemoryHistory(Collector):
     @classmethod
     def of_rank(cls, rank: Rank) -> MemoryHistory:
         """Return that of a rank."""
-        settings = rank.settings
-        return cls(settings.memory_history, settings.spool, rank.add_event, rank.errors, rank.missing)
+        return cls(rank.settings.memory_history, rank.spool, rank.add_event, rank.errors, rank.missing)
 
     def collect(self, final: bool) -> list[Part]:
         """Turn the record on once torch has initialized CUDA; there are no records of it."""

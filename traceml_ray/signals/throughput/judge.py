@@ -385,7 +385,7 @@ def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
     if (given := _same(facts, "peak_tflops")) is not None:
         return float(given)
     device, dtype = _same(facts, "device"), _same(facts, "dtype")
-    tell = "--device-peak-tflops tells it"
+    tell = "--peak-tflops tells it"
     if device is None:
         return f"the ranks' devices are not known, or not all the same; {tell}"
     if dtype is None:
