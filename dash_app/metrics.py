@@ -90,7 +90,7 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
     if (run := session.newest) is not None:
         yield from _run_metrics(run)
-        yield from _finding_metrics(run.id, found_in(session, run, state))
+        yield from _finding_metrics(run, found_in(session, run, state))
         yield from _step_metrics(run)
         yield from _signal_metrics(run)
         yield from _node_metrics(run)
@@ -119,14 +119,15 @@ def _run_metrics(run: RunState) -> Iterator[Metric]:
     yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run.last_step)])
 
 
-def _finding_metrics(run: str, findings: Sequence[Finding]) -> Iterator[Metric]:
+def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Metric]:
     """Yield each of the first findings, in order, and the cost of those that have one."""
     labels = ["run", "signal", "label", "severity", "what", "stage", "rank", "node"]
     first: dict[tuple[object, ...], Finding] = {}
     for one in findings:
         if len(first) < _MOST_FINDINGS:
-            who = [next(iter(names), None) for names in (one.stages, one.ranks, one.nodes)]
-            first.setdefault((run, one.signal, one.label, one.severity, one.what, *who), one)
+            stage, rank, node = (next(iter(names), None) for names in (one.stages, one.ranks, one.nodes))
+            who = stage, rank, node or run.node_of(rank)
+            first.setdefault((run.id, one.signal, one.label, one.severity, one.what, *who), one)
     about = "1 for each of the first findings: of the verdict, and of what else was found in the run."
     yield _gauge("finding", about, labels, [(values, 1.0) for values in first])
     costs = [(values, one.cost) for values, one in first.items() if one.cost]
@@ -134,7 +135,7 @@ def _finding_metrics(run: str, findings: Sequence[Finding]) -> Iterator[Metric]:
         "Cost of each finding that is named, or watched, as a share of the time, see traceml_verdict_cost."
     )
     yield _gauge("finding_cost", about, labels, costs, "ratio")
-    counts = Counter((run, one.signal, one.severity) for one in findings)
+    counts = Counter((run.id, one.signal, one.severity) for one in findings)
     about = "Findings of the run, of each signal and severity."
     yield _gauge("findings", about, ["run", "signal", "severity"], counts.items())
 
@@ -163,6 +164,8 @@ def _step_metrics(run: RunState) -> Iterator[Metric]:
 
 def _signal_metrics(run: RunState) -> Iterator[Metric]:
     for gauge in (gauge for section in sections_of(run.signals) for gauge in section.gauges):
+        if len(gauge.series) > _MOST:
+            continue
         series = [((run.id, *labels), value) for labels, value in gauge.series]
         yield _gauge(gauge.name, gauge.about, ["run", *gauge.labels], series, gauge.unit)
 

@@ -124,7 +124,7 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
     more = [name for name in OPTIONS if getattr(profile, name)]
     bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
     return {
-        f"asked for, {timezone.abbreviation()}": timezone.date(profile.time),
+        f"asked for ({timezone.abbreviation()})": timezone.date(profile.time),
         "why": profile.why,
         "recorded also": ", ".join(more) or "nothing",
         **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),

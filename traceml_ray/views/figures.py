@@ -236,7 +236,7 @@ def lines(
 
 
 def _time() -> str:
-    return f"time, {timezone.abbreviation()}"
+    return f"time ({timezone.abbreviation()})"
 
 
 def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, Any]:
