@@ -176,8 +176,17 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], rout
         html.Li(note) for note in compared.notes
     ]
     return html.Div(
-        [*words, table(numbers._replace(columns=columns), route), html.Ul(more, className="hint")]
+        [
+            *words,
+            table(numbers._replace(columns=columns), route, cells={"judged": _judgement}),
+            html.Ul(more, className="hint"),
+        ]
     )
+
+
+def _judgement(row: comparison.NumberChange) -> str:
+    """Return whether a number is worse or better; nothing of all others."""
+    return row.word if row.word in comparison.TONES else ""
 
 
 def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Any:

@@ -44,7 +44,8 @@ def panels_of(
     panels = []
     for name, of_signal in sections.items():
         mine = [one for one in findings if one.signal == name]
-        body = [table(Table("Findings", FINDINGS, mine), route)] if mine else []
+        block = table(Table("Findings", FINDINGS, mine), route)
+        body = [html.Div(block, className="events")] if mine else []
         body += [element for section in of_signal for element in blocks(section, route)]
         if body:
             inside = part(html.Div(body, id=f"signal-{name}"))
@@ -62,7 +63,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    findings = table(findings_table(view["findings"]), route)
+    findings = html.Div(table(findings_table(view["findings"]), route), className="events")
     body = [
         html.Div([html.H1("Signals"), listing.field(route, "ranks")], className="title-row"),
         panel("Findings beside the verdict", part(html.Div(findings, id="signal-findings"))),

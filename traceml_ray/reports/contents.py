@@ -88,8 +88,7 @@ FINDINGS = [
     Column("finding", lambda one: one.headline),
     Column("cost", cost_of, "figures"),
     Column("confidence", lambda one: one.confidence),
-    Column("why", lambda one: one.why, "sentence"),
-    Column("next", lambda one: one.next, "sentence"),
+    Column("why, and what to do", lambda one: f"{one.why} {one.next}".strip(), "sentence"),
 ]
 
 
