@@ -332,6 +332,20 @@ def test_foreign_thread_and_sealed_clock_record_nothing() -> None:
     assert not loop.use.counts["no event free for a mark"]
 
 
+def test_events_are_in_what_marks_cost_also_after_the_device_clock_has_stopped() -> None:
+    loop = DeviceLoop()
+    loop.step()
+    loop.both()
+    before, first = loop.recorder.marks_ns, loop.use.next
+    loop.device.record_takes_ns = lambda _: 3000
+    for _ in range(10):
+        loop.step()
+    assert loop.both() and loop.use.next > first
+    cost_ns = loop.recorder.marks_ns
+    assert cost_ns - before == 3000 * (loop.use.next - first)
+    assert loop.recorder.stop_device_clock() and loop.recorder.marks_ns == cost_ns
+
+
 def test_agent_goes_on_while_a_mark_blocks_with_the_lock() -> None:
     """Recording an event may block for as long as the device hangs; the agent has to report that."""
     loop = DeviceLoop()

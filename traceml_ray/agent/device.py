@@ -270,8 +270,6 @@ _MASK = EVENT_SLOTS - 1
 _BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
 """Slots of the events by which the two clocks are compared."""
 _MADE_AHEAD = 2048
-_WEIGHED = 256
-"""Number of newest events whose recording is averaged."""
 FULL_NS = 50_000
 """Recording an event takes longer than this only where the launch queue is full."""
 MAX_ROWS_BEHIND = 64
@@ -348,6 +346,10 @@ class DeviceClock:
         """Whether rows count only if they are SAMPLED, because FSDP waits inside forward and backward."""
         self.next = 0
         """Number of the next event. Written by the thread that records."""
+        self.recorded_ns = 0
+        """Time that recording has taken on the training thread up to the newest reading, in ns."""
+        self._weighed = 0
+        """Number of events whose recording is in it."""
         self.last_sampled = 0, NO_EVENT
         """Step and first event of the newest row that was SAMPLED."""
         self.waited = [0, 0]
@@ -416,12 +418,6 @@ class DeviceClock:
 
         return stamp
 
-    @property
-    def record_ns(self) -> float:
-        """Mean time that recording one of the newest events took on the training thread, in ns."""
-        newest = range(max(0, self.next - _WEIGHED), self.next)
-        return sum(self._took[number & _MASK] for number in newest) / max(1, len(newest))
-
     def bracketing(self, gathers: bool) -> None:
         """Note what is waited for in the bracket whose first event is the next one."""
         self._gathers[self.next & _MASK] = gathers
@@ -483,6 +479,7 @@ class DeviceClock:
             self.flush()
 
     def _turn(self, needed: int) -> None:
+        self._weigh()
         if not self.stopped:
             self._end_beat()
         while self._rows and not self.stopped and self._resolve(self._rows[0]):
@@ -490,6 +487,18 @@ class DeviceClock:
         if not self.stopped:
             self._make_room(first_event(self._rows[0].cuts) if self._rows else needed, needed)
             self._begin_beat()
+
+    def _weigh(self) -> None:
+        """Add up what recording the newest events took."""
+        end = self.next
+        for number in range(max(self._weighed, end - EVENT_SLOTS), end):
+            self.recorded_ns += self._took[number & _MASK]
+        self._weighed = end
+
+    @property
+    def record_ns(self) -> float:
+        """Mean time that recording an event takes on the training thread, in ns."""
+        return self.recorded_ns / max(1, self._weighed)
 
     @property
     def waiting(self) -> int:

@@ -239,6 +239,7 @@ class MarkLog:
             self._replay()
             if self.device is not None:
                 self.device.flush()
+                self._cost_ns += self.device.recorded_ns
                 self.device = None
                 self.steps.use(None)
         finally:
@@ -271,7 +272,9 @@ class MarkLog:
     @property
     def marks_ns(self) -> int:
         """
-        Time that marks have taken on the training thread, in ns. Of the marks in the log, a few
-        are measured.
+        Time that marks have taken on the training thread, in ns, with the events of a device. Of the marks
+        in the log, a few are measured.
         """
-        return self._cost_ns + self._written_ns * self._written // max(1, self._weighed)
+        device = self.device
+        events_ns = device.recorded_ns if device is not None else 0
+        return self._cost_ns + events_ns + self._written_ns * self._written // max(1, self._weighed)
