@@ -20,7 +20,7 @@ from traceml_ray.analysis.verdict import Stack, Suspect
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """Rows that were lost, by where."""
+    """Number of rows that were lost, by the place that lost them."""
 
     agent: int
     relay: int
@@ -79,16 +79,16 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     bytes: int
     files: dict[str, int]
-    """Bytes by name."""
+    """Size of each file of the bundle (bytes), by its name."""
     requests: list[str]
-    """Ids of the requests that it answers."""
+    """Ids of the requests for a bundle that this one answers."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the cluster, for as long as it is in it: one that comes back is another node."""
 
     node_id: str
-    """Ray's."""
+    """Id that Ray gave the node."""
     hostname: str
     address: str
     label: str
@@ -103,11 +103,11 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """When it was found to be gone from the cluster."""
     lost_ns: int | None
     clock_offset_ns: int | None
-    """What is added to a time of its clock to have it on the aggregator's; None: not known."""
+    """What is added to a time of the node's clock to have it on the aggregator's (ns); None: not known."""
     clock_bound_ns: int | None
-    """How far off that is at most."""
+    """Largest possible error of `clock_offset_ns` (ns)."""
     errors: dict[str, int]
-    """What its relay swallowed, by place."""
+    """Number of exceptions that the node's relay swallowed, by place in the code."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,13 +122,16 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     node_id: str | None
     job_id: str
-    """The run."""
+    """Id of the run that the process belongs to."""
     attempt: int
     pid: int
     source: str
-    """Who said so: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi, ray, single, v1."""
+    """
+    Where the rank was read from: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi, ray,
+    single, v1.
+    """
     name: str
-    """Of the Ray actor, where it has one."""
+    """Name of the Ray actor that the process is; "" if it has none."""
     stored: int
 
 
@@ -158,7 +161,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     earlier: list[EarlierStart]
     """The starts before the one that is shown, those that had steps, the oldest first."""
     label: Label | None
-    """Of its verdict."""
+    """Label of the verdict on the run."""
     ledger: Ledger
 
 
@@ -191,7 +194,7 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     lost_s: float | None
     """What all that has been named in the run so far made it wait for."""
     elapsed_s: float | None
-    """How long the run has been judged."""
+    """How long the run has been judged (s)."""
     rank_hours_per_hour: float | None
     chronic: bool | None
     pattern: Pattern | None

@@ -30,9 +30,9 @@ class SummaryNode(msgspec.Struct, frozen=True, kw_only=True):
     lost: bool
     ranks: list[int]
     clock_offset_ns: int | None
-    """What is added to a time of its clock to have it on the aggregator's; null: not known."""
+    """What is added to a time of the node's clock to have it on the aggregator's (ns); null: not known."""
     clock_bound_ns: int | None
-    """How far off that is at most."""
+    """Largest possible error of `clock_offset_ns` (ns)."""
 
 
 class SummarySession(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Covers(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     rows_pct: float
     error_pct: float
-    """Error of medians and percentiles."""
+    """Largest error of medians and percentiles, in % of their value."""
     counted_pct: float
     """Share of the rows that the number of steps and their mean are of."""
     timed_pct: float
@@ -112,9 +112,9 @@ class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
     exposed_ms: float
     exposed_share: float
     median_ms: float
-    """Median of the ranks' medians."""
+    """Median over the ranks of their median time in the stage (ms)."""
     max_ms: float
-    """The largest of them: `worst_rank`'s."""
+    """Largest median time of a rank in the stage (ms): that of `worst_rank`."""
     worst_rank: int | None
 
 
@@ -127,7 +127,7 @@ class SpanStatistics(msgspec.Struct, frozen=True, kw_only=True):
     max_ms: float
     worst_rank: int
     share: float | None
-    """Of that rank's stage."""
+    """Share of the time of `worst_rank` in the stage that the span takes, from 0 to 1."""
     times_per_step: float
     bytes: float | None
 
@@ -147,7 +147,7 @@ class BaselineInfo(msgspec.Struct, frozen=True, kw_only=True):
     to_step: int | None
     steps: int
     source: str | None
-    """The session that it was taken from; None: learned in this run."""
+    """Session that the baseline was taken from; None if it was learned in this run."""
     step_ms: float
     stages: list[BaselineStage]
 
@@ -168,7 +168,7 @@ class SummaryRank(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
     exit_reason: str | None
     missing: dict[str, str]
-    """What could not be patched, and why."""
+    """Attributes that could not be patched, each with the reason."""
     errors: dict[str, int]
     role: str | None
     """Its place in a pipeline and among tensor-parallel ranks: "pp=1 tp=0"; None: all do the same work."""
@@ -270,7 +270,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All that was found, in order, as `Session.findings` has it; a hundred at most."""
     suspects: list[Suspect]
     roles: list[RoleShare]
-    """Where not all ranks do the same work."""
+    """Shares of each role; empty if all ranks do the same work."""
     experts: list[ExpertLoad]
     """Of the routers that are watched, the least even one first."""
     verdicts: list[VerdictInfo]
