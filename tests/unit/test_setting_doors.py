@@ -19,7 +19,7 @@ from traceml_ray.settings import RelayPaths, SettingError, Settings, help_of, of
 
 FIELDS = table(Settings)
 OF_DRIVERS = [name for name, setting in FIELDS.items() if not setting.of_launchers]
-WORDS = {"session": ("a", "b"), "out": ("a", "b"), "ray_address": ("a:1", "b:2"), "baseline": ("a", "b")}
+WORDS = {"ray_address": ("a:1", "b:2")}
 
 
 def values(name: str) -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def values(name: str) -> tuple[Any, Any]:
         return tuple(setting.type(end) for end in (setting.range.low, setting.range.high))
     if setting.choices:
         return tuple(choice for choice in setting.choices if choice != setting.default)
-    return (True, False) if setting.type is bool else WORDS[name]
+    return (True, False) if setting.type is bool else WORDS.get(name, ("a", "b"))
 
 
 def by_keyword(name: str, value: object) -> Settings:
