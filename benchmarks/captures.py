@@ -37,7 +37,7 @@ from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.settings import Settings
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import ProfileCommand
+from traceml_ray.wire.messages import ProfileCommand
 
 AROUND = 12
 """Steps before a capture, and as many after it."""

@@ -50,7 +50,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.samplers import USS_S, HostMemory, MemorySampler
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
+from traceml_ray.wire.messages import TracePart, TraceReply
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STRETCH = 5

@@ -12,8 +12,7 @@ from traceml_ray import text
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles
 from traceml_ray.views.run_state import RunState
-from traceml_ray.wire.commands import OPTIONS
-from traceml_ray.wire.messages import ProfileRequest
+from traceml_ray.wire.messages import OPTIONS, ProfileRequest
 
 from .components import Content, aria
 from .route import Route

@@ -18,7 +18,7 @@ from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
+from traceml_ray.wire.messages import TracePart, TraceReply
 
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]

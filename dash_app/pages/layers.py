@@ -18,7 +18,7 @@ from traceml_ray.signals.layers.view import NOTHING, GetLayers, about_layers, la
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import layer_columns, layer_rank_columns
-from traceml_ray.wire.commands import MAX_LAYER_STEPS
+from traceml_ray.wire.messages import MAX_LAYER_STEPS
 
 from .. import listing, profiles
 from ..charts import chart

@@ -18,7 +18,7 @@ from traceml_ray.traces.key_averages import Operation
 from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
-from traceml_ray.wire.commands import OPTIONS
+from traceml_ray.wire.messages import OPTIONS
 
 from .. import listing, profiles
 from ..components import aria, facts, link, marked, panel, part, trail

@@ -20,7 +20,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
+from traceml_ray.wire.messages import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
 
 TRACE = os.urandom(5 * PART_BYTES + 100)
 

@@ -24,7 +24,7 @@ from traceml_ray.agent import capture
 from traceml_ray.agent.capture import TraceFile, TraceTooLargeError
 from traceml_ray.agent.torch_profiler import TorchProfiler, without_line
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
-from traceml_ray.wire.bulk import TRACE_NAME
+from traceml_ray.wire.messages import TRACE_NAME
 
 
 @pytest.fixture

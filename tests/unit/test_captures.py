@@ -21,7 +21,7 @@ from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart
+from traceml_ray.wire.messages import TracePart
 
 TRACE = bytes(range(256)) * 4
 

@@ -28,7 +28,7 @@ from traceml_ray.agent.device import (
     masks,
 )
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
-from traceml_ray.agent.patch import sharded_waits
+from traceml_ray.agent.patch import fsdp
 from traceml_ray.agent.patch.collectives import Collectives
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Spans
@@ -536,13 +536,11 @@ def test_all_waits_of_this_torchs_fsdp_are_found_and_put_back(strategy: str) -> 
     loop, patcher = DeviceLoop(), Patcher(debug=True)
     owners = [
         getattr(sys.modules[module], cls) if cls else sys.modules[module]
-        for module, cls, _ in sharded_waits._WAITS[strategy]
+        for module, cls, _ in fsdp._WAITS[strategy]
     ]
-    before = [
-        vars(owner)[name] for owner, (*_, name) in zip(owners, sharded_waits._WAITS[strategy], strict=True)
-    ]
-    sharded_waits.ShardedWaits(strategy, loop.recorder, loop.use, patcher)
-    names = [name for *_, name in sharded_waits._WAITS[strategy]]
+    before = [vars(owner)[name] for owner, (*_, name) in zip(owners, fsdp._WAITS[strategy], strict=True)]
+    fsdp.ShardedWaits(strategy, loop.recorder, loop.use, patcher)
+    names = [name for *_, name in fsdp._WAITS[strategy]]
     assert all(vars(o)[n] is not b for o, n, b in zip(owners, names, before, strict=True))
     patcher.restore()
     assert all(vars(o)[n] is b for o, n, b in zip(owners, names, before, strict=True))
@@ -555,7 +553,7 @@ def test_wait_inside_those_of_fsdp_does_not_couple(monkeypatch: pytest.MonkeyPat
     loop, patcher = DeviceLoop(), Patcher(debug=True)
     wait = Collectives(loop.recorder, Spans(loop.recorder, Mock()), Mock())._wait()(Mock())
     monkeypatch.setattr(_runtime_utils, "_pre_backward_hook", wait)
-    waits = sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
+    waits = fsdp.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
     loop.step()
     loop.recorder.ready = 0
     for stops in (False, True):
@@ -572,9 +570,9 @@ def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatc
     import torch.distributed.fsdp  # noqa: F401
 
     loop, patcher = DeviceLoop(), Patcher(debug=True)
-    monkeypatch.setitem(sharded_waits._WAITS, "fsdp", (("torch.distributed.fsdp", "", "_gone"),))
+    monkeypatch.setitem(fsdp._WAITS, "fsdp", (("torch.distributed.fsdp", "", "_gone"),))
     with pytest.raises(RuntimeError, match=r"has no torch\.distributed\.fsdp\._gone"):
-        sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
+        fsdp.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
 
 
 def test_host_that_waits_for_room_in_its_launch_queue_is_not_late() -> None:

@@ -21,7 +21,7 @@ TELLS = {"note", "swallow", "failed", "_failed", "fail", "_fail", "_traceml_fail
 SAYS = {"log", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
-    "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",
+    "ray/actors.py _find_actor": "handed to whoever polls, who counts it",
     "errors.py error_text": "its kind is in the text",
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
@@ -80,7 +80,7 @@ def test_broad_exception_handlers_are_never_silent(package: str) -> None:
 
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
 FIXED = {
-    "agent/unsent.py _size_of": "the name of a field",
+    "agent/outbox.py _size_of": "the name of a field",
     "agent/rank_agent.py guard": "its callers' are looked at",
     "agent/rank_agent.py tick": "the name of a collector",
     "monitor/live_verdict.py judge": "the name of a signal that is judged live",

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_memory import FakeAllocator
 
-from traceml_ray.agent.patch.shard_traffic import _ALL_UNTIL, _PERIOD, ForwardMemory
+from traceml_ray.agent.patch.fsdp import _ALL_UNTIL, _PERIOD, ForwardMemory
 
 
 def made(allocator: FakeAllocator) -> tuple[ForwardMemory, list[str]]:
@@ -69,6 +69,6 @@ def test_few_forwards_are_read_and_an_error_stays_inside() -> None:
 def test_memory_of_a_host_is_no_substitute() -> None:
     import torch
 
-    from traceml_ray.agent.patch.shard_traffic import stat_of
+    from traceml_ray.agent.patch.fsdp import stat_of
 
     assert stat_of(torch.device("cpu")) is None

@@ -14,7 +14,7 @@ from messages import RECORDS
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation
 
-from traceml_ray.agent.unsent import BatchDraft, Unsent
+from traceml_ray.agent.outbox import BatchDraft, Unsent
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.exports.tables import TABLES

@@ -27,7 +27,7 @@ from traceml_ray.signals.layers.agent import LayerSampler
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerWindow
 from traceml_ray.signals.layers.table import LayerTable
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import LayersCommand
+from traceml_ray.wire.messages import LayersCommand
 
 
 class Clock:

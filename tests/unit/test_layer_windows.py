@@ -35,7 +35,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.views.source import StoredSource
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.commands import MAX_LAYER_STEPS, LayersRequest
+from traceml_ray.wire.messages import MAX_LAYER_STEPS, LayersRequest
 
 TOKEN = {"Authorization": "Bearer secret"}
 

@@ -16,7 +16,7 @@ from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 from traceml_ray.store.query import QueryError
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
+from traceml_ray.wire.messages import TracePart, TraceReply
 
 
 def _profile(name: str, *ranks: RankProfile) -> Profile:

@@ -16,8 +16,8 @@ from sessions import identity, records_of
 from torch import nn
 
 from traceml_ray.agent import bootstrap, rank_agent
+from traceml_ray.agent.outbox import BatchDraft, Unsent
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import RelayPaths, Settings

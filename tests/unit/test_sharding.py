@@ -22,8 +22,8 @@ from torch.distributed import fsdp
 
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch import data_parallel
+from traceml_ray.agent.patch.fsdp import ShardTraffic, part_of_fsdp2
 from traceml_ray.agent.patch.patcher import Patcher
-from traceml_ray.agent.patch.shard_traffic import ShardTraffic, part_of_fsdp2
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.analysis.roles import mode

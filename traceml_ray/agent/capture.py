@@ -4,7 +4,7 @@ A profile of a few steps on this rank: armed by the agent's thread, recorded by 
 That thread asks one attribute a step (`Recorder.step_hook`), which is None while nothing is wanted. Whatever
 goes wrong ends the capture, with a reason, and nothing else.
 
-The trace of a rank as a compressed file, which the relay reads (`wire.bulk`).
+The trace of a rank as a compressed file, which the relay reads (`wire.messages`).
 
 The captures of one process: what commands ask for, and what each batch says of it, by the agent's thread.
 """
@@ -39,9 +39,8 @@ from traceml_ray.agent.torch_profiler import (
 from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.text import size as size_text
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import FOLDER_PREFIX, TRACE_NAME
 from traceml_ray.wire.codec import ready
-from traceml_ray.wire.commands import LATE, CaptureState
+from traceml_ray.wire.messages import FOLDER_PREFIX, LATE, TRACE_NAME, CaptureState
 
 MAX_TRACE_BYTES = 1 << 29
 """Largest size of a trace as torch writes it, in bytes. A step of a large model has tens of MB."""

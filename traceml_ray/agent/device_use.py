@@ -13,7 +13,7 @@ from traceml_ray import text
 from traceml_ray.agent.cuda import CudaApi, cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.patch.sharded_waits import ShardedWaits
+from traceml_ray.agent.patch.fsdp import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.steps import STREAMED

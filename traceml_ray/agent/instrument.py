@@ -18,7 +18,6 @@ from traceml_ray.agent.patch import (
     collectives,
     data_parallel,
     data_waits,
-    model_parallel,
     optimizer,
     root_modules,
     rpc,
@@ -48,7 +47,7 @@ class Instrumentation:
         self.roots = root_modules.RootModules(recorder, self.failed)
         self.collectives = collectives.Collectives(recorder, self.spans, self.failed)
         self.data_parallel = data_parallel.DataParallel(recorder, self.roots, self.spans, patcher)
-        self.model_parallel = model_parallel.ModelParallel(recorder.exchange, patcher)
+        self.model_parallel = collectives.ModelParallel(recorder.exchange, patcher)
         self.rpc = rpc.RpcCalls(self.failed)
         self.routers = Routers(patcher)
         self._is_rank: Callable[[], None] | None = None
@@ -120,9 +119,9 @@ class Instrumentation:
             (data_parallel.FSDP_MODULE, "fsdp", self.data_parallel.patch_fsdp),
             (data_parallel.DEEPSPEED_MODULE, "deepspeed", self.data_parallel.patch_deepspeed),
             (data_parallel.COMPOSABLE_MODULE, "fsdp", self.data_parallel.patch_composable),
-            (model_parallel.MESH_MODULE, "mesh", self.model_parallel.patch_mesh),
-            (model_parallel.TENSOR_MODULE, "tp", self.model_parallel.patch_tensor),
-            (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
+            (collectives.MESH_MODULE, "mesh", self.model_parallel.patch_mesh),
+            (collectives.TENSOR_MODULE, "tp", self.model_parallel.patch_tensor),
+            (collectives.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),
             (
                 data_waits.RAY_DATA_MODULE,
@@ -150,7 +149,7 @@ class Instrumentation:
 
     def _patch_process_group(self) -> None:
         if self._is_rank is not None:
-            model_parallel.patch_process_group(self.patcher, self._note_rank)
+            collectives.patch_process_group(self.patcher, self._note_rank)
 
     def _note_rank(self) -> None:
         then, self._is_rank = self._is_rank, None

@@ -33,11 +33,10 @@ from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
-from traceml_ray.agent.outbox import Batch, EarlyCopy, RankOutbox
+from traceml_ray.agent.outbox import Batch, BatchDraft, EarlyCopy, RankOutbox, Unsent
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.agent.unsent import BatchDraft, Unsent
 from traceml_ray.errors import sendable
 from traceml_ray.identity import rank_filter
 from traceml_ray.settings import Settings

@@ -37,7 +37,7 @@ from traceml_ray.store.session import REPORTS, SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
+from traceml_ray.wire.messages import TracePart, TraceReply
 
 _PREFIX = "snapshot-"
 _MOST = 3

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from traceml_ray.errors import Errors, sendable
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
+from traceml_ray.wire.messages import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
 
 RETRY_S = 0.5
 """Time to wait after a call that failed, or could not be made, in s."""

@@ -33,8 +33,7 @@ from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import OVER, Profile, ProfileStep, RankProfile
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
-from traceml_ray.wire.commands import LATE, OPTIONS
+from traceml_ray.wire.messages import LATE, OPTIONS, TracePart, TraceReply
 
 STEP_S = 1.0
 """Time that is recorded in place of each step if no rank has steps, in s."""

@@ -44,9 +44,8 @@ from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.live_steps import MAX_LIVE, LiveRanks, LiveRuns, LiveSteps, Recent, RunNow
 from traceml_ray.reports.baseline import given
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
-from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.headlines import conclude
-from traceml_ray.reports.machines import Machines, reference_rank
+from traceml_ray.reports.machines import Machines, reference_rank, with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.signals.live import LiveSignal, Ranks

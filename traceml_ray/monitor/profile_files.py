@@ -17,7 +17,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import free_name, stamp
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
-from traceml_ray.wire.bulk import TracePart
+from traceml_ray.wire.messages import TracePart
 
 
 class Background:

@@ -33,7 +33,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.bulk import TracePart, TraceReply
+from traceml_ray.wire.messages import TracePart, TraceReply
 
 SEND_S = 30.0
 """How long a command is part of all replies, in s: by then every relay has asked."""

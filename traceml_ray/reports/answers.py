@@ -15,9 +15,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.files import page_of
 from traceml_ray.reports.manifest import bundle_infos
-from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
-from traceml_ray.reports.step_answers import OF_STEPS
+from traceml_ray.reports.step_answers import OF_STEPS, step_of
 from traceml_ray.reports.stored_totals import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.reports.text import render

@@ -1,9 +1,6 @@
 """
-What a report takes from the rows of a run, however long: they are read once, into its step history.
-
-The rows of the first steps of a run, which are in no statistic, from the session file.
-
-The named spans of the stages in the summary, from what is stored of them.
+What a report takes from the rows of a run, however long: they are read once, into its step history; the
+rows of its first steps, the named spans of its stages, and why ranks are late.
 """
 
 from __future__ import annotations
@@ -15,17 +12,19 @@ import numpy as np
 
 from traceml_ray.analysis import step_history
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.reasons import MAX_PEERS, SpanRate, SpanRates
+from traceml_ray.analysis.reasons import MAX_PEERS, SpanRate, SpanRates, has_reason, with_reason
 from traceml_ray.analysis.step_history import Reduction
 from traceml_ray.analysis.step_stats import LEAST_SHARE, FirstSteps, Timeline, first_steps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.uneven_work import MIN_STEPS
+from traceml_ray.analysis.uneven_work import MIN_STEPS, amounts
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import Int64, RankRows, Window
+from traceml_ray.analysis.window import Float, Int64, RankRows, Window
 from traceml_ray.reports.run_facts import RunFacts
+from traceml_ray.signals.experts.view import experts_of
 from traceml_ray.stages import FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES
 from traceml_ray.store.history_reader import HistoryReader, unpack
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import Folded, SessionFile, columns_of
 from traceml_ray.store.step_shapes import SpanTimes
 from traceml_ray.store.summary_shape import SpanStatistics
@@ -289,3 +288,18 @@ def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[Spa
             )
         )
     return spans
+
+
+def with_stored_reason(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None) -> Verdict:
+    """Return `verdict` with its reason, where it has one. Raises `SessionFileError`."""
+    if totals is None or not has_reason(verdict):
+        return verdict
+
+    def sizes(ranks: Sequence[int], steps: Int64) -> dict[str, Float]:
+        processes = {facts.ranks[rank].id: rank for rank in ranks if rank in facts.ranks}
+        stored = facts.session.step_sizes(processes, steps)
+        with legible(facts.session.path):
+            return amounts({processes[process]: pieces for process, pieces in stored.items()}, ranks, steps)
+
+    uneven = experts_of(facts.session, facts.ranks.values())
+    return with_reason(verdict, totals.sampled(verdict), sizes, uneven)

@@ -29,9 +29,8 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import stored_totals
 from traceml_ray.reports.deaths import headline
-from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.headlines import conclude
-from traceml_ray.reports.machines import Machines
+from traceml_ray.reports.machines import Machines, with_advice
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
@@ -41,8 +40,13 @@ from traceml_ray.reports.run_facts import (
     ranks_block,
     session_block,
 )
-from traceml_ray.reports.stored_reason import with_stored_reason
-from traceml_ray.reports.stored_totals import StoredSpans, StoredTotals, first_steps_of, reduce
+from traceml_ray.reports.stored_totals import (
+    StoredSpans,
+    StoredTotals,
+    first_steps_of,
+    reduce,
+    with_stored_reason,
+)
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import VIEWS, findings_of, with_causes
 from traceml_ray.stages import STAGES

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import ProfileLimits
 from traceml_ray.stages import STAGES
-from traceml_ray.traces.collectives import exchanges, is_collective
 from traceml_ray.traces.key_averages import Kind, kind_of
-from traceml_ray.traces.sources import Source, intervals
+from traceml_ray.traces.sources import Source, exchanges, intervals, is_collective
 from traceml_ray.traces.trace import Ints, Mask, Nesting, Trace, innermost, nest, read_trace
 
 

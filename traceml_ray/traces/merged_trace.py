@@ -27,8 +27,7 @@ from traceml_ray import __version__, text
 from traceml_ray.files import appearing
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
-from traceml_ray.traces.collectives import CollectivePart, Parts, TracedCollective, apart
-from traceml_ray.traces.sources import Source, intervals
+from traceml_ray.traces.sources import CollectivePart, Parts, Source, TracedCollective, apart, intervals
 from traceml_ray.traces.trace import Trace, as_text, read_trace, write_events
 
 _CALL = re.compile(

@@ -1,11 +1,13 @@
 """
-The traces to read, and what is known about the rank of each; the rows of the steps that were recorded, as
-intervals on the clock of their node.
+The traces to read, and what is known about the rank of each: the rows of the steps that were recorded, as
+intervals on the clock of their node, and the collectives in them, whose parts are matched across ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from traceml_ray.identity import rank_in_name
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import MANIFEST, ProfileStep, RankProfile, StoredProfile, read_profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
-from traceml_ray.traces.trace import Header, read_header
+from traceml_ray.traces.trace import DEVICE, Header, Trace, read_header
 
 SUFFIXES = (".json", ".json.gz")
 _MOST_FILES = 4096
@@ -171,3 +173,173 @@ def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
 def step_at(steps: Iterable[ProfileStep], t_ns: int) -> int | None:
     """Return the number of the step at a time; None outside of all recorded steps."""
     return next((step.step for step in steps if step.begin_ns <= t_ns < step.end_ns), None)
+
+
+_ON_HOST = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl|hccl):|c10d::|_?c10d_functional::|record_param_comms$")
+_ON_DEVICE = re.compile(r"(?:nccl|rccl|oneccl|hccl)", re.IGNORECASE)
+_BY_HOST = re.compile(r"(?:gloo|mpi|ucc):(?P<name>\w+)")
+_BY_DEVICE = re.compile(r"[nr]ccl(?:Dev)?Kernel_(?P<name>[A-Za-z]+)")
+"""The part of a rank: of backends that exchange data in a thread, and of those that do on a device."""
+_ALL_WAIT = {"allreduce", "allgather", "barrier", "alltoall", "reducescatter"}
+"""Collectives in which no rank can end before all have begun."""
+_TO_ONE = {"send", "recv"}
+
+
+def is_collective(name: str, category: str) -> bool:
+    """Return whether an operation involves other ranks, so that its time may be waiting."""
+    return bool(_ON_DEVICE.match(name) if category in DEVICE else _ON_HOST.match(name))
+
+
+def exchanges(name: str) -> bool:
+    """Return whether a range is a collective that a thread of its own exchanges with other ranks."""
+    return _BY_HOST.match(name) is not None
+
+
+class CollectivePart(NamedTuple):
+    """The part of one rank in a collective; times in ns on the clock of all traces."""
+
+    place: int
+    """Index of the rank's trace among all traces."""
+    lane: tuple[str, str]
+    """Process and thread ids in its trace."""
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class TracedCollective:
+    """The parts of one collective."""
+
+    name: str
+    parts: tuple[CollectivePart, ...]
+
+    @property
+    def last(self) -> CollectivePart:
+        """The part of the rank that came last."""
+        return max(self.parts, key=lambda part: part.begin_ns)
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether no part can end before all parts have begun."""
+        name = _plain(self.name)
+        return any(name.startswith(prefix) for prefix in _ALL_WAIT)
+
+
+class Key(NamedTuple):
+    """The fields that all parts of one collective share."""
+
+    name: str
+    group: str
+    seq: int
+    """Sequence number in the process group; -1: not known, the parts are counted in each step."""
+    step: int | None
+    shape: str
+    peers: tuple[int, int]
+
+
+@dataclass
+class Matched:
+    """The collectives of some ranks, matched across their traces."""
+
+    collectives: list[TracedCollective]
+    unmatched: int
+    """Number of parts that could not be matched with other ranks."""
+
+
+class Parts:
+    """
+    Collects the parts that ranks have of collectives.
+
+    Two parts are of one collective where torch has given both the same number in the same process group;
+    where it has not, as with gloo: the k-th of a name and shape in a step, if all ranks have equally many.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Key, dict[int, list[CollectivePart]]] = defaultdict(lambda: defaultdict(list))
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._ranks: dict[int, int] = {}
+
+    def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
+        """Add the parts of one trace; its times plus `shift_ns` are on the clock of all traces."""
+        self._groups.update(trace.header.groups)
+        if source.rank is not None:
+            self._ranks[source.rank] = source_index
+        for event, name in sorted(_parts(trace).items(), key=lambda part: int(trace.begin_ns[part[0]])):
+            begin_ns = int(trace.begin_ns[event])
+            step = step_at(source.steps, begin_ns)
+            if source.steps and step is None:
+                continue  # begun before what the other ranks have recorded, or after
+            part = CollectivePart(
+                source_index,
+                trace.lanes[int(trace.lane[event])],
+                begin_ns + shift_ns,
+                int(trace.end_ns[event]) + shift_ns,
+            )
+            self._found[_key(trace, event, name, step)][source_index].append(part)
+
+    def matched(self) -> Matched:
+        """Return the collectives of which at least two ranks were recorded."""
+        result = Matched([], 0)
+        for key, by_place in self._found.items():
+            rows = list(by_place.values())
+            expected = self._members(key)
+            if len(rows) > 1 and len({*map(len, rows)}) == 1 and expected in (None, by_place.keys()):
+                result.collectives += [TracedCollective(key.name, parts) for parts in zip(*rows, strict=True)]
+            else:
+                result.unmatched += sum(map(len, rows))
+        return result
+
+    def _members(self, key: Key) -> set[int] | None:
+        """Return the indices of the traces that must have a part; None: not known."""
+        if key.peers != (-1, -1):
+            ranks: Sequence[int] = key.peers
+        elif key.group in self._groups:
+            ranks = self._groups[key.group]
+        else:
+            return None
+        return {self._ranks[rank] for rank in ranks if rank in self._ranks}
+
+
+def _parts(trace: Trace) -> dict[int, str]:
+    """Return which operations of a trace are parts of collectives, and the collectives' names."""
+    names_by_event, on_device = dict[int, str](), trace.on_device
+    for number, name in enumerate(trace.names):
+        for match, mask in ((_BY_HOST.match(name), ~on_device), (_BY_DEVICE.match(name), on_device)):
+            if match:
+                names_by_event |= dict.fromkeys(
+                    np.flatnonzero((trace.name == number) & mask).tolist(), match["name"]
+                )
+    return names_by_event | {
+        event: communication.name for event, communication in trace.communications.items() if on_device[event]
+    }
+
+
+def _key(trace: Trace, event: int, name: str, step: int | None) -> Key:
+    communication = trace.communications.get(event)
+    shape = trace.shapes[int(trace.shape[event])] if trace.shape[event] >= 0 else ""
+    if communication is None:
+        return Key(name, "", -1, step, shape, (-1, -1))
+    peers = (communication.source, communication.destination) if _plain(name) in _TO_ONE else (-1, -1)
+    name = "send and recv" if peers != (-1, -1) else name
+    if communication.seq >= 0:
+        return Key(name, communication.group, communication.seq, None, "", peers)
+    return Key(name, communication.group, -1, step, "" if peers != (-1, -1) else shape, peers)
+
+
+def _plain(name: str) -> str:
+    return name.strip("_").replace("_", "").lower()
+
+
+def apart(collectives: Sequence[TracedCollective], bounds_ns: Mapping[int, int | None]) -> int:
+    """
+    Return of how many collectives a part ends before another begins, although nobody can be done before all
+    have begun: by more than the error of the clocks, `bounds_ns` by the place of a trace.
+    """
+    number = 0
+    for collective in collectives:
+        last = collective.last
+        number += collective.all_wait and any(
+            part.end_ns + (bounds_ns.get(part.place) or 0) + (bounds_ns.get(last.place) or 0) < last.begin_ns
+            for part in collective.parts
+        )
+    return number

@@ -16,7 +16,7 @@ import numpy as np
 
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE, SYNC_WAIT
 from traceml_ray.store.profiles import ProfileStep
-from traceml_ray.traces.collectives import exchanges
+from traceml_ray.traces.sources import exchanges
 from traceml_ray.traces.trace import Ints, Mask, Trace
 
 _DATA = "enumerate(DataLoader)#"

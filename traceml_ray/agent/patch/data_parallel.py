@@ -11,9 +11,9 @@ import weakref
 from typing import Any
 
 from traceml_ray.agent.patch.collectives import group_name
+from traceml_ray.agent.patch.fsdp import ForwardMemory, ShardTraffic, groups_of, part_of_fsdp2
 from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
-from traceml_ray.agent.patch.shard_traffic import ForwardMemory, ShardTraffic, groups_of, part_of_fsdp2
 from traceml_ray.agent.recorder import Recorder, Spans
 from traceml_ray.agent.steps import STREAMED, GradientExchange
 

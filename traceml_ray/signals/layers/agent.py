@@ -28,7 +28,7 @@ from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, Lay
 from traceml_ray.signals.layers.table import MAX_MODULES, LayerTable
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
-from traceml_ray.wire.commands import LayersCommand
+from traceml_ray.wire.messages import LayersCommand
 
 _AT_ONCE = 2048
 """Events that are made at a time: each takes some µs."""

@@ -17,7 +17,7 @@ import msgspec
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.data_parallel import DataParallel
-from traceml_ray.agent.patch.shard_traffic import groups_of
+from traceml_ray.agent.patch.fsdp import groups_of
 from traceml_ray.errors import sendable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.sharding.records import Sharding, UnevenShard
