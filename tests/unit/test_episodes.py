@@ -15,7 +15,17 @@ from traceml_ray.analysis.evidence import gather
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 from traceml_ray.monitor.live_verdict import PACKER
-from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES, SYNC_WAIT
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FORWARD,
+    POST_SYNC,
+    PREPARE,
+    STAGES,
+    SYNC_WAIT,
+)
 from traceml_ray.text import percent
 
 QUIET = [1, 2, 0, 3, 4, 1]
@@ -103,6 +113,29 @@ def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step
     assert 2.0 <= since(d, first, t_s) <= within_s
     assert abs(verdict.from_step - first) <= 2
     assert changes(verdicts)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("stage", "flag", "merged"),
+    [
+        (DATA, FLAG_NO_DATA, (POST_SYNC, DATA, PREPARE)),
+        (PREPARE, FLAG_NO_FORWARD, (FORWARD, PREPARE)),
+        (FORWARD, FLAG_NO_DATA | FLAG_NO_FORWARD, (POST_SYNC, DATA, PREPARE, FORWARD)),
+    ],
+)
+def test_rank_is_named_though_the_others_lack_a_mark(stage, flag, merged):
+    """One rank loads for all: the others have no data wait, and its stages are compared as one."""
+    d = played(200, 40, (stage, 0, 0, None, 0.6))
+    into, *others = merged
+    for other in others:
+        d[:, 1, into] += d[:, 1, other]
+        d[:, 1, other] = 0
+    whole, run = window(d, flags=np.array([0, flag])), RunJudge()
+    for end in range(60, 201, 10):
+        verdict = run.update(whole.select(slice(0, end)))
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", STAGES[stage], (0,))
+    cost_s = (200 - verdict.from_step) * 60e-3
+    assert verdict.from_step == DEFAULTS.warmup_steps and abs(verdict.cost_s - cost_s) < 0.1 * cost_s
 
 
 def test_fault_in_long_steps_is_named_after_ten_of_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -440,6 +441,19 @@ class Evidence:
         merged = [s for s in range(SYNC_WAIT) if s == cause.stage or (own_ns[s] > 0 and compared[s] == 0)]
         holds = [s for s in merged if own_ns[s] >= least]
         return holds[0] if len(holds) == 1 else cause.stage
+
+    def compared_in(self, stage: int, places: Sequence[int]) -> int:
+        """
+        Return the stage of the compared rows that has the time of `stage`, as `seen_in` names it, for the
+        ranks at `places`: the one it is merged into, where that holds for most of its time, else itself.
+        """
+        if self.rows.d is self.window.d or not len(places):
+            return stage
+        own_ns, compared = (d[:, list(places)].sum(axis=(0, 1)) for d in (self.window.d, self.rows.d))
+        if compared[stage] >= own_ns[stage] - compared[stage]:
+            return stage
+        into = (POST_SYNC, FORWARD) if stage == PREPARE else (POST_SYNC,)
+        return max(into, key=lambda s: int(compared[s] - own_ns[s]))
 
     def series(self, *causes: Cause) -> Float:
         """Return the excess of causes of the same ranks step by step, ns (S,): the mean over these ranks."""

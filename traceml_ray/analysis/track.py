@@ -227,7 +227,8 @@ class FindingTrack:
         """Whether at least half of the excess by which the finding was found is still there."""
         if self.verdict.meaning.names == "all" or self.verdict.stage not in STAGES:
             return False
-        stage, places = STAGES.index(self.verdict.stage), _places(self.verdict, evidence.window)
+        places = _places(self.verdict, evidence.window)
+        stage = evidence.compared_in(STAGES.index(self.verdict.stage), places)
         pattern = self.verdict.pattern or "lasting"
         excess = evidence.by_pattern[pattern][places, stage].max(initial=0)
         return bool(excess >= thresholds.least(pattern) / 2)
@@ -396,7 +397,8 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     if verdict.label == "imbalance":
         return window.by_step(evidence.uneven_ns(*evidence.beside))
     places = tuple(_places(verdict, window))
-    causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
+    stages = dict.fromkeys(evidence.compared_in(STAGES.index(stage), places) for stage in verdict.stages)
+    causes = [Cause(stage, places) for stage in stages]
     return window.by_step(evidence.waited_ns(*causes))
 
 

@@ -183,7 +183,8 @@ class Watch:
             return ""
         ranks = evidence.window.ranks.tolist()
         places = [ranks.index(rank) for rank in self.verdict.ranks if rank in ranks]
-        return doubt(evidence, places, STAGES.index(self.verdict.stage), past, limits)
+        stage = evidence.compared_in(STAGES.index(self.verdict.stage), places)
+        return doubt(evidence, places, stage, past, limits)
 
     def follow(self, tracks: Sequence[FindingTrack]) -> None:
         """Update the cause from its tracks among `tracks`."""
