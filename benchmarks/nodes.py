@@ -6,6 +6,7 @@ The nodes are raylets on this one machine, so relays that start side by side sha
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from ray_cluster import actor_processes, fake_cluster
 import traceml_ray
 
 
-def main(nodes: int = 24, quiet: int = 20) -> None:
+def measure(nodes: int, quiet: int) -> None:
     """Start, wait for every relay, watch them idle, stop; print what each took."""
     with fake_cluster(nodes=nodes, cpus=1) as _, tempfile.TemporaryDirectory() as out:
         print(f"{machine()}\n{nodes} nodes\n")
@@ -54,4 +55,10 @@ def cpu_one(process: psutil.Process) -> float:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("nodes", type=int, nargs="?", default=24)
+    parser.add_argument("seconds", type=int, nargs="?", default=20, help="for which they are idle")
+    args = parser.parse_args()
+    measure(args.nodes, args.seconds)

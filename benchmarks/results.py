@@ -58,7 +58,7 @@ BENCHMARKS = (
     Benchmark("Reliability", "chaos"),
     Benchmark("Reliability", "soak.py"),
     Benchmark("Memory", "memory.py"),
-    Benchmark("Memory", "memory.py --families"),
+    Benchmark("Memory", "memory.py --families 200"),
     Benchmark("Web and terminal", "dashboard.py --browser"),
     Benchmark("Web and terminal", "terminal.py"),
 )

@@ -8,6 +8,7 @@ is the time of the run with it against the same run without it.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -41,7 +42,7 @@ def random_job(rng: np.random.Generator) -> Pipeline:
     )
 
 
-def main(jobs: int, seed: int) -> None:
+def judge(jobs: int, seed: int) -> None:
     """Print the table."""
     rng, counts = np.random.default_rng(seed), Counter[tuple[str, str]]()
     for number in range(jobs):
@@ -66,5 +67,10 @@ def main(jobs: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    given = [int(argument) for argument in sys.argv[1:3]]
-    main(*[*given, *(110, 11)[len(given) :]])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("jobs", type=int, nargs="?", default=110)
+    parser.add_argument("seed", type=int, nargs="?", default=11)
+    args = parser.parse_args()
+    judge(args.jobs, args.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,18 @@ def test_benchmark_exists_and_has_a_section(one: Any) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert (ROOT / "benchmarks" / one.name).is_file() or one.name in targets
     assert f"\n## {one.section}\n" in RESULTS
+
+
+@pytest.mark.parametrize(
+    "command",
+    [one.command for one in results.BENCHMARKS if one.name.endswith(".py")] + ["gpu.py --played"],
+)
+def test_script_takes_these_arguments(command: str) -> None:
+    """What stands before `--help` is parsed first, and everything that the script imports is there."""
+    asked = [*results.Benchmark("", command).arguments(), "--help"]
+    ran = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"usage: {command.split()[0]}")
 
 
 def test_every_benchmark_of_the_page_is_run() -> None:
