@@ -251,6 +251,8 @@ class _Steps:
     step_ns: float
     past: PastSteps
     usual: Float | Int64 | None
+    sums: Float | Int64 | None = None
+    """The excess out of all stages together (K, R), where it is known already."""
 
     def late(self, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
         """Return the late ranks of each stage and, `of_sums`, those that only the sum of stages shows."""
@@ -260,7 +262,7 @@ class _Steps:
             result += [self._late((Cause(stage, places),), excess, z) for places, excess, z in groups]
         if not of_sums or len(self.excess) < thresholds.window_steps:
             return result
-        sums = _sums(self.excess)
+        sums = _sums(self.excess) if self.sums is None else self.sums
         if not _often(sums, thresholds.min_excess * self.step_ns):
             return result
         share = np.median(sums, axis=0) / self.step_ns
@@ -338,9 +340,10 @@ def _late_in_past(past: PastSteps, steps: int, thresholds: Thresholds, *, of_sum
     """Return the ranks that are late in the newest steps of the past, see `_Steps.late`."""
     excess, step_ns = past.excess(steps), past.mean_step_ns(steps)
     least = thresholds.min_excess * step_ns
-    if not _often(excess, least) and not (of_sums and _often(_sums(excess), least)):
+    sums = _sums(excess) if of_sums else None
+    if not _often(excess, least) and (sums is None or not _often(sums, least)):
         return []
-    newest = _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess)
+    newest = _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess, sums)
     return newest.late(thresholds, of_sums=of_sums)
 
 
