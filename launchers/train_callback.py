@@ -335,7 +335,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         from ray.train.v2._internal.execution.context import get_train_context
 
         from traceml_ray.ray import in_ray
-        from traceml_ray.ray.actors import ActorChannel
+        from traceml_ray.ray.actor_calls import ActorChannel
 
         context = get_train_context()
         distributed = context.distributed_context

@@ -16,7 +16,8 @@ import numpy as np
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.ray.actors import MAX_IN_FLIGHT, ActorConfig
+from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
+from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.ray.aggregator import Aggregator
 from traceml_ray.ray.membership import Membership
 from traceml_ray.reports.answers import QUESTIONS, Answers

@@ -99,7 +99,8 @@ def attach(
         paths = RelayPaths.load()
         if paths.socket is None and ray is not None and ray.is_initialized():
             from traceml_ray.ray import in_ray
-            from traceml_ray.ray.actors import DEFAULT_SESSION, ActorChannel
+            from traceml_ray.ray.actor_calls import ActorChannel
+            from traceml_ray.ray.actors import DEFAULT_SESSION
 
             name = settings.session or DEFAULT_SESSION
             settings, spool = msgspec.structs.replace(settings, session=name), in_ray.spool_of(name)

@@ -18,7 +18,8 @@ from ray_cluster import FakeCluster, actor_processes, fake_cluster, until
 
 import traceml_ray
 from traceml_ray import live_session
-from traceml_ray.ray.actors import ActorChannel, find_aggregator, relay_folder
+from traceml_ray.ray.actor_calls import ActorChannel
+from traceml_ray.ray.actors import find_aggregator, relay_folder
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
 from traceml_ray.store.session_file import SessionFile

@@ -13,7 +13,7 @@ import pytest
 
 from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.ray.actors import LOOK_UP_S, ActorCalls
+from traceml_ray.ray.actor_calls import LOOK_UP_S, ActorCalls
 from traceml_ray.settings import Settings
 from traceml_ray.wire import messages as wire
 
@@ -158,7 +158,7 @@ def test_actor_calls_retry_the_lookup_where_no_thread_can_start(monkeypatch: pyt
         assert not calls.call("ingest", b"")
     (failed,) = calls.poll()
     assert isinstance(failed, RuntimeError)
-    monkeypatch.setattr("traceml_ray.ray.actors.LOOK_UP_S", 0.0)
+    monkeypatch.setattr("traceml_ray.ray.actor_calls.LOOK_UP_S", 0.0)
     end = time.monotonic() + 10 + LOOK_UP_S
     while not calls.handles_found and time.monotonic() < end:
         calls.call("ingest", b"")

@@ -110,7 +110,7 @@ class AttachedChannel:
             _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
             os.register_at_fork(after_in_child=lambda: self._quietly(_keep_for_good, ray))
             self._quietly(_stop_printing_errors, ray)
-        from traceml_ray.ray.actors import ActorChannel
+        from traceml_ray.ray.actor_calls import ActorChannel
 
         channel = ActorChannel(self._session)
         channel.errors = self.errors

@@ -14,14 +14,8 @@ import msgspec
 import ray
 
 from traceml_ray.monitor.finish import HAND_OVER_S
-from traceml_ray.ray.actors import (
-    ActorCalls,
-    ActorConfig,
-    end_myself,
-    find_aggregator,
-    is_restarted,
-    relay_folder,
-)
+from traceml_ray.ray.actor_calls import ActorCalls
+from traceml_ray.ray.actors import ActorConfig, end_myself, find_aggregator, is_restarted, relay_folder
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
