@@ -125,7 +125,8 @@ def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Met
     first: dict[tuple[object, ...], Finding] = {}
     for one in findings:
         if len(first) < _MOST_FINDINGS:
-            stage, rank, node = (next(iter(names), None) for names in (one.stages, one.ranks, one.nodes))
+            stage, node = (next(iter(names), None) for names in (one.stages, one.nodes))
+            rank = next(iter(one.ranks), None)
             who = stage, rank, node or run.node_of(rank)
             first.setdefault((run.id, one.signal, one.label, one.severity, one.what, *who), one)
     about = "1 for each of the first findings: of the verdict, and of what else was found in the run."

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = {
     "In a training script": {
         "traceml_ray/api.py": (
-            *("attach", "detach", "trace_step", "stage", "count", "capture_oom", "watch", "watch_router"),
-            "profile",
+            *("attach", "detach", "trace_step", "stage", "count", "log", "capture_oom", "watch"),
+            *("watch_router", "profile"),
         ),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
@@ -40,7 +40,7 @@ SECTIONS = {
 }
 ERRORS = {
     "traceml_ray/settings.py": ("SettingError",),
-    "traceml_ray/identity.py": ("IdentityError", "RankFilterError"),
+    "traceml_ray/identity.py": ("IdentityError",),
 }
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 PARTS = {
@@ -52,6 +52,7 @@ PARTS = {
     "traceml_ray/analysis/episodes.py": ("Brief",),
     "traceml_ray/analysis/step_stats.py": ("FirstSteps",),
     "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput"),
+    "traceml_ray/signals/logged/judge.py": ("LoggedMetric", "NotFinite"),
     "traceml_ray/signals/sharding/judge.py": (
         *("ShardingInfo", "ShardsOfRank", "ModelShards", "Uneven", "Imbalance"),
     ),
@@ -187,10 +188,13 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
 def arguments_of(node: ast.FunctionDef) -> list[str]:
     """Return the arguments of a function as they are written."""
     shown, args = [], node.args
-    positional = [None] * (len(args.args) - len(args.defaults)) + [*args.defaults]
-    for argument, default in zip(args.args, positional, strict=True):
+    taken = [*args.posonlyargs, *args.args]
+    positional = [None] * (len(taken) - len(args.defaults)) + [*args.defaults]
+    for argument, default in zip(taken, positional, strict=True):
         if argument.arg != "self":
             shown.append(one_argument(argument, default))
+        shown += ["/"] * (argument is (args.posonlyargs or [None])[-1])
+    shown += [f"**{one_argument(args.kwarg, None)}"] if args.kwarg else []
     shown += ["*"] if args.kwonlyargs else []
     shown += [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
     return shown + ([f"**{one_argument(args.kwarg, None)}"] if args.kwarg else [])

@@ -11,6 +11,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.layers.records import LayerSum, LayerWindow
+from traceml_ray.signals.logged.records import LoggedValues
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.signals.output.records import Output
@@ -48,6 +49,7 @@ RECORDS = [
         7,
         [LayerSum("a.b", "Linear", "", 40, 0, 1, 2, 3.5, 4, 5, None)],
     ),
+    LoggedValues("loss", 70_000, 70_001, 2, 0.25, 0.25, 1, 70_001, 70_001, float("inf")),
     RouterTokens(63, "router", [1, 2, 1 << 62]),
     Sharding(1, 2, 3, 0, 4, 2, 1, 1, [2], [], {"stored": "float32"}, {"yes": 1}, [UnevenShard("w", 3, 1, 4)]),
 ]

@@ -31,7 +31,7 @@ MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
 """Pattern of a moment (ISO 8601) in a sentence."""
 _LISTED = 8
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲△◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<>^?!o*o#%+=&^v ")
+_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←→▲△◆●✓○█▓▒░▚↑↓°▁▂▃▄▅▆▇", "|-++++++.:x/~---<>^?!o*o#%+=&^v _.,-~=*")
 
 
 def number(
@@ -58,6 +58,32 @@ def number(
     if not text.strip("+-0."):  # what is rounded to nothing has no sign
         text = text.lstrip("+-")
     return text.replace("-", "−")
+
+
+def value(number: float | None) -> str:
+    """Return a number of any unit and size with four significant figures: "0.4213", "3e−05", "nan"."""
+    return NA if number is None else f"{number:,.4g}".replace("-", "−")
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float | None], most: int = 24) -> str:
+    """
+    Return values as bars, the lowest one for the smallest value, at most so many: of more, each is the mean
+    of neighbours. A gap where nothing is known; nothing where fewer than two values are.
+    """
+    finite = [one if one is not None and math.isfinite(one) else None for one in values]
+    count = min(most, len(finite))
+    parts = [finite[len(finite) * n // count : len(finite) * (n + 1) // count] for n in range(count)]
+    known = [[one for one in part if one is not None] for part in parts]
+    means = [sum(part) / len(part) if part else None for part in known]
+    there = [mean for mean in means if mean is not None]
+    if len(there) < 2:
+        return ""
+    low, span = min(there), (max(there) - min(there)) or 1.0
+    top = len(_BARS) - 1
+    return "".join(" " if mean is None else _BARS[round(top * (mean - low) / span)] for mean in means)
 
 
 def unit(value: float | None, name: str, digits: int | None = None) -> str:

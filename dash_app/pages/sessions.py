@@ -12,6 +12,7 @@ import msgspec
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.comparison import NumberChange
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.reports import comparison
@@ -184,7 +185,7 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], rout
     )
 
 
-def _judgement(row: comparison.NumberChange) -> str:
+def _judgement(row: NumberChange) -> str:
     """Return whether a number is worse or better; nothing of all others."""
     return row.word if row.word in comparison.TONES else ""
 

@@ -41,7 +41,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
         recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
     job.told = {}
-    work = SimpleNamespace(declare=lambda **known: job.told.update(known))
+    job.logged = []
+    work = SimpleNamespace(declare=lambda **known: job.told.update(known), log=job.logged.append)
     job.agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
@@ -256,6 +257,7 @@ def test_trainer_results_are_the_same_with_the_callback(job: Any, hugging_face: 
     assert [any(key.startswith("traceml/") for key in row) for row in watched.state.log_history] == [
         *(True, False, False, False, False)
     ], "no more than the log of the step"
+    assert [{*values} for values in job.logged] == [{"loss", "learning_rate", "grad_norm"}], "as without us"
     assert "traceml/late_rank" in report.rows[0], "the callbacks that report are given it"
     assert "traceml/late_rank" not in set().union(*report.rows[1:])
     assert job.told == {"total_steps": 40}

@@ -30,6 +30,7 @@ from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.schema import LISTS
 
 FILES = {
+    "logged_values": "logged",
     "rank_process": "ranks",
     "node": "nodes",
     "meta": "meta",
@@ -143,6 +144,7 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
         "clocks",
         "shards",
         "experts",
+        "logged",
         "findings",
     }
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold

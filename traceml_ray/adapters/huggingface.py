@@ -10,6 +10,9 @@ from transformers.utils import logging
 
 from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks, hook
 
+_NO_METRICS = ("epoch", "total_flos", "step")
+"""What the Trainer adds to its log, which is none of the script's numbers."""
+
 
 class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
@@ -96,7 +99,9 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     @hook
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add the verdict to what is logged of a training step."""
+        """Pass on in rank 0 what is logged of a training step, and add the verdict to it."""
+        if _of_a_step(logs) and state.is_world_process_zero:
+            self._marks.log({name: one for name, one in logs.items() if name not in _NO_METRICS})
         sentence = self._marks.new_verdict()
         if sentence is not None:
             logging.get_logger("transformers").warning(sentence)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.signals.logged.agent import MetricLog
 from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
 
@@ -69,6 +70,12 @@ class Marks:
         """Say how many steps the framework is going to take, where it knows: others are -1 or infinite."""
         if isinstance(steps, int) and steps > 0:
             self._agent.collector(WorkReport).declare(total_steps=steps)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Pass on what the framework logs, as far as it is plain numbers: see `traceml_ray.log`."""
+        numbers = {name: one for name, one in values.items() if type(one) in (float, int)}
+        if numbers:
+            self._agent.collector(MetricLog).log(numbers)
 
     def micro_batch(self) -> None:
         """Say that one has been trained on."""

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -149,6 +149,9 @@ class RankAgent:
         self.unsent = Unsent(ours.errors)
         self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event, spool)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
+        self._by_class: dict[type[Collector], Collector] = {
+            type(one): one for one in self.collectors.values()
+        }
         self._handlers = {name: one for one in self.collectors.values() for name in one.commands}
         self.captures = CaptureAgent(
             self.recorder,
@@ -190,7 +193,7 @@ class RankAgent:
 
     def collector(self, kind: type[_C]) -> _C:
         """Return what collects a signal, by its class: what a script says about the signal goes there."""
-        return next(one for one in self.collectors.values() if isinstance(one, kind))
+        return cast("_C", self._by_class[kind])
 
     # -- the thread ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from traceml_ray.agent import marks
 from traceml_ray.agent.batch_size import BatchSizes, Counted
-from traceml_ray.agent.mark_log import LOCK_S, Deferred, MarkLog, immediate_mark
+from traceml_ray.agent.mark_log import LOCK_S, REPLAY_AT, Deferred, MarkLog, immediate_mark
 from traceml_ray.agent.marks import MAX_NAME_CHARS, SpanSums
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.steps import GradientExchange, Steps
@@ -310,6 +310,16 @@ class Recorder(MarkLog):
         """Say how many steps are done, where a framework counts them; the numbers of rows only grow."""
         self.steps.rows.number(done)
 
+    def at_step(self, call: Callable[..., None], *args: Any) -> bool:
+        """
+        Have `call(step, *args)` called as the log is replayed, with the step that the training thread is in
+        now, or was in last. Any thread may; nothing waits. False: the log has no room.
+        """
+        if len(self.log) >= REPLAY_AT and not self._room():
+            return False
+        self.log.append(Deferred(_call_at_step, self.clock(), get_ident(), (call, *args)))
+        return True
+
     # -- spans -----------------------------------------------------------------------------------
 
     def span_begin(self, number: int) -> bool:
@@ -411,3 +421,7 @@ class Spans:
             self._recorder.sync_end(True)
         except Exception as error:
             self._failed("sync", error)
+
+
+def _call_at_step(recorder: Recorder, call: Callable[..., None], *args: Any) -> None:
+    call(recorder.steps.current_step, *args)

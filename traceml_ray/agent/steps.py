@@ -25,6 +25,7 @@ from traceml_ray.stages import (
     FLAG_NO_SPLIT,
     FORWARD,
     POST_SYNC,
+    PREPARE,
     SYNC_WAIT,
 )
 from traceml_ray.wire.messages import OpenStage
@@ -438,6 +439,21 @@ class Steps:
         return [] if cuts is None else [*self.rows.cuts, *cuts.list, Cut(POST_SYNC, cuts.last, cuts.last)]
 
     # -- now -------------------------------------------------------------------------------------
+
+    @property
+    def current_step(self) -> int:
+        """
+        The step that the training thread is in. Between an optimizer step and what the next step begins with
+        (its data, or its forward) that is the one before, also in an evaluation.
+        """
+        rows, part = self.rows, self.partition
+        open_already = rows.pending is not None or rows.depth or rows.goes_on
+        waits = part.stage == POST_SYNC and not any(
+            part.times[stage] for stage in (DATA, PREPARE, FORWARD, BACKWARD)
+        )
+        if not open_already and (waits or self._own.evaluation is not None):
+            return max(0, rows.step - 1)
+        return rows.step
 
     def open_stage(self, now: int) -> OpenStage:
         """Return what the training thread is in."""

@@ -23,10 +23,10 @@ SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
 
 ColumnUnit = Literal[
     "words", "name", "code", "sentence", "date", "clock", "ranks", "line",
-    "figures", "plain", "number", "count", "whole", "aligned", "three digits", "more of three digits",
-    "ms", "size", "factor", "percent", "more", "share", "duration", "age",
-    "known figures", "known plain", "known aligned", "known three digits", "known size", "known ms",
-    "known duration", "known percent",
+    "figures", "plain", "number", "value", "count", "whole", "aligned", "three digits",
+    "more of three digits", "ms", "size", "factor", "percent", "more", "share", "duration", "age",
+    "known figures", "known plain", "known value", "known aligned", "known three digits", "known size",
+    "known ms", "known duration", "known percent",
 ]  # fmt: skip
 """
 What the values of a column are: of the first line text, which stands at the left, and lines (numbers by
@@ -45,6 +45,7 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
     "figures": lambda value: "" if value is None else str(value),
     "plain": text.plain,
     "number": text.number,
+    "value": text.value,
     "count": lambda value: f"{value:,}",
     "whole": lambda value: text.number(value, 0),
     "aligned": lambda value: text.number(value, aligned=True),

@@ -28,6 +28,8 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.layers.view import GetLayers
+from traceml_ray.signals.logged.judge import LoggedMetric
+from traceml_ray.signals.logged.view import GetLogged
 from traceml_ray.signals.memory.view import GetMemory, RunMemory
 from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.output.view import GetOutput
@@ -178,6 +180,10 @@ class SessionQuestions:
         as that of `ranks`.
         """
         return RowList(self._ask(query.Findings(run)), Finding)
+
+    def logged(self, run: str | None = None) -> list[LoggedMetric]:
+        """Return what the script has logged (`traceml_ray.log`), by name in the order of first use."""
+        return self._ask(GetLogged(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
         """

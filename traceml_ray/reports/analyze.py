@@ -102,7 +102,7 @@ def analyze(
 
     Raises:
         AnalyzeError: none of the files can be used, none of the ranks is in them, or an argument is wrong.
-        RankFilterError: `ranks` cannot be read.
+        ValueError: `ranks` cannot be read.
     """
     chosen = rank_filter(ranks)
     if sensitivity not in get_args(Sensitivity):

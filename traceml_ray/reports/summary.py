@@ -197,9 +197,10 @@ def _summary(
         "ledger": facts.session.ledger(),
         "overhead": msgspec.to_builtins(overhead_of(facts.ranks.values())),
     }
-    summary |= {name: VIEWS[name].block(answer) for name, answer in signals.items()}
-    rounded: dict[str, Any] = _rounded(summary)
-    return rounded, signals
+    blocks = {name: VIEWS[name].block(answer) for name, answer in signals.items()}
+    exact = {name: block for name, block in blocks.items() if not VIEWS[name].rounded}
+    rounded: dict[str, Any] = _rounded({**summary, **blocks})
+    return {**rounded, **exact}, signals
 
 
 def _outcome(

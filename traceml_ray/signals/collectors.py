@@ -7,6 +7,7 @@ from collections.abc import Callable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
 from traceml_ray.signals.layers.agent import LayerSampler
+from traceml_ray.signals.logged.agent import MetricLog
 from traceml_ray.signals.memory.agent import MemoryCollector, MemoryHistory
 from traceml_ray.signals.output.tap import OutputTap
 from traceml_ray.signals.sharding.agent import Shards
@@ -20,5 +21,6 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "layers": LayerSampler.of_rank,
     "output": OutputTap.of_rank,
     "experts": RouterCollector,
+    "logged": MetricLog.of_rank,
 }
 """Collectors by the name under which their failures are counted, in the order in which they collect."""

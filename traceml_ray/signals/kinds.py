@@ -10,6 +10,7 @@ import msgspec
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.layers.records import LAYERS
+from traceml_ray.signals.logged.records import LOGGED
 from traceml_ray.signals.memory.records import MEMORY
 from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.output.records import OUTPUT
@@ -18,7 +19,7 @@ from traceml_ray.signals.throughput.records import SIZES, WORK
 from traceml_ray.wire.codec import Part, encode_part
 
 KINDS: dict[str, Kind[Any]] = {
-    kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, NODE)
+    kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED, NODE)
 }
 """Kinds of records by name, in the order in which they have a place in a batch."""
 OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}

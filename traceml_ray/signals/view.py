@@ -104,6 +104,8 @@ class View(Generic[A]):
     """Whether it needs the step history."""
     finds: Mapping[str, Any] | None = None
     """Fields of its question where only what was found is wanted; None: it finds nothing."""
+    rounded = True
+    """Whether `summary.json` has four decimals of its numbers, at most; their unit is known then."""
     polled = False
     """Whether web app and terminal ask once a tick, for its numbers and gauges."""
     overview = False

@@ -12,6 +12,7 @@ from traceml_ray.document.model import Number, Section
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.finding import Finding, listed, of_machine, of_verdict
 from traceml_ray.signals.layers.view import LayersView
+from traceml_ray.signals.logged.view import LoggedView
 from traceml_ray.signals.memory.view import MemoryView
 from traceml_ray.signals.nodes.view import NodesView
 from traceml_ray.signals.output.view import OutputView
@@ -23,6 +24,7 @@ from traceml_ray.store.query import OfRun
 _ALL = (
     *(MemoryView(), ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView()),
     NodesView(),
+    LoggedView(),
 )
 VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}

@@ -1,0 +1,1 @@
+"""Numbers that a script logs itself: loss, learning rate, …"""
