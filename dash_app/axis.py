@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from dash import dcc, html
+from msgspec.structs import asdict
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import RunTimeline
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
@@ -71,21 +73,21 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the spine of a run and the range that is shown; without any step there is no `first`."""
-    spine = cache.ask(query.GetTimeline(run.id))
+    timeline = cache.ask(query.GetTimeline(run.id))
     shown = chosen(cache, run, route)
-    if spine is None or not len(spine["first"]):
+    if timeline is None or not len(timeline.first):
         return {"range": shown, "first": ()}
-    newest = int(spine["last"][-1])
-    first = max(int(spine["first"][0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
+    newest = int(timeline.last[-1])
+    first = max(int(timeline.first[0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
     last = newest if shown.last is None else min(newest, shown.last)
     verdict = run.verdict or {}
     return {
-        **spine,
+        **asdict(timeline),
         "range": shown,
         "between": (min(first, last), last),
         "lanes": _lanes(verdict.get("episodes") or ()),
         "onset": (current_episode(verdict or None) or {}).get("from_step"),
-        "ticks": _ticks(run, spine),
+        "ticks": _ticks(run, timeline),
     }
 
 
@@ -102,15 +104,13 @@ def _lanes(episodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mappin
     return lanes
 
 
-def _ticks(run: RunState, spine: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _ticks(run: RunState, timeline: RunTimeline) -> list[dict[str, Any]]:
     """Return the events that say something, with the step in which they were, if need be by the time."""
     ticks = []
     for event in run.events:
         step = event["step"]
-        if step is None and spine["t_ns"] is not None and event["t_ns"] >= spine["t_ns"][0]:
-            step = int(
-                np.interp(event["t_ns"] - spine["t_ns"][-1], spine["t_ns"] - spine["t_ns"][-1], spine["last"])
-            )
+        if step is None and (t_ns := timeline.t_ns) is not None and event["t_ns"] >= t_ns[0]:
+            step = int(np.interp(event["t_ns"] - t_ns[-1], t_ns - t_ns[-1], timeline.last))
         if event["message"] and step is not None:
             about = (
                 f"step {step:,}: {text.words(event['kind'])}: {event['message'].partition(chr(10))[0][:90]}"

@@ -150,7 +150,7 @@ def _step_metrics(run: RunState) -> Iterator[Metric]:
     yield _gauge("step", about, ["run", "quantile"], _by_quantile(quantile, name), "seconds")
     exposed = [((name, stage), ms / 1e3) for stage, ms in times["stages"].items()]
     yield _gauge("exposed", "Mean exposed time of a step, by stage.", ["run", "stage"], exposed, "seconds")
-    nodes = [((name, node), values["median_ms"] / 1e3) for node, values in times["nodes"].items()]
+    nodes = [((name, node), values.median_ms / 1e3) for node, values in times["nodes"].items()]
     yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
     per_rank = zip(times["ranks"], times["busy_ms"].tolist(), strict=True)
     shown = [pair for pair in per_rank if len(times["ranks"]) <= _MOST or pair[0] == times["worst_rank"]]

@@ -13,6 +13,7 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import ChangedParts
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
@@ -151,14 +152,12 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if several and (columns := cache.ask(_columns(cache, run, route))):
         rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)
     answer = cache.ask(query.GetCell(run.id, rank, asked.first, asked.last))
-    if answer is None or answer["busy_ms"] is None or np.isnan(answer["busy_ms"]):
+    if answer is None or answer.busy_ms is None or np.isnan(answer.busy_ms):
         return {"text": "no row of this rank here"}
-    whose = f"rank {answer['rank']}: " if several else ""
-    over = "" if answer["over"] is None else f"{text.times(answer['over'])} the median: "
-    first_line = (
-        f"{whose}{over}busy {text.ms(answer['busy_ms'])}, the median rank {text.ms(answer['median_ms'])}"
-    )
-    far = sorted(answer["stages"].items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:2]
+    whose = f"rank {answer.rank}: " if several else ""
+    over = "" if answer.over is None else f"{text.times(answer.over)} the median: "
+    first_line = f"{whose}{over}busy {text.ms(answer.busy_ms)}, the median rank {text.ms(answer.median_ms)}"
+    far = sorted(answer.stages.items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:2]
     stages = [f"{name} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
     return {"text": "\n".join([first_line, *stages])}
 
@@ -230,18 +229,17 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
 
 def _change(view: Mapping[str, Any], route: Route) -> list[Chart]:
     """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
-    change = view["change"] or {}
-    before, since = (change.get(name) or {"stages": None, "steps": 0} for name in ("before", "since"))
-    if not before["stages"] or not since["stages"]:
+    change: ChangedParts | None = view["change"]
+    if change is None or not (before := change.before.stages) or not (since := change.since.stages):
         return []
-    figure = figures.waterfall(before["stages"], since["stages"])
+    figure = figures.waterfall(before, since)
     title = "A step before the onset, and since"
-    steps = f"{text.count(before['steps'], 'step')} before, {since['steps']:,} since"
+    steps = f"{text.count(change.before.steps, 'step')} before, {change.since.steps:,} since"
     label = f"Exposed time of a step by stage, {steps}"
     columns = [
         Column("stage", str),
-        Column("before", lambda stage: before["stages"][stage], "ms"),
-        Column("since", lambda stage: since["stages"][stage], "ms"),
+        Column("before", lambda stage: before[stage], "ms"),
+        Column("since", lambda stage: since[stage], "ms"),
     ]
     return [chart("change", title, figure, label, route, rows=table(Table(label, columns, STAGES), route))]
 

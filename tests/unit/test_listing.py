@@ -69,7 +69,7 @@ def test_rank_without_a_report_is_last_in_either_order(tmp_path: Path) -> None:
 def test_rank_table_has_the_numbers_of_the_query(pages: SessionPages) -> None:
     source = query.ask_one(pages.source.reply, query.GetRankTimes())
     rows = {row["rank"]: row for row in look(pages, "ranks")["chosen"].items}
-    for rank, busy, stages in zip(source["ranks"], source["busy_ms"], source["stages"], strict=True):
+    for rank, busy, stages in zip(source.ranks, source.busy_ms, source.stages, strict=True):
         assert rows[rank]["busy_ms"] == pytest.approx(busy, rel=1e-3)
         assert [*rows[rank]["stages"].values()] == pytest.approx(stages, rel=1e-3, abs=1e-3)
     assert rows[7]["over"] == pytest.approx(1 + 12 / 19.2, abs=0.02)

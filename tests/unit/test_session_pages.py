@@ -946,12 +946,12 @@ def test_change_at_the_onset_is_in_the_stage_that_is_late(played: Played) -> Non
         played.play(seconds)
         pages.poll()
         change = look(pages, "overview")["change"]
-        before, since = change["before"], change["since"]
-        added = {stage: since["stages"][stage] - before["stages"][stage] for stage in since["stages"]}
-        assert 70 < before["steps"] < 100 and 40 < since["steps"] <= 50 + seconds
+        before, since = change.before, change.since
+        added = {stage: since.stages[stage] - before.stages[stage] for stage in since.stages}
+        assert 70 < before.steps < 100 and 40 < since.steps <= 50 + seconds
         assert added.pop("data") == pytest.approx(12, abs=0.3)
         assert max(map(abs, added.values())) < 0.7
-    trace = figures.waterfall(before["stages"], since["stages"])["data"][0]
+    trace = figures.waterfall(before.stages, since.stages)["data"][0]
     ends = [base + wide for base, wide in zip(trace["base"], trace["x"], strict=True)]
     assert trace["y"][0] == "since" and trace["y"][-1] == "before"
     assert trace["x"][0] == pytest.approx(max(ends), abs=1.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from traceml_ray.analysis.shapes import CellMeans, ChangedParts, NodeTimes, PartMeans, RankTimes, RunTimeline
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_stats import Columns, ended
@@ -16,7 +17,6 @@ from traceml_ray.stages import STAGES
 
 MAX_LINES = 1024
 """Largest number of ranks with a line each in the heatmap. In a larger job a line is a node."""
-_NO_CELL: dict[str, Any] = {"busy_ms": None, "median_ms": None, "over": None, "stages": {}}
 _UNSEEN = 1.1
 """If the steps took more than this multiple of the time since the first report, they began before it."""
 
@@ -85,8 +85,8 @@ def _part(history: StepHistory, between: Between) -> dict[str, Any]:
     return {**numbers, "waiting_pct": 100 * _mean(made.waiting[None, :, None]).item()}
 
 
-def rank_times(history: StepHistory, whole: bool, between: Between | None = None) -> dict[str, Any]:
-    """Return what each rank's steps are made of, over the steps of `times`: see `step_shapes.RankTimes`."""
+def rank_times(history: StepHistory, whole: bool, between: Between | None = None) -> RankTimes:
+    """Return what each rank's steps are made of, over the steps of `times`."""
     ranks, steps = history.ranks, 0
     busy, stages = np.full(len(ranks), np.nan), np.full((len(ranks), len(STAGES)), np.nan)
     if between is None:
@@ -97,7 +97,7 @@ def rank_times(history: StepHistory, whole: bool, between: Between | None = None
         busy = quantiles(history.columns(between=between).busy.T, (0.5,))[0]
         stages = _mean(history.stage_columns(between)[2])
     over = busy / quantiles(busy[:, None], (0.5,))[0] if steps else busy
-    return {"steps": steps, "ranks": ranks, "busy_ms": busy, "over": over, "stages": stages}
+    return RankTimes(steps=steps, ranks=ranks, busy_ms=busy, over=over, stages=stages)
 
 
 def _numbers(
@@ -121,11 +121,8 @@ def _numbers(
 
 def _by_node(
     apart: Spread, per_rank: Float, nodes: Sequence[str], ranks: Sequence[int]
-) -> dict[str, dict[str, Any]]:
-    """
-    Return the busy time of each node, by its name: the median of its ranks, its slowest rank and by how much
-    that is slower, and by how much the node is slower than the fastest one.
-    """
+) -> dict[str, NodeTimes]:
+    """Return the busy time of each node, by its name."""
     median = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     fastest = np.array(min((ms for ms in median.values() if ms == ms), default=np.nan))
     by_node = {}
@@ -133,13 +130,13 @@ def _by_node(
         mine, middle = per_rank[places], np.array(median[node])
         worst = None if np.isnan(mine).all() else places[int(np.nanargmax(mine))]
         largest = np.array(np.nan if worst is None else per_rank[worst])
-        by_node[node] = {
-            "median_ms": float(middle),
-            "worst_rank": None if worst is None else ranks[worst],
-            "worst_ms": float(largest),
-            "skew_pct": float(over_pct(largest, middle)) if len(places) > 1 else None,
-            "slower_pct": float(over_pct(middle, fastest)) if len(median) > 1 else None,
-        }
+        by_node[node] = NodeTimes(
+            median_ms=float(middle),
+            worst_rank=None if worst is None else ranks[worst],
+            worst_ms=float(largest),
+            skew_pct=float(over_pct(largest, middle)) if len(places) > 1 else None,
+            slower_pct=float(over_pct(middle, fastest)) if len(median) > 1 else None,
+        )
     return by_node
 
 
@@ -207,27 +204,27 @@ def _drawn(
     }
 
 
-def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int) -> dict[str, Any]:
+def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int) -> RunTimeline:
     """
-    Return all of a run in at most `most` columns: steps `first` and `last` (C,), `step_ms` (C,), and `t_ns`
-    (C,), when `rank`, whose newest rows had come by `end_ns`, was through the last; None where not known.
+    Return all of a run in at most `most` columns. Their times are those of `rank`, whose newest rows had come
+    by `end_ns`.
     """
     first, last, step_ms = history.step_means(ALL, most)
-    answer = {"first": first, "last": last, "step_ms": step_ms, "t_ns": None}
+    t_ns = None
     if rank is not None and end_ns is not None and len(last):
-        steps, t_ns = ended(history.timeline(rank), end_ns)
-        answer["t_ns"] = np.interp(last, steps, t_ns - end_ns).astype(np.int64) + end_ns
-    return answer
+        steps, ended_ns = ended(history.timeline(rank), end_ns)
+        t_ns = np.interp(last, steps, ended_ns - end_ns).astype(np.int64) + end_ns
+    return RunTimeline(first=first, last=last, step_ms=step_ms, t_ns=t_ns)
 
 
-def change(history: StepHistory, before: Between, since: Between) -> dict[str, Any]:
-    """Return the exposed time of each stage in two parts of a run: how many `steps`, `stages` in mean ms."""
-    parts = {}
-    for name, between in (("before", before), ("since", since)):
-        steps, exposed = history.mean_exposed(between)
-        stages = dict(zip(STAGES, exposed.tolist(), strict=True)) if steps else None
-        parts[name] = {"steps": steps, "stages": stages}
-    return parts
+def change(history: StepHistory, before: Between, since: Between) -> ChangedParts:
+    """Return the mean exposed time of each stage in two parts of a run."""
+    return ChangedParts(before=_part_means(history, before), since=_part_means(history, since))
+
+
+def _part_means(history: StepHistory, between: Between) -> PartMeans:
+    steps, exposed = history.mean_exposed(between)
+    return PartMeans(steps=steps, stages=dict(zip(STAGES, exposed.tolist(), strict=True)) if steps else None)
 
 
 def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:
@@ -254,13 +251,13 @@ def of_rank(history: StepHistory, rank: int, most: int, between: Between | None 
     return {**answer, "host": None if host is None else np.where((first == last)[:, None], host, np.nan)}
 
 
-def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> dict[str, Any]:
+def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> CellMeans:
     """
     Return what one cell of the heatmap is: means over its steps `first` to `last`, of the rank (in a large
     job, the slowest of its node) and of the median rank. `stages` is empty where only sums are left.
     """
     if rank not in history.ranks:
-        return {"rank": rank, "node": None, "steps": 0, **_NO_CELL}
+        return CellMeans(rank=rank, node=None, steps=0, busy_ms=None, median_ms=None, over=None, stages={})
     who = history.ranks.index(rank)
     steps, d, single = history.stages(first, last)
     mean = _mean(d)
@@ -275,18 +272,16 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
         ]
         who = max(same, key=lambda i: float(total[i]), default=who)
     middle, median = quantiles(mean, (0.5,))[0], quantiles(total, (0.5,))[0]
-    stages: Mapping[str, list[float]] = {
-        name: [float(mean[who, i]), float(middle[i])] for i, name in enumerate(STAGES)
-    }
-    return {
-        "rank": history.ranks[who],
-        "node": history.nodes[who],
-        "steps": int((~np.isnan(single[who])).sum()),
-        "busy_ms": float(total[who]),
-        "median_ms": float(median),
-        "over": float(total[who] / median) if median > 0 else None,
-        "stages": stages if len(steps) else {},
-    }
+    stages = {name: (float(mean[who, i]), float(middle[i])) for i, name in enumerate(STAGES)}
+    return CellMeans(
+        rank=history.ranks[who],
+        node=history.nodes[who],
+        steps=int((~np.isnan(single[who])).sum()),
+        busy_ms=float(total[who]),
+        median_ms=float(median),
+        over=float(total[who] / median) if median > 0 else None,
+        stages=stages if len(steps) else {},
+    )
 
 
 def _mean(values: Values) -> Float:

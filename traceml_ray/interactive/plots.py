@@ -98,9 +98,9 @@ def _change(ask: Ask, run: str | None) -> Figure:
     verdict = to_builtins(ask(query.GetVerdict(run)))
     asked = change(run, verdict) if verdict else None
     parts = ask(asked) if asked else None
-    if parts is None or not parts["before"]["stages"] or not parts["since"]["stages"]:
+    if parts is None or not parts.before.stages or not parts.since.stages:
         return figures.blank("Nothing has changed that the verdict names.")
-    return figures.waterfall(parts["before"]["stages"], parts["since"]["stages"])
+    return figures.waterfall(parts.before.stages, parts.since.stages)
 
 
 def _memory(ask: Ask, run: str | None) -> Figure:

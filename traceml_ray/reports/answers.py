@@ -272,7 +272,7 @@ class Answers:
                     return summary
             return summary_of(msgspec.to_builtins(next(summaries(file, self._limits))))
 
-    def _steps(self, asked: Any) -> dict[str, Any]:
+    def _steps(self, asked: Any) -> Any:
         whole = getattr(asked, "whole", None)
         whole = self._over(asked.run) if whole is None else whole
         with self._history(asked.run, isinstance(asked, query.GetTimes)) as run_steps:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.analysis.shapes import ChangedParts
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
@@ -45,7 +46,7 @@ from traceml_ray.store.bundles import bundle_files, kept_why, names_of
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import RunInfo
 from traceml_ray.store.session import DATABASE, REPORTS
-from traceml_ray.store.step_shapes import ChangedParts, DeathInfo, StepTimes
+from traceml_ray.store.step_shapes import DeathInfo, StepTimes
 
 
 class ChartData(NamedTuple):
@@ -228,9 +229,9 @@ def _steps(chart_data: ChartData) -> Iterator[Section]:
 def _change(chart_data: ChartData) -> Iterator[Section]:
     """Yield what each stage has added to a step since the onset; nothing where one of both is not known."""
     change = chart_data.change
-    if change is None or (before := change["before"]["stages"]) is None:
+    if change is None or (before := change.before.stages) is None:
         return
-    if (since := change["since"]["stages"]) is None:
+    if (since := change.since.stages) is None:
         return
     columns = [
         Column("stage", str),
@@ -238,7 +239,7 @@ def _change(chart_data: ChartData) -> Iterator[Section]:
         Column("since", lambda stage: since[stage], "ms"),
     ]
     label = "Exposed time of a step by stage, before the onset and since"
-    steps = f"{text.count(change['before']['steps'], 'step')} before, {change['since']['steps']:,} since"
+    steps = f"{text.count(change.before.steps, 'step')} before, {change.since.steps:,} since"
     bars = Bars(label, drawing.waterfall(before, since), Table(label, columns, STAGES, steps))
     yield Section(blocks=[bars], title="A step before the onset, and since", half=True)
 

@@ -13,6 +13,7 @@ import numpy as np
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.comparison import sampled
 from traceml_ray.analysis.reasons import MAX_PEERS
+from traceml_ray.analysis.shapes import RunTimeline
 from traceml_ray.analysis.step_store import ALL, Between
 from traceml_ray.analysis.window import Float, UInt8
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES, SYNC_WAIT
@@ -33,7 +34,7 @@ def _times(run_steps: RunSteps, asked: query.GetTimes, whole: bool) -> dict[str,
     return {**numbers, "whole": run_steps.whole}
 
 
-def _spine(run_steps: RunSteps, asked: query.GetTimeline, _: bool) -> dict[str, Any]:
+def _spine(run_steps: RunSteps, asked: query.GetTimeline, _: bool) -> RunTimeline:
     ended = (
         (rank, run_steps.ranks[rank].last_rows_ns)
         for rank in run_steps.history.ranks
@@ -54,7 +55,7 @@ def _between(asked: Any, newest: bool) -> Between | None:
     return Between(asked.first or 0, ALL.last if asked.last is None else asked.last)
 
 
-OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
+OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], Any]] = {
     query.GetTimes: _times,
     query.GetColumns: lambda run_steps, asked, whole: step_numbers.columns(
         run_steps.history,

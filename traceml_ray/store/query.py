@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__
+from traceml_ray.analysis import shapes
 from traceml_ray.errors import sendable
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.records import MemorySample
@@ -183,13 +184,13 @@ class GetColumns(OfRun[step_shapes.StepColumns], frozen=True):
     last: Count | None = None
 
 
-class GetTimeline(OfRun[step_shapes.RunTimeline], frozen=True):
+class GetTimeline(OfRun[shapes.RunTimeline], frozen=True):
     """All of the run in at most `most` columns: how long a step took, and when it was over."""
 
     most: Count = 300
 
 
-class GetChange(OfRun[step_shapes.ChangedParts], frozen=True):
+class GetChange(OfRun[shapes.ChangedParts], frozen=True):
     """Where the time of a step went from step `begin` up to step `first`, and from there to step `last`."""
 
     begin: Count = 0
@@ -213,7 +214,7 @@ class GetRankSteps(OfRun[step_shapes.RankSteps], frozen=True):
     last: Count | None = None
 
 
-class GetRankTimes(OfRun[step_shapes.RankTimes], frozen=True):
+class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
     """The times of each rank; of the steps that `GetTimes` is of."""
 
     whole: bool | None = None
@@ -244,7 +245,7 @@ class GetStepRows(OfRun[StepRows], frozen=True):
     most: Count = MOST_ROWS
 
 
-class GetCell(OfRun[step_shapes.CellMeans], frozen=True):
+class GetCell(OfRun[shapes.CellMeans], frozen=True):
     """What one cell of the heatmap is: a rank, from step `first` to step `last`."""
 
     rank: Int64 = 0

@@ -8,20 +8,11 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.roles import RoleShare
+from traceml_ray.analysis.shapes import NodeTimes
 from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.store.results import VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class NodeTimes(TypedDict):
-    """Busy time of a node's ranks, ms."""
-
-    median_ms: float
-    worst_rank: int | None
-    worst_ms: float
-    skew_pct: float | None
-    slower_pct: float | None
 
 
 class StepTimes(TypedDict, total=False):
@@ -104,19 +95,6 @@ class RankSteps(TypedDict, total=False):
     mean: dict[str, float]
 
 
-class RankTimes(TypedDict):
-    """What each rank's steps are made of, over the same steps as `StepTimes`; NaN without any."""
-
-    steps: int
-    ranks: list[int]
-    busy_ms: Array
-    """(R,), median."""
-    over: Array
-    """(R,), that over the median rank's."""
-    stages: Array
-    """(R, 6) ms, mean."""
-
-
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A named span of one rank, in a step that it was summed up over with others."""
 
@@ -191,43 +169,6 @@ class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Ranks whose rows are on the clock of their device, not of their host."""
     spans: list[StepSpan]
     """Spans of the step, the longest first; in a large job, only of the ranks that came last."""
-
-
-class CellMeans(TypedDict):
-    """Means of one cell of the heatmap, ms."""
-
-    rank: int
-    node: str | None
-    steps: int
-    busy_ms: float | None
-    median_ms: float | None
-    over: float | None
-    """The former over the latter."""
-    stages: dict[str, tuple[float, float]]
-    """Of the rank, and of the median rank."""
-
-
-class RunTimeline(TypedDict):
-    """All of a run in C columns, see `analysis.step_numbers.spine`."""
-
-    first: Array
-    last: Array
-    step_ms: Array
-    t_ns: Array | None
-
-
-class PartMeans(TypedDict):
-    """Mean exposed time of each stage in a part of a run, ms; None without a step."""
-
-    steps: int
-    stages: dict[str, float] | None
-
-
-class ChangedParts(TypedDict):
-    """The same in two parts of a run."""
-
-    before: PartMeans
-    since: PartMeans
 
 
 class SpanTimes(msgspec.Struct, frozen=True, kw_only=True):

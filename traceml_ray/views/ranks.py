@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -43,10 +41,13 @@ def rank_rows(
     made of; named ones first, then the dead.
     """
     asked = query.GetRankTimes(run.id) if steps is None else query.GetRankTimes(run.id, True, *steps)
-    times: Any = cache.ask(asked) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
-    busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
-    stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
-    index_of_rank = {rank: index for index, rank in enumerate(times["ranks"])}
+    times = cache.ask(asked)
+    busy, over, stages = (
+        (rounded(values.reshape(-1), 4) for values in (times.busy_ms, times.over, times.stages))
+        if times
+        else ([], [], [])
+    )
+    index_of_rank = {rank: index for index, rank in enumerate(times.ranks if times else ())}
     dead = {death.rank: death for death in cache.deaths(run)}
     named, reporting = {*run.named["ranks"]}, run.reporting()
     rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
@@ -94,11 +95,7 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
     }
 
 
-_NO_NODE_TIMES: dict[str, Any] = dict.fromkeys(
-    ("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct")
-)
-
-
+_NODE_TIMES = "median_ms", "worst_ms", "skew_pct", "slower_pct"
 _ABOUT_NODE = "node_id", "label", "hostname", "address", "alive", "ranks"
 
 
@@ -109,11 +106,12 @@ def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]
     known = [{name: getattr(node, name) for name in _ABOUT_NODE} for node in run.nodes]
     cards = []
     for node in [*known, *(_unlisted(run, label) for label in times_by_node if label not in listed)]:
-        node_times = times_by_node.get(node["label"], _NO_NODE_TIMES)
-        shown = {name: number(node_times[name]) for name in _NO_NODE_TIMES if name != "worst_rank"}
+        node_times = times_by_node.get(node["label"])
+        shown = {name: number(getattr(node_times, name, None)) for name in _NODE_TIMES}
+        worst = node_times.worst_rank if node_times else None
         load = _load(run.samples.get(node["node_id"], {}))
         named = node["label"] in run.named["nodes"]
-        cards.append({**node, "named": named, "worst_rank": node_times["worst_rank"], **shown, **load})
+        cards.append({**node, "named": named, "worst_rank": worst, **shown, **load})
     return sorted(cards, key=lambda card: (card["alive"], not card["named"], natural(card["label"])))
 
 

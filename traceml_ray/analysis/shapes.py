@@ -1,0 +1,90 @@
+"""Answers about the steps of a run, made by `analysis.step_numbers`. Times are ms, shares %."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the ranks of one node are busy in a step."""
+
+    median_ms: float
+    """Median over the ranks of the node of their busy time in a step (ms); NaN: not known."""
+    worst_rank: int | None
+    """Rank of the node with the longest busy time; None if no rank has a time."""
+    worst_ms: float
+    """Busy time of `worst_rank` (ms); NaN: not known."""
+    skew_pct: float | None
+    """By how much `worst_rank` is above the median of the node (%); None for a node with one rank."""
+    slower_pct: float | None
+    """By how much the node is slower than the fastest node (%); None in a run on one node."""
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What the steps of each of R ranks are made of."""
+
+    steps: int
+    """Number of steps that the times are of."""
+    ranks: list[int]
+    """Ranks that have reported: R numbers, ascending."""
+    busy_ms: Array
+    """Median busy time of each of `ranks` in a step: (R,) ms; NaN without any step."""
+    over: Array
+    """Busy time of each of `ranks` as a multiple of that of the median rank: (R,); NaN without any step."""
+    stages: Array
+    """Mean time of each of `ranks` in each stage: (R, 6) ms; NaN without any step."""
+
+
+class CellMeans(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the steps of one cell of the heatmap."""
+
+    rank: int
+    """Global rank that the means are of; in a large job, the slowest of its node."""
+    node: str | None
+    """Label of the rank's node; None if the rank has not reported."""
+    steps: int
+    """Number of steps that the means are of."""
+    busy_ms: float | None
+    """Mean busy time of the rank (ms); None if the rank has not reported, NaN if it has no step here."""
+    median_ms: float | None
+    """Busy time of the median rank (ms); None if the rank has not reported."""
+    over: float | None
+    """`busy_ms` as a multiple of `median_ms`; None where one of them is not known."""
+    stages: dict[str, tuple[float, float]]
+    """Stage → mean time of the rank and of the median rank (ms); empty where only sums are kept."""
+
+
+class RunTimeline(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """All steps of a run in C columns."""
+
+    first: Array
+    """First step of each column: (C,)."""
+    last: Array
+    """Last step of each column: (C,)."""
+    step_ms: Array
+    """Mean time of a step of each column: (C,) ms."""
+    t_ns: Array | None
+    """When the last step of each column ended: (C,) ns since the epoch; None: not known."""
+
+
+class PartMeans(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a step went in a part of a run."""
+
+    steps: int
+    """Number of steps of the part that have times."""
+    stages: dict[str, float] | None
+    """Stage → mean exposed time of a step (ms); None if the part has no step."""
+
+
+class ChangedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a step went before a change, and since."""
+
+    before: PartMeans
+    """Means of the steps before the change."""
+    since: PartMeans
+    """Means of the steps from the change on."""
