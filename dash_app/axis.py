@@ -108,14 +108,12 @@ def _ticks(run: RunState, timeline: RunTimeline) -> list[dict[str, Any]]:
     """Return the events that say something, with the step in which they were, if need be by the time."""
     ticks = []
     for event in run.events:
-        step = event["step"]
-        if step is None and (t_ns := timeline.t_ns) is not None and event["t_ns"] >= t_ns[0]:
-            step = int(np.interp(event["t_ns"] - t_ns[-1], t_ns - t_ns[-1], timeline.last))
-        if event["message"] and step is not None:
-            about = (
-                f"step {step:,}: {text.words(event['kind'])}: {event['message'].partition(chr(10))[0][:90]}"
-            )
-            ticks.append({"step": step, "severity": severity(event["kind"]), "text": about})
+        step = event.step
+        if step is None and (t_ns := timeline.t_ns) is not None and event.t_ns >= t_ns[0]:
+            step = int(np.interp(event.t_ns - t_ns[-1], t_ns - t_ns[-1], timeline.last))
+        if event.message and step is not None:
+            about = f"step {step:,}: {text.words(event.kind)}: {event.message.partition(chr(10))[0][:90]}"
+            ticks.append({"step": step, "severity": severity(event.kind), "text": about})
     ticks.sort(key=lambda event: ("critical", "warning", "notice", "info").index(event["severity"]))
     return ticks[:_TICKS]
 

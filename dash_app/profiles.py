@@ -33,7 +33,7 @@ def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     Return the profiles of the session, the newest first. While it runs they are asked for when an event of
     the run says that there is another one.
     """
-    announced = {event["data"].get("profile") for event in run.events if event["kind"] == EVENT}
+    announced = {event.data.get("profile") for event in run.events if event.kind == EVENT}
     if not announced and not cache.source.stored:
         return []
 

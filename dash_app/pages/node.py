@@ -13,6 +13,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
+from traceml_ray.store.step_shapes import EventRow
 from traceml_ray.text import natural
 from traceml_ray.views import figures
 from traceml_ray.views.ranks import NAMED, nodes, position
@@ -152,14 +153,14 @@ def _newest(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpus_data(
-    node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+    node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[EventRow]
 ) -> list[dict[str, Any]]:
     """Return the series of each device, and its critical errors, the newest first (None: not known)."""
     by_device: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         for gpu in sample["gpus"] or ():
             by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
-    critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
+    critical = [event.data for event in events if event.kind == "xid" and event.node_id == node]
     gpus = []
     for index, gpu_samples in sorted(by_device.items()):
         columns = series(gpu_samples, GPU)

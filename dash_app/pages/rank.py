@@ -120,14 +120,14 @@ def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> dict[str, Any]:
     """Return the stages of a rank, of the median rank and of the rank's host, and the spans inside them."""
-    steps: Any = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown.asked()))
-    if not steps or not len(numbers := steps["steps"].tolist()):
+    steps = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown.asked()))
+    if steps is None or not (numbers := steps.steps.tolist()):
         return {"stages": {}, "median": {}, "host": None, "spans": []}
-    spans, mean = cache.ask(query.GetSpans(run.id, rank, numbers[0], numbers[-1])) or [], steps["mean"]
+    spans, mean = cache.ask(query.GetSpans(run.id, rank, numbers[0], numbers[-1])) or [], steps.mean
     return {
-        "stages": {"steps": numbers, **by_stage(steps["stages"])},
-        "median": by_stage(steps["median"]),
-        "host": None if steps["host"] is None else by_stage(steps["host"]),
+        "stages": {"steps": numbers, **by_stage(steps.stages)},
+        "median": by_stage(steps.median),
+        "host": None if steps.host is None else by_stage(steps.host),
         "spans": [
             {**msgspec.structs.asdict(span), "share": _share_of_stage(span.ms, mean[span.stage])}
             for span in spans

@@ -13,12 +13,12 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.comparison import NumberChange
+from traceml_ray.analysis.shapes import StepSample
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.reports import comparison
 from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in, names
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import StepSample
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import age_s, rounded
@@ -62,7 +62,7 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
     settings = (status and status.settings) or {}
 
     def still_holds(sample: StepSample) -> bool:  # of a run that goes on it is drawn anew now and then only
-        return (run.last_step or 0) <= _ANEW * (sample["last"] or 0)
+        return (run.last_step or 0) <= _ANEW * (sample.last or 0)
 
     return {
         "columns": cache.ask(query.GetColumns(run.id, whole=True)),

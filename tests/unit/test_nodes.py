@@ -44,7 +44,7 @@ def _feed(
 
 def _events(aggregator: AggregatorCore) -> list[tuple[str, str]]:
     aggregator.commit()
-    return [(event["kind"], event["message"]) for event in ask(aggregator, "events")]
+    return [(event.kind, event.message) for event in ask(aggregator, "events")]
 
 
 def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock: Clock) -> None:

@@ -366,7 +366,7 @@ def test_undelivered_events_go_with_the_next_message(monkeypatch: pytest.MonkeyP
     assert aggregator.got[-1].status == "finished"
     (run,) = ask(aggregator.core, "runs")
     assert (run.name, run.status, run.ledger.stored) == ("run", "finished", 3)
-    assert [event["message"] for event in ask(aggregator.core, "events")] == ["a"]
+    assert [event.message for event in ask(aggregator.core, "events")] == ["a"]
     assert made.errors == {"run: RuntimeError": 1}
 
 

@@ -232,7 +232,7 @@ def test_deaths_and_events_are_those_of_the_run(tmp_path: Path, clock: Clock) ->
     summary = _summary(tmp_path, "b")
     assert (summary["verdict"]["label"], summary["events"]) == ("healthy", [])
     assert _summary(tmp_path, "a")["verdict"]["exit_reason"] == "ValueError: bad label"
-    assert [event["rank"] for event in ask(aggregator, "events", run="a")] == [1]
+    assert [event.rank for event in ask(aggregator, "events", run="a")] == [1]
     assert ask(aggregator, "events", run="b") == []
 
 

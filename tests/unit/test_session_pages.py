@@ -554,7 +554,7 @@ def test_events_of_a_flood_are_the_newest(played: Played) -> None:
     [asked] = [request for request in run.questions(0.0) if isinstance(request, query.GetEvents)]
     page = query.ask_one(played.source.reply, asked)
     events_read, cursor = page.items, page.cursor
-    assert len(events_read) == 2000 and [event["t_ns"] for event in events_read] == list(range(1000, 3000))
+    assert len(events_read) == 2000 and [event.t_ns for event in events_read] == list(range(1000, 3000))
     assert pages.poll() and len(run.events) == 2000
     assert cursor >= 3000
 

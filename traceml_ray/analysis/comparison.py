@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis.shapes import StepSample
 from traceml_ray.analysis.spread import Values, over_pct, quantiles
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_stats import Array
@@ -181,9 +182,9 @@ _TAILS = (0.5, 0.95)
 _FLAG_ROWS, _FLAG_BITS = 200, 8
 
 
-def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -> dict[str, Any]:
+def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -> StepSample:
     """
-    Return the `step_shapes.StepSample` of a run: all steps beyond the warm-up, in at most `limits.columns`
+    Return the sample of a run: all steps beyond the warm-up, in at most `limits.columns`
     columns.
 
     It takes at most about 0.2 s and 100 MB.
@@ -192,32 +193,33 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
     steps = history.columns(between=ALL, most=limits.columns)
     _, _, d = history.stage_columns(ALL, limits.columns)
     first, last, exposed = steps.first[complete], steps.last[complete], steps.exposed[complete]
-    sample = {
-        "world": world,
-        "ranks": history.ranks,
-        "nodes": history.nodes,
-        "columns": len(first),
-        "per": int(last[0] - first[0]) + 1 if len(first) else 1,
-        "first": int(first[0]) if len(first) else None,
-        "last": int(last[-1]) if len(first) else None,
-        "flags": _usual_flags(history),
-    }
+    none = np.full((len(history.ranks), N_STAGES), np.nan)
+    undrawn = StepSample(
+        world=world,
+        ranks=history.ranks,
+        nodes=[*history.nodes],
+        columns=len(first),
+        per=int(last[0] - first[0]) + 1 if len(first) else 1,
+        first=int(first[0]) if len(first) else None,
+        last=int(last[-1]) if len(first) else None,
+        block=1,
+        numbers={},
+        replicates=np.empty((0, 0)),
+        drift=np.empty(0),
+        stages=none,
+        errors=none,
+        flags=_usual_flags(history),
+    )
     if len(first) < limits.steps:
-        none = np.full((len(history.ranks), N_STAGES), np.nan)
-        return {
-            **sample,
-            "block": 1,
-            "numbers": {},
-            "replicates": np.empty((0, 0)),
-            "drift": np.empty(0),
-            "stages": none,
-            "errors": none,
-        }
-    return sample | _drawn(exposed, steps.busy[:, complete], d[:, complete], limits)
+        return undrawn
+    return _drawn(undrawn, exposed, steps.busy[:, complete], d[:, complete], limits)
 
 
-def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict[str, Any]:
-    """Return what is drawn of `exposed` (C, 6), `busy` (R, C) and the ranks' stages `d` (R, C, 6), ms."""
+def _drawn(sample: StepSample, exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> StepSample:
+    """
+    Return `sample` with what is drawn of `exposed` (C, 6), `busy` (R, C) and the ranks' stages `d` (R, C, 6),
+    ms.
+    """
     total = exposed.sum(axis=1)
     block = max(map(block_length, (total, *exposed.T)))
     starts = starts_of_blocks(len(total), block, limits.replicates)
@@ -227,14 +229,15 @@ def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict
     replicates = _numbers(of_means.replicates, tails.replicates)
     parts = [_of(columns[part], total[part]) for part in parts_of(len(total))]
     by_step = _filled(d).swapaxes(0, 1)
-    return {
-        "block": block,
-        "numbers": dict(zip(NAMES, _of(columns, total).tolist(), strict=True)),
-        "replicates": replicates,
-        "drift": drift(np.array(parts)),
-        "stages": by_step.mean(axis=0, dtype=float),
-        "errors": error_of(by_step, block),
-    }
+    return msgspec.structs.replace(
+        sample,
+        block=block,
+        numbers=dict(zip(NAMES, _of(columns, total).tolist(), strict=True)),
+        replicates=replicates,
+        drift=drift(np.array(parts)),
+        stages=by_step.mean(axis=0, dtype=float),
+        errors=error_of(by_step, block),
+    )
 
 
 def error_of(columns: Values, block: int) -> Float:
@@ -281,8 +284,6 @@ def _usual_flags(history: StepHistory) -> int:
     return int((1 << np.flatnonzero(2 * bits.sum(axis=0) > len(flags))).sum())
 
 
-StepSample = Mapping[str, Any]
-"""The shape that `sampled` returns."""
 Word = Literal["better", "worse", "no difference"]
 _OPPOSITE = {"better": "worse", "worse": "better"}
 _PAIRED = 7
@@ -375,14 +376,14 @@ def compare_steps(
     a: StepSample, b: StepSample, limits: CompareLimits = COMPARE
 ) -> tuple[ComparisonVerdict, list[NumberChange]]:
     """Return the verdict over the steps of two runs, and the numbers it is based on."""
-    few = [name for name, sample in (("A", a), ("B", b)) if not sample["numbers"]]
+    few = [name for name, sample in (("A", a), ("B", b)) if not sample.numbers]
     if few:
         why = _too_few(a, b, limits)
         names = (STEP, MEDIAN, P95, SKEW, *STAGES)
         return ComparisonVerdict(word=None, by=None), [
             NumberChange(what=name, unit="%" if name == SKEW else "ms", why=why) for name in names
         ]
-    changes = {name: _step_change(name, a, b, limits) for name in a["numbers"]}
+    changes = {name: _step_change(name, a, b, limits) for name in a.numbers}
     return _verdict(a, b, changes, limits), [changes[name] for name in (STEP, MEDIAN, P95, SKEW, *STAGES)]
 
 
@@ -423,31 +424,29 @@ def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange
 
 
 def _too_few(a: StepSample, b: StepSample, limits: CompareLimits) -> str:
-    counts = [
-        f"{name} has {sample['columns']}" for name, sample in (("A", a), ("B", b)) if not sample["numbers"]
-    ]
+    counts = [f"{name} has {sample.columns}" for name, sample in (("A", a), ("B", b)) if not sample.numbers]
     return f"too few steps beyond the warm-up: {' and '.join(counts)}, {limits.steps} are needed"
 
 
 def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits) -> NumberChange:
     """Return the change of one number of both samples, judged if possible."""
-    one, two = a["numbers"][name], b["numbers"][name]
+    one, two = a.numbers[name], b.numbers[name]
     unit = "%" if name == SKEW else "ms"
     why = _incomparable(name, a, b)
     if why or one != one or two != two:
         return msgspec.structs.replace(fact(name, unit, one, two), why=why or "it takes two ranks")
     low, high = _interval(NAMES.index(name), a, b, two - one, _upper(limits))
-    least = limits.least_skew if name == SKEW else limits.least * a["numbers"][STEP]
+    least = limits.least_skew if name == SKEW else limits.least * a.numbers[STEP]
     return _judged(_change(name, unit, one, two, low, high), least)
 
 
 def _interval(index: int, a: StepSample, b: StepSample, apart: float, upper: float) -> tuple[float, float]:
     """Return the interval of the difference of a number; `apart` is its difference in the two samples."""
-    blocks = min(sample["columns"] / sample["block"] for sample in (a, b))
-    one, two = (sample["replicates"][:, index] for sample in (a, b))
+    blocks = min(sample.columns / sample.block for sample in (a, b))
+    one, two = (sample.replicates[:, index] for sample in (a, b))
     drawn = np.random.default_rng(_PAIRED).permutation(two) - one - apart
     few = few_blocks(blocks) * student(blocks, upper) / student(1e9, upper)
-    drift = student(_FIFTHS, upper) * float(np.hypot(a["drift"][index], b["drift"][index]))
+    drift = student(_FIFTHS, upper) * float(np.hypot(a.drift[index], b.drift[index]))
     below, above = few * np.quantile(drawn, (1 - upper, upper))
     return apart + min(-float(np.hypot(below, drift)), 0.0), apart + float(np.hypot(above, drift))
 
@@ -456,12 +455,12 @@ def _incomparable(name: str, a: StepSample, b: StepSample) -> str:
     """Return why a number of two runs cannot be compared; "" if it can be."""
     if name not in STAGES:
         return ""
-    if (a["flags"] ^ b["flags"]) & FLAG_DEVICE_CLOCK:
-        device, host = ("A", "B") if a["flags"] & FLAG_DEVICE_CLOCK else ("B", "A")
+    if (a.flags ^ b.flags) & FLAG_DEVICE_CLOCK:
+        device, host = ("A", "B") if a.flags & FLAG_DEVICE_CLOCK else ("B", "A")
         return f"{device} has its stages by the device's clock, {host} by the CPU's"
     for flag, merged in _MERGED.items():
-        if name in merged and (a["flags"] ^ b["flags"]) & flag:
-            lacks = "A" if a["flags"] & flag else "B"
+        if name in merged and (a.flags ^ b.flags) & flag:
+            lacks = "A" if a.flags & flag else "B"
             return f"in {lacks} {' and '.join(merged)} are not told apart"
     return ""
 
@@ -493,8 +492,8 @@ def _verdict(
     whole = changes[STEP]
     if whole.word == "no difference" and changes[MEDIAN].word != "no difference":
         whole = changes[MEDIAN]
-    alike = a["ranks"] == b["ranks"]
-    of_ranks = len(a["ranks"]) if alike else 0
+    alike = a.ranks == b.ranks
+    of_ranks = len(a.ranks) if alike else 0
     moved = _moved(a, b, alike, limits)
     if moved is None:
         return ComparisonVerdict(word=whole.word, by=whole, of_ranks=of_ranks)
@@ -544,12 +543,12 @@ def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> 
     each stage that factor is taken from the others; the stage without which the others agree best is the one.
     Waiting is left out: all others wait longer for a rank that has become late.
     """
-    flags = a["flags"] | b["flags"]
+    flags = a.flags | b.flags
     waits = {name for flag in (FLAG_NO_SPLIT, FLAG_INSEPARABLE) if flags & flag for name in _MERGED[flag]}
     names = [s for s in STAGES if s not in waits | {"sync_wait"} and not _incomparable(s, a, b)]
     columns = [STAGES.index(name) for name in names]
-    stages_of = [np.nan_to_num(_of_ranks(sample["stages"], alike)[:, columns]) for sample in (a, b)]
-    errors = [np.nan_to_num(_of_ranks(sample["errors"], alike)[:, columns]) for sample in (a, b)]
+    stages_of = [np.nan_to_num(_of_ranks(sample.stages, alike)[:, columns]) for sample in (a, b)]
+    errors = [np.nan_to_num(_of_ranks(sample.errors, alike)[:, columns]) for sample in (a, b)]
     if len(names) < 2 or min(times.sum() for times in stages_of) <= 0:
         return None
     factors = [
@@ -605,7 +604,7 @@ def _of_step(
     limits: CompareLimits,
 ) -> NumberChange:
     """Return the judged excess of a stage on the rank where it is largest, as a change of the step."""
-    most, step = int(np.argmax(np.abs(more))), a["numbers"][STEP]
+    most, step = int(np.argmax(np.abs(more))), a.numbers[STEP]
     by, low, high = (float(ms) for ms in (more[most], more[most] - half[most], more[most] + half[most]))
     change = NumberChange(
         what=name,
@@ -632,15 +631,15 @@ def _ranks(
     limits: CompareLimits,
 ) -> tuple[RankChange, ...]:
     """Return the ranks that moved like the one that moved most, largest change first."""
-    if len(more) != len(b["nodes"]):
+    if len(more) != len(b.nodes):
         return ()
     most = more[int(np.argmax(np.abs(more)))]
     sign = 1 if most > 0 else -1
     which = np.flatnonzero((sign * more >= limits.moved * abs(most)) & (sign * more > half))
     return tuple(
         RankChange(
-            rank=a["ranks"][index],
-            node=b["nodes"][index],
+            rank=a.ranks[index],
+            node=b.nodes[index],
             a=float(stages_of[0][index, stage]),
             b=float(stages_of[1][index, stage]),
             change=float(more[index]),

@@ -40,6 +40,63 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Mean time of each of `ranks` in each stage: (R, 6) ms; NaN without any step."""
 
 
+class RankSteps(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The stages of one rank in K columns, each of one step or of several."""
+
+    steps: Array
+    """Last step of each column: (K,); empty if the rank has no step."""
+    stages: Array
+    """Time of the rank in each stage: (K, 6) ms."""
+    median: Array
+    """Time of the median rank in each stage: (K, 6) ms."""
+    host: Array | None
+    """
+    The same as `stages`, on the clock of the rank's host: (K, 6) ms; NaN where a column is of several steps.
+    None if `stages` is on that clock itself.
+    """
+    mean: dict[str, float]
+    """Stage → mean time of the rank over all columns (ms); empty if the rank has no step."""
+
+
+class StepSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """
+    What a step of a run takes, and how far that would differ by chance, from the C columns of steps beyond
+    the warm-up. Of too few steps nothing is drawn: `numbers` is empty.
+    """
+
+    world: int
+    """Number of ranks of the job."""
+    ranks: list[int]
+    """Ranks that have reported: R numbers, ascending."""
+    nodes: list[str]
+    """Label of the node of each of `ranks`."""
+    columns: int
+    """Number of columns, C."""
+    per: int
+    """Number of steps in each column."""
+    first: int | None
+    """First step of the sample; None if it has none."""
+    last: int | None
+    """Last step of the sample; None if it has none."""
+    block: int
+    """Number of columns that are drawn together."""
+    numbers: dict[str, float]
+    """
+    Q numbers by name: mean time of the `step` and of each stage, `median step` and `p95 step` (ms), and
+    `skew` (%); NaN: not known.
+    """
+    replicates: Array
+    """`numbers`, in that order, of each of B draws: (B, Q)."""
+    drift: Array
+    """Standard deviation by which each of `numbers` of the next run may differ: (Q,)."""
+    stages: Array
+    """Mean time of each of `ranks` in each stage: (R, 6) ms."""
+    errors: Array
+    """Standard error of `stages`, as that of one run among others: (R, 6) ms."""
+    flags: int
+    """`stages.FLAG_*` that most rows have."""
+
+
 class CellMeans(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the steps of one cell of the heatmap."""
 

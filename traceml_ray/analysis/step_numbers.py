@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.shapes import CellMeans, ChangedParts, NodeTimes, PartMeans, RankTimes, RunTimeline
+from traceml_ray.analysis.shapes import (
+    CellMeans,
+    ChangedParts,
+    NodeTimes,
+    PartMeans,
+    RankSteps,
+    RankTimes,
+    RunTimeline,
+)
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_stats import Columns, ended
@@ -234,21 +242,22 @@ def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any
     return {"ranks": known, "busy_ms": busy_ms}
 
 
-def of_rank(history: StepHistory, rank: int, most: int, between: Between | None = None) -> dict[str, Any]:
-    """
-    Return the stages of a rank in the newest steps, or in a part of the run, as `columns` has them: `steps`
-    (K,), the last of each, `stages` and the `median` over the ranks (K, 6) ms, `mean` by stage; of rows on a
-    device's clock `host`, the same on the host's (NaN where several steps are one), else None. `steps` is
-    empty where it has none.
-    """
+def of_rank(history: StepHistory, rank: int, most: int, between: Between | None = None) -> RankSteps:
+    """Return the stages of a rank in the newest steps, or in a part of the run, as `columns` has them."""
     first, last, d = history.stage_columns(between, most)
     if rank not in history.ranks or not len(first):
-        return {"steps": np.empty(0, np.int64)}
+        none = np.empty((0, len(STAGES)))
+        return RankSteps(steps=np.empty(0, np.int64), stages=none, median=none, host=None, mean={})
     mine = d[history.ranks.index(rank)]
     mean = dict(zip(STAGES, _mean(mine[None])[0].tolist(), strict=True))
-    answer = {"steps": last, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
     host = history.host_stages(rank, last)
-    return {**answer, "host": None if host is None else np.where((first == last)[:, None], host, np.nan)}
+    return RankSteps(
+        steps=last,
+        stages=mine,
+        median=quantiles(d, (0.5,))[0],
+        host=None if host is None else np.where((first == last)[:, None], host, np.nan),
+        mean=mean,
+    )
 
 
 def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> CellMeans:

@@ -53,7 +53,7 @@ class RowList(list[T]):
         return {name: kind for name, kind in kinds.items() if name not in twice}
 
     def _values(self, name: str) -> list[Any]:
-        return [item[name] if isinstance(item, dict) else getattr(item, name) for item in self]
+        return [getattr(item, name) for item in self]
 
     def _repr_html_(self) -> str:
         """Return the first rows as a table for a notebook."""

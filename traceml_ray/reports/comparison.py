@@ -25,6 +25,7 @@ from traceml_ray.analysis.comparison import (
     fact,
 )
 from traceml_ray.analysis.roles import mode
+from traceml_ray.analysis.shapes import StepSample
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
@@ -37,7 +38,7 @@ from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import Status
 from traceml_ray.store.schema import legible
-from traceml_ray.store.step_shapes import StepSample, StepTimes
+from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import to_builtins
 
 SCHEMA = "traceml_ray/comparison/1"
@@ -219,15 +220,13 @@ def known(
         command=status.command,
         launcher=status.launcher,
         strategy=mode(process.strategy for process in ranks.values()),
-        world_size=sample["world"] or None,
-        first_step=sample["first"],
-        last_step=sample["last"],
+        world_size=sample.world or None,
+        first_step=sample.first,
+        last_step=sample.last,
         verdict=named(verdict) if verdict else None,
     )
     rank_of_process = {process.id: rank for rank, process in ranks.items()}
-    series = {
-        what: _series(memory, field, rank_of_process, sample["first"]) for what, field in _MEMORY.items()
-    }
+    series = {what: _series(memory, field, rank_of_process, sample.first) for what, field in _MEMORY.items()}
     return Known(side, times, verdict or {}, sample, series)
 
 
@@ -361,18 +360,18 @@ def _cannot(a: Known, b: Known, changes: Sequence[NumberChange]) -> list[str]:
         reasons.append("memory: neither has samples of it")
     elif not any(a.memory[what] or b.memory[what] for what in [*_MEMORY][1:]):
         reasons.append("memory of devices: neither has one")
-    if a.sample["ranks"] != b.sample["ranks"]:
+    if a.sample.ranks != b.sample.ranks:
         reasons.append(f"rank by rank: A has {_ranks(a)}, B {_ranks(b)}")
     return reasons
 
 
 def _ranks(side: Known) -> str:
-    return text.ranks(side.sample["ranks"]) or "no rank"
+    return text.ranks(side.sample.ranks) or "no rank"
 
 
 def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
     notes = []
-    sizes = a.sample["world"], b.sample["world"]
+    sizes = a.sample.world, b.sample.world
     if sizes[0] != sizes[1] and all(sizes):
         notes.append(
             f"A has {text.count(sizes[0], 'rank')}, B {sizes[1]:,}: with the same batch on each rank a step "
@@ -396,10 +395,10 @@ def _notes_of(name: str, known_side: Known) -> list[str]:
         notes.append(f"{name} goes on: it is compared as it is now.")
     elif known_side.side.status not in ("finished", "stopped", None):
         notes.append(f"{name} is {known_side.side.status}.")
-    if known_side.sample["per"] > 1:
+    if known_side.sample.per > 1:
         notes.append(
-            f"{name} has more steps than are kept one by one: {known_side.sample['columns']:,} means over "
-            f"{known_side.sample['per']:,} steps each are compared, and its median and p95 are of these."
+            f"{name} has more steps than are kept one by one: {known_side.sample.columns:,} means over "
+            f"{known_side.sample.per:,} steps each are compared, and its median and p95 are of these."
         )
     return notes
 

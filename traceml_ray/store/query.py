@@ -205,7 +205,7 @@ class GetBusy(OfRun[step_shapes.BusyTimes], frozen=True):
     most: Count = 0
 
 
-class GetRankSteps(OfRun[step_shapes.RankSteps], frozen=True):
+class GetRankSteps(OfRun[shapes.RankSteps], frozen=True):
     """The stages of a rank in the newest `most` steps, or from step `first` to `last` in as many columns."""
 
     rank: Int64 = 0
@@ -222,7 +222,7 @@ class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
     last: Count | None = None
 
 
-class GetStepSample(OfRun[step_shapes.StepSample], frozen=True):
+class GetStepSample(OfRun[shapes.StepSample], frozen=True):
     """What a step takes, and how far that would differ by chance: what two runs are compared by."""
 
 

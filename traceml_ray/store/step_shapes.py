@@ -82,19 +82,6 @@ class BusyTimes(TypedDict):
     busy_ms: Array
 
 
-class RankSteps(TypedDict, total=False):
-    """The stages of a rank in K columns; only `steps`, the last of each, and that empty, without any."""
-
-    steps: Array
-    stages: Array
-    """(K, 6) ms,"""
-    median: Array
-    """of the median rank."""
-    host: Array | None
-    """(K, 6) ms, where `stages` is on the device's clock: the same on the host's. NaN: no longer known."""
-    mean: dict[str, float]
-
-
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A named span of one rank, in a step that it was summed up over with others."""
 
@@ -110,35 +97,6 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
     """First step of the sum that the mean is of."""
     to_step: int
     """Last step of the sum that the mean is of."""
-
-
-class StepSample(TypedDict):
-    """
-    What a step of a run takes, and how far that would differ by chance: see `analysis.comparison`. Of the
-    steps beyond the warm-up, C columns of `per` steps each; `numbers` (Q) is empty where they are too few.
-    """
-
-    world: int
-    ranks: list[int]
-    nodes: list[str]
-    columns: int
-    per: int
-    first: int | None
-    last: int | None
-    block: int
-    """Columns that are drawn together."""
-    numbers: dict[str, float]
-    """Mean ms of `step` and of each stage, `median step`, `p95 step` (ms), `skew` (%); NaN is not known."""
-    replicates: Array
-    """(B, Q), of `numbers` in that order;"""
-    drift: Array
-    """(Q,), by how much the next run may differ (a standard deviation), see `analysis.comparison.drift`."""
-    stages: Array
-    """(R, 6) mean ms of each rank,"""
-    errors: Array
-    """(R, 6), and its standard error, as that of one run among others."""
-    flags: int
-    """Of `stages.FLAG_*`, those that most rows have."""
 
 
 class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -220,17 +178,28 @@ class DeathInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no earlier death explains it. Several ranks are first if clocks cannot tell which one was."""
 
 
-class EventRow(TypedDict):
-    """An event as it is stored; times are ns."""
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a run or of a node, as it is stored."""
 
     id: int
+    """Number of the event in the session; later ones are larger."""
     rank: int | None
+    """Global rank of the process that reported it; None for an event of a node or of the run."""
     process: int | None
+    """Id of that process in the session; None for an event of a node or of the run."""
     node_id: str | None
+    """Id of the node that the event is of; None: not of a node, or not known."""
     run: str | None
+    """Id of the run that the event is of, where it is of no rank; None for other events."""
     kind: str
+    """What happened, as `note`, `exception`, `node_lost`."""
     t_ns: int
+    """When it happened (ns since the epoch, on the aggregator's clock)."""
     step: int | None
+    """Step in which it happened; None: not known."""
     stage: int | None
+    """Index of the stage in which it happened, in `stages.STAGES`; None: not known."""
     message: str
+    """What happened, in words; "" without any."""
     data: dict[str, Any]
+    """What else is known of it, by name; which names there are depends on `kind`."""

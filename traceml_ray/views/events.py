@@ -17,7 +17,7 @@ from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import DeathInfo
+from traceml_ray.store.step_shapes import DeathInfo, EventRow
 from traceml_ray.views.state import RUN_OVER, state_of
 
 from .run_state import RunState
@@ -34,8 +34,8 @@ def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     and in order of time what followed.
     """
     deaths = cache.deaths(run)
-    events = [event for event in run.events if event["message"] or event["kind"] not in _QUIET]
-    events = [event for event in events if not (deaths and event["kind"] in FATAL)]
+    events = [event for event in run.events if event.message or event.kind not in _QUIET]
+    events = [event for event in events if not (deaths and event.kind in FATAL)]
     all_events = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
     all_events.sort(key=lambda event: -event["t_ns"])
     since = min((death.t_ns for death in deaths), default=1 << 63)
@@ -56,16 +56,16 @@ def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
     }
 
 
-def _event(run: RunState, event: Mapping[str, Any]) -> dict[str, Any]:
-    rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
-    stage, node = event["stage"], event["node_id"]
+def _event(run: RunState, event: EventRow) -> dict[str, Any]:
+    rank = event.rank if event.rank is not None else event.data.get("rank")
+    stage, node = event.stage, event.node_id
     return {
-        **_known(event, "t_ns", "kind", "step"),
-        "severity": severity(event["kind"]),
+        **_known(asdict(event), "t_ns", "kind", "step"),
+        "severity": severity(event.kind),
         "rank": rank,
         "node": run.labels.get(node, node) if node else run.node_of(rank),
         "stage": None if stage is None else STAGES[stage],
-        "text": event["message"].partition("\n")[0][:500],
+        "text": event.message.partition("\n")[0][:500],
     }
 
 
@@ -105,11 +105,11 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
     if episode is None:
         return None
     began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
-    at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
-    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    at_once = [event for event in run.events if began and abs(event.t_ns / 1e9 - began) <= _AT_ONCE_S]
+    alike: dict[tuple[str, str], list[EventRow]] = {}
     for event in at_once:
-        if event["kind"] not in _NO_CHANGES:
-            alike.setdefault((event["kind"], _short(event["message"])), []).append(event)
+        if event.kind not in _NO_CHANGES:
+            alike.setdefault((event.kind, _short(event.message)), []).append(event)
     changes = _checkpoint(cache, run, episode["from_step"])
     changes += [_change_text(run, *what, events) for what, events in alike.items()]
     alone = len(verdict["episodes"]) == 1
@@ -133,8 +133,8 @@ def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
     return ["a checkpoint was written"] * written
 
 
-def _change_text(run: RunState, kind: str, message: str, events: Sequence[Mapping[str, Any]]) -> str:
-    ranks = {event["rank"] for event in events if event["rank"] is not None}
-    nodes = {run.labels.get(event["node_id"] or "", "") for event in events}
+def _change_text(run: RunState, kind: str, message: str, events: Sequence[EventRow]) -> str:
+    ranks = {event.rank for event in events if event.rank is not None}
+    nodes = {run.labels.get(event.node_id or "", "") for event in events}
     who = text.ranks(ranks) if ranks else text.listed(sorted(filter(None, nodes)))
     return ": ".join(filter(None, (" of ".join(filter(None, (text.words(kind), who))), message)))

@@ -26,9 +26,7 @@ def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, A
     nodes = run.nodes if run else []
     poll = np.array(cache.poll_ms or [np.nan])
     sent, seconds = _sent(processes)
-    starts = Counter(
-        event["node_id"] for event in (run.events if run else ()) if event["kind"] == "relay_start"
-    )
+    starts = Counter(event.node_id for event in (run.events if run else ()) if event.kind == "relay_start")
     return {
         "ledger": cache.ask(query.GetLedger(run.id if run else None)),
         "bytes_per_s": sent / seconds if seconds else None,
