@@ -91,7 +91,8 @@ def start(
         kept = sorted(given.keys() - {"session"})
         if kept:
             warnings.warn(
-                f"session {name!r} runs already; {', '.join(kept)} are as they were when it started",
+                f"session {name!r} runs already and keeps the settings it was started with; ignored: "
+                f"{', '.join(kept)}",
                 stacklevel=2,
             )
         made = Session(name, aggregator, START_S)

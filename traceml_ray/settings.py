@@ -355,8 +355,9 @@ def _choose(
     settings = table(kind)
     for name, where in _names(prefix, environ, given):
         if name not in settings:
-            meant = "".join(f"did you mean {one}? " for one in difflib.get_close_matches(name, settings, 1))
-            raise SettingError(f"{where} is not a setting; {meant}these are: {', '.join(settings)}")
+            names = kind.__struct_fields__
+            meant = "".join(f"did you mean {one}? " for one in difflib.get_close_matches(name, names, 1))
+            raise SettingError(f"{where} is not a setting; {meant}these are: {', '.join(names)}")
     chosen = {}
     for name, setting in settings.items():
         variable = prefix + name.upper()

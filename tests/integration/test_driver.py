@@ -87,7 +87,7 @@ def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     assert str(tmp_path / "found") in repr(session)
     again = traceml_ray.start(session="found")
     assert (again.id, again.folder) == ("found", tmp_path / "found")
-    with pytest.warns(UserWarning, match="runs already; interval"):
+    with pytest.warns(UserWarning, match="runs already and keeps .*; ignored: interval"):
         traceml_ray.start(session="found", interval=2)
     [node] = session.nodes()
     assert node.alive

@@ -319,7 +319,7 @@ def test_steps_that_do_not_come_are_given_up(rank: Rank) -> None:
 
 def test_evaluation_among_its_steps_is_not_recorded_for_long(rank: Rank) -> None:
     rank.train(1)
-    rank.ask(first_step=2, steps=3, record_s=10)
+    rank.ask(first_step=2, steps=3, record_s=10.04321)
     rank.train(2)
     assert rank.status.state == "recording"
     loader = iter(torch.utils.data.DataLoader(torch.ones(40, 4)))

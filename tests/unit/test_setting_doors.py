@@ -131,6 +131,8 @@ def test_thresholds_are_given_by_flag_variable_mapping_and_struct(monkeypatch: p
 def test_unknown_name_is_refused_with_the_like_one(start: Callable[..., object]) -> None:
     with pytest.raises(SettingError, match=r"intervall is not a setting; did you mean interval\?"):
         start("intervall", 1) if start is by_callback else start(intervall=1)
+    with pytest.raises(SettingError, match=r"threshold is not a setting; did you mean thresholds\?"):
+        start("threshold", {}) if start is by_callback else start(threshold={})
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in OF_DRIVERS])

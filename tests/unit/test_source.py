@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from traceml_ray.views.source import (
     LocalSource,
     SourceError,
     StoredSource,
+    _attachment,
     open_source,
 )
 from traceml_ray.wire.messages import Event
@@ -82,6 +84,40 @@ def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Pa
     played.end()
     held.release()
     assert pages.poll() and look(pages, "header")["state"] == "stored"
+
+
+def test_session_that_runs_but_cannot_be_attached_is_not_said_to_have_ended(tmp_path: Path) -> None:
+    held = session.prepare(tmp_path, "demo")
+    recorded(held.path)
+    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), NOWHERE))
+    source = open_source("demo", str(tmp_path), None)
+    with pytest.raises(
+        query.QueryError, match="Dump needs the monitor of the session, which cannot be reached"
+    ):
+        query.ask_one(source.reply, query.Dump("asked"))
+    held.release()
+    with pytest.raises(query.QueryError, match="Dump is for a session that runs; this one has ended"):
+        query.ask_one(source.reply, query.Dump("asked"))
+    source.close()
+
+
+def test_token_is_shown_to_the_cluster_that_a_session_of_this_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_live(tmp_path, Live(1, str(tmp_path / "relay.sock"), NOWHERE))
+    assert _attachment(tmp_path) == Attachment(NOWHERE)  # there is no token
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("t")
+    assert _attachment(tmp_path) == Attachment(NOWHERE, environ={"RAY_AUTH_MODE": "token"})
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert _attachment(tmp_path) == Attachment(NOWHERE)
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)  # the folder is of another user
+    assert _attachment(tmp_path) == Attachment(NOWHERE)
 
 
 def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(

@@ -37,6 +37,7 @@ from traceml_ray.agent.torch_profiler import (
     TorchProfiler,
 )
 from traceml_ray.errors import Errors, error_text, sendable
+from traceml_ray.text import duration
 from traceml_ray.text import size as size_text
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
@@ -211,8 +212,8 @@ class StepCapture:
         """
         self._on_since = self._on_since or now
         if now - self._on_since > self.wanted.record_s:
-            took = f"its steps took longer than {self.wanted.record_s:g} s, and what is recorded takes memory"
-            self.end("failed", took)
+            limit = duration(self.wanted.record_s)
+            self.end("failed", f"its steps took longer than {limit}, and what is recorded takes memory")
             self._recorder.new_iterator()
 
     def _disarm(self) -> None:

@@ -117,9 +117,14 @@ class Answers:
         """Return the answer. Raises `QueryError`, `SessionFileError`."""
         answer = self._by_kind.get(type(request))
         if answer is None:
+            name = type(request).__name__
+            if holder(self.folder) is not None:
+                raise QueryError(
+                    f"{name} needs the monitor of the session, which cannot be reached from here: only the "
+                    f"file of the session is read, in {self.folder}"
+                )
             raise QueryError(
-                f"{type(request).__name__} is for a session that runs; this one has ended, its files are in "
-                f"{self.folder}"
+                f"{name} is for a session that runs; this one has ended, its files are in {self.folder}"
             )
         if isinstance(request, OfRun):
             request = msgspec.structs.replace(request, run=self._run(request.run))

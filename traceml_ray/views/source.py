@@ -16,7 +16,7 @@ from typing import Any
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.ray.actors import DEFAULT_SESSION, Attachment, find_aggregator
 from traceml_ray.ray.actors import FILE as ATTACHMENT
-from traceml_ray.ray.connection import attach
+from traceml_ray.ray.connection import attach, find_token
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.store.query import QueryError
@@ -225,4 +225,21 @@ def _attachment(folder: Path) -> Attachment | None:
     try:
         return read_json(Path(live.socket).with_name(ATTACHMENT), Attachment)
     except (OSError, ValueError):
-        return Attachment(live.address) if live.address else None
+        return Attachment(live.address, environ=_token_mode(folder)) if live.address else None
+
+
+def _token_mode(folder: Path) -> dict[str, str | None]:
+    """
+    Return the variable that makes Ray show this user's token, where the environment decides nothing.
+
+    A cluster that `ray.init()` starts requires a token by default. Ray itself shows the token to a local
+    cluster that it has discovered, but never to an address that it is given. The folder of another user may
+    name any address, so the token is not shown there.
+    """
+    if "RAY_AUTH_MODE" in os.environ or not find_token(os.environ)[0]:
+        return {}
+    try:
+        ours = (folder / LIVE).stat().st_uid == os.getuid()
+    except OSError:
+        return {}
+    return {"RAY_AUTH_MODE": "token"} if ours else {}
