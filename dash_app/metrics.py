@@ -143,21 +143,21 @@ def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Met
 
 def _step_metrics(run: RunState) -> Iterator[Metric]:
     name, times = run.id, run.times
-    if times is None or not times["steps"]:
+    if times is None or not times.steps:
         return
-    quantile = (times["median_ms"] / 1e3, times["p95_ms"] / 1e3)
+    quantile = (times.median_ms / 1e3, times.p95_ms / 1e3)
     about = "Step time over the newest steps."
     yield _gauge("step", about, ["run", "quantile"], _by_quantile(quantile, name), "seconds")
-    exposed = [((name, stage), ms / 1e3) for stage, ms in times["stages"].items()]
+    exposed = [((name, stage), ms / 1e3) for stage, ms in times.stages.items()]
     yield _gauge("exposed", "Mean exposed time of a step, by stage.", ["run", "stage"], exposed, "seconds")
-    nodes = [((name, node), values.median_ms / 1e3) for node, values in times["nodes"].items()]
+    nodes = [((name, node), values.median_ms / 1e3) for node, values in times.nodes.items()]
     yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
-    per_rank = zip(times["ranks"], times["busy_ms"].tolist(), strict=True)
-    shown = [pair for pair in per_rank if len(times["ranks"]) <= _MOST or pair[0] == times["worst_rank"]]
+    per_rank = zip(times.ranks, times.busy_ms.tolist(), strict=True)
+    shown = [pair for pair in per_rank if len(times.ranks) <= _MOST or pair[0] == times.worst_rank]
     busy = [((name, rank, run.node_of(rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
-    waits = zip(times["ranks"], times["gpu_idle_pct"].tolist(), strict=True)
+    waits = zip(times.ranks, times.gpu_idle_pct.tolist(), strict=True)
     idle = [((name, rank, run.node_of(rank)), pct / 100) for rank, pct in waits if rank in dict(shown)]
     about = "Share of its time in which the GPU of a rank waited for its host."
     yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")

@@ -70,8 +70,8 @@ def offered(run: RunState) -> str:
     """Return the ranks that are most likely wanted: the suspect and a median one, else all up to 8."""
     suspect = run.named["ranks"][:1]
     times = run.times
-    if suspect and times and len(times.get("ranks", ())) > 1:
-        order = sorted(zip(times["busy_ms"].tolist(), times["ranks"], strict=True))
+    if suspect and times and len(times.ranks) > 1:
+        order = sorted(zip(times.busy_ms.tolist(), times.ranks, strict=True))
         others = [rank for _, rank in order if rank not in run.named["ranks"]]
         if others:
             return text.ranges([suspect[0], others[(len(others) - 1) // 2]]).replace(" ", "")

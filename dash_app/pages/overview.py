@@ -13,7 +13,7 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.shapes import ChangedParts
+from traceml_ray.analysis.shapes import ChangedParts, StepTimes
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
@@ -42,7 +42,7 @@ from .events import event_table
 
 
 def kpi_data(
-    times: Mapping[str, Any], columns: Mapping[str, Any], signals: Mapping[str, Any]
+    times: StepTimes, columns: Mapping[str, Any], signals: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [

@@ -43,12 +43,11 @@ QUESTIONS: list[query.Request[Any]] = [
 NEWEST = query.GetColumns("job", whole=False)
 
 
-def asked(aggregator: AggregatorCore, request: query.Request[Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = query.ask_one(aggregator.query, request)
-    return answer
+def asked(aggregator: AggregatorCore, request: query.Request[Any]) -> Any:
+    return query.ask_one(aggregator.query, request)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def same(one: Any, other: Any) -> None:
     assert [*differences(one, other)] == []
 
 
@@ -102,10 +101,10 @@ def test_restarted_aggregator_brings_the_history_back(
     columns = asked(played.aggregator, NEWEST)
     assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
     whole = query.GetTimes("job", whole=True)
-    assert not asked(played.aggregator, whole)["whole"]  # and the others are to come
+    assert not asked(played.aggregator, whole).whole  # and the others are to come
     for _ in range(8):
         played.aggregator.judge()
-    assert asked(played.aggregator, whole)["whole"]
+    assert asked(played.aggregator, whole).whole
     for question in QUESTIONS:
         same(asked(played.aggregator, question), before[str(question)])
     played.play(20)
@@ -184,25 +183,25 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     for second in range(30):
         played.play(200, judge=second == 29)
     live = asked(played.aggregator, query.GetTimes("job"))
-    assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
+    assert (live.steps, live.of_all) == (LIMITS.window_steps, False)
     live = asked(played.aggregator, query.GetTimes("job", whole=True))
     played.end()
     summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
     source = StoredSource(played.folder)
     for send in (played.aggregator.query, source.reply):
         times = query.ask_one(send, query.GetTimes("job"))
-        assert (times["steps"], times["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
+        assert (times.steps, times.of_all) == (summary["steps"]["judged"], True) == (5989, True)
         for numbers in (live, times):  # the summary is rounded
             for name in ("median_ms", "p95_ms"):
-                assert numbers[name] == pytest.approx(summary["steps"][name], abs=1e-4)
-            assert numbers["worst_over"] == pytest.approx(
+                assert getattr(numbers, name) == pytest.approx(summary["steps"][name], abs=1e-4)
+            assert numbers.worst_over == pytest.approx(
                 1 + summary["steps"]["global_skew_pct"] / 100, abs=1e-4
             )
             busy, exposed = summary["steps"]["per_rank_median_ms"], summary["stages"]
-            assert numbers["busy_ms"] == pytest.approx([*busy.values()], abs=1e-4)
+            assert numbers.busy_ms == pytest.approx([*busy.values()], abs=1e-4)
             stages = [stage["exposed_ms"] for stage in exposed]
-            assert [*numbers["stages"].values()] == pytest.approx(stages, abs=1e-4)
-    assert (live["steps"], live["of_all"]) == (summary["steps"]["judged"], True)
+            assert [*numbers.stages.values()] == pytest.approx(stages, abs=1e-4)
+    assert (live.steps, live.of_all) == (summary["steps"]["judged"], True)
     source.close()
     played.aggregator.close()
 
@@ -219,8 +218,8 @@ def test_productive_time_is_unknown_where_the_first_report_came_too_late(
         aggregator.judge()
         clock.tick(0.1)
     times = asked(aggregator, query.GetTimes("job", whole=True))
-    assert times["median_ms"] == 100
-    assert (times["productive_pct"], times["wall_s"]) == (None, None)
+    assert times.median_ms == 100
+    assert (times.productive_pct, times.wall_s) == (None, None)
     aggregator.close()
 
 

@@ -160,7 +160,7 @@ def test_rank_that_took_no_step_has_a_line_live_as_from_the_file(tmp_path: Path)
     played.play(0)
     played.play(1)
     for send in (played.aggregator.query, stored(played.folder)):
-        assert list(query.ask_one(send, query.GetTimes("job"))["ranks"]) == [0, 1, 2, 3]
+        assert list(query.ask_one(send, query.GetTimes("job")).ranks) == [0, 1, 2, 3]
     played.aggregator.close()
 
 
@@ -260,7 +260,7 @@ def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -
     played.play(5)
     answers = Answers(played.folder, LIMITS)
     for _ in range(2):
-        assert query.ask_one(answers.reply, query.GetTimes("job", whole=True))["steps"] == 4
+        assert query.ask_one(answers.reply, query.GetTimes("job", whole=True)).steps == 4
         assert len(query.ask_one(answers.reply, query.GetRanks())) == 2
         answers.close()
         assert not answers._histories._readers
@@ -270,7 +270,7 @@ def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -
 def test_array_comes_as_it_was_sent() -> None:
     sent = {"ranks": [0], "busy_ms": np.arange(6.0).reshape(2, 3)}
     answer = query.ask_one(lambda _: query.encode([sent]), query.GetBusy())
-    assert answer["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert answer.busy_ms.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_answer_with_an_invalid_array_is_refused() -> None:

@@ -293,7 +293,7 @@ def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, 
     idle = look(pages, "header")
     assert (idle["coverage_text"], idle["verdict"]["label"]) == ("data from 8 of 8 ranks", "straggler")
     assert not idle["incident"]["goes_on"]
-    assert pages.newest is not None and pages.newest.times is not None and pages.newest.times["of_all"]
+    assert pages.newest is not None and pages.newest.times is not None and pages.newest.times.of_all
     assert run_message(played.aggregator, "second", info={"name": "fit 2"}).ok
     assert played.aggregator.commit() and pages.poll()
     snapshot("web", idle["state_text"], look(pages, "header")["state_text"])

@@ -179,7 +179,7 @@ def test_report_of_sampled_steps_counts_all_of_them(tmp_path: Path) -> None:
     assert (verdict["label"], verdict["rank"], verdict["stage"]) == ("straggler", 1, "data")
     assert verdict["elapsed_s"] == pytest.approx(took_s, rel=0.1)
     assert verdict["lost_s"] == pytest.approx(1100 * 12e-3, rel=0.1)
-    assert times["timed_pct"] == pytest.approx(12.5, abs=0.1) and times["productive_pct"] > 0
+    assert times.timed_pct == pytest.approx(12.5, abs=0.1) and times.productive_pct > 0
 
 
 @pytest.mark.parametrize(("steps", "piece"), [(803, 7), (803, 803), (60_005, 5000)])

@@ -184,8 +184,7 @@ _FLAG_ROWS, _FLAG_BITS = 200, 8
 
 def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -> StepSample:
     """
-    Return the sample of a run: all steps beyond the warm-up, in at most `limits.columns`
-    columns.
+    Return the sample of a run: all steps beyond the warm-up, in at most `limits.columns` columns.
 
     It takes at most about 0.2 s and 100 MB.
     """

@@ -25,6 +25,64 @@ class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
     """By how much the node is slower than the fastest node (%); None in a run on one node."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The numbers of a run's steps. Before its first step, `steps` is 0 and the times are not known."""
+
+    version: int
+    """Number of the state of the run's history that the numbers are of; it changes with new steps."""
+    last_step: int | None
+    """Last step that all ranks have reported; None before the first one."""
+    world: int
+    """Number of ranks of the job."""
+    ranks: list[int]
+    """Ranks that have reported: R numbers, ascending."""
+    steps: int
+    """Number of steps that the numbers are of."""
+    of_all: bool
+    """Whether the numbers are of all steps of the run, not of the newest ones."""
+    all_read: bool
+    """Whether nearly all stored rows have been read."""
+    timed_pct: float
+    """Share of all steps that have times (%)."""
+    whole: bool = False
+    """Whether all stored rows of the run have been read."""
+    wall_s: float | None
+    """Time from the first report to the last rows (s); None if steps began before the first report."""
+    productive_pct: float | None
+    """Share of `wall_s` that was spent in steps (%); None: not known."""
+    busy_ms: Array
+    """Median busy time of each of `ranks` in a step: (R,) ms; NaN: not known."""
+    gpu_idle_pct: Array
+    """Share of the time of each rank's device in which it waited for its host: (R,) %; NaN: not known."""
+    nodes: dict[str, NodeTimes]
+    """Busy times of each node, by its label; empty before the first step."""
+    median_ms: float = np.nan
+    """Median time of a step (ms); NaN before the first step."""
+    p95_ms: float = np.nan
+    """95th percentile of the time of a step (ms); NaN before the first step."""
+    steps_per_s: float = np.nan
+    """Steps per second of the mean step; NaN before the first step."""
+    worst_rank: int | None = None
+    """Rank with the longest busy time; None if it is not known, or there is one rank only."""
+    worst_over: float = np.nan
+    """Busy time of the worst rank as a multiple of that of the median rank; NaN: not known."""
+    skew_pct: float = np.nan
+    """By how much the worst rank is above the median rank (%); NaN: not known, or of one rank only."""
+    waiting_pct: float = np.nan
+    """Share of the time of all ranks in which they waited for others (%); NaN before the first step."""
+    stages: dict[str, float] = {}
+    """Stage → mean exposed time of a step (ms); empty before the first step."""
+
+
+class BusyTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Busy time of m ranks in the newest K steps."""
+
+    ranks: list[int]
+    """Ranks of those asked for that have reported: m numbers."""
+    busy_ms: Array
+    """Busy time of each of `ranks` in each step: (m, K) ms; NaN: not known."""
+
+
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the steps of each of R ranks are made of."""
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from traceml_ray.analysis.shapes import (
+    BusyTimes,
     CellMeans,
     ChangedParts,
     NodeTimes,
@@ -15,6 +17,7 @@ from traceml_ray.analysis.shapes import (
     RankSteps,
     RankTimes,
     RunTimeline,
+    StepTimes,
 )
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
@@ -36,50 +39,44 @@ def times(
     wall_ms: float | None,
     stored: int,
     between: Between | None = None,
-) -> dict[str, Any]:
+) -> StepTimes:
     """
     Return the numbers of a run: over the newest steps that a live verdict looks at, over all (`whole`), or
-    over those of a part of the run (`between`), where sums of some steps each stand for these.
-
-    Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,), their median `busy_ms` (R,) and
-    `gpu_idle_pct` (R,), the share of its time in which the device waited for its host,
-    `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
-    (since the first report) that was spent in steps, None where not nearly all `stored` rows were read, or
-    where much of the steps was over before the first report. `timed_pct`: the share of all steps that have
-    times, see `StepHistory.timed`. `waiting_pct`: the share of all ranks' time in which they waited.
+    over those of a part of the run (`between`), where sums of some steps each stand for these. `wall_ms` is
+    the time since the first report, `stored` the number of rows that are stored.
     """
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
         wall_ms = None  # many steps were over before the first report
-    common: dict[str, Any] = {
-        "version": history.version,
-        "last_step": history.last_step,
-        "world": world,
-        "ranks": history.ranks,
-        "steps": 0,
-        "of_all": whole and history.taken >= 0.9 * stored,
-        "timed_pct": 100 * history.timed(),
-        "all_read": history.taken >= 0.9 * stored,
-        "wall_s": None if wall_ms is None else wall_ms / 1e3,
-        "productive_pct": None,
-    }
-    if wall_ms and common["all_read"]:
-        common["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
-    unknown = np.full(len(common["ranks"]), np.nan)
+    all_read = history.taken >= 0.9 * stored
+    productive_pct = min(100.0, 100 * history.total_ms() / wall_ms) if wall_ms and all_read else None
+    unknown = np.full(len(history.ranks), np.nan)
+    numbers = StepTimes(
+        version=history.version,
+        last_step=history.last_step,
+        world=world,
+        ranks=history.ranks,
+        steps=0,
+        of_all=whole and all_read,
+        all_read=all_read,
+        timed_pct=100 * history.timed(),
+        wall_s=None if wall_ms is None else wall_ms / 1e3,
+        productive_pct=productive_pct,
+        busy_ms=unknown,
+        gpu_idle_pct=unknown,
+        nodes={},
+    )
     if between is not None:
-        return {
-            **common,
-            "busy_ms": unknown,
-            "gpu_idle_pct": unknown,
-            "nodes": {},
-            **_part(history, between),
-        }
+        return replace(numbers, **_part(history, between))
     stats = history.stats(None if whole else history.limits.window_steps)
     if stats is None:
-        return {**common, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
+        return numbers
     median, p95 = stats.step(0.5, 0.95)
-    numbers = _numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())
-    waiting = 100 * history.waiting(None if whole else history.limits.window_steps)
-    return {**common, **numbers, "waiting_pct": waiting, "gpu_idle_pct": 100 * stats.idle()}
+    return replace(
+        numbers,
+        **_numbers(history, stats.steps, median, p95, stats.exposed, stats.busy()),
+        waiting_pct=100 * history.waiting(None if whole else history.limits.window_steps),
+        gpu_idle_pct=100 * stats.idle(),
+    )
 
 
 def _part(history: StepHistory, between: Between) -> dict[str, Any]:
@@ -235,11 +232,11 @@ def _part_means(history: StepHistory, between: Between) -> PartMeans:
     return PartMeans(steps=steps, stages=dict(zip(STAGES, exposed.tolist(), strict=True)) if steps else None)
 
 
-def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:
-    """Return the busy time of some ranks in the newest steps: `ranks` that are known, `busy_ms` (m, K)."""
+def busy(history: StepHistory, ranks: Sequence[int], most: int) -> BusyTimes:
+    """Return the busy time of those of `ranks` that are known, in the newest `most` steps."""
     known = [rank for rank in ranks if rank in history.who and rank in history.ranks]
     busy_ms = history.columns(most=most).busy[np.searchsorted(history.ranks, known)]
-    return {"ranks": known, "busy_ms": busy_ms}
+    return BusyTimes(ranks=known, busy_ms=busy_ms)
 
 
 def of_rank(history: StepHistory, rank: int, most: int, between: Between | None = None) -> RankSteps:

@@ -255,7 +255,7 @@ class SessionQuestions:
         chart_data = of_summary(summary)
         if run is None:
             return chart_data
-        times: Any = self._ask(query.GetTimes(run, True))
+        times = self._ask(query.GetTimes(run, True))
         columns: Any = self._ask(query.GetColumns(run, whole=True))
         if not len(columns["first"]):
             return chart_data

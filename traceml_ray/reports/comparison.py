@@ -25,7 +25,7 @@ from traceml_ray.analysis.comparison import (
     fact,
 )
 from traceml_ray.analysis.roles import mode
-from traceml_ray.analysis.shapes import StepSample
+from traceml_ray.analysis.shapes import StepSample, StepTimes
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
@@ -38,7 +38,6 @@ from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import Status
 from traceml_ray.store.schema import legible
-from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import to_builtins
 
 SCHEMA = "traceml_ray/comparison/1"
@@ -51,9 +50,9 @@ _MEMORY = {
     "device memory, allocated": "allocated_bytes",
     "device memory, reserved": "reserved_bytes",
 }
-_FACTS: tuple[tuple[str, str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]], ...] = (
-    ("throughput", "steps/s", lambda times, _: times.get("steps_per_s")),
-    ("productive time", "%", lambda times, _: times.get("productive_pct")),
+_FACTS: tuple[tuple[str, str, Callable[[StepTimes, Mapping[str, Any]], Any]], ...] = (
+    ("throughput", "steps/s", lambda times, _: times.steps_per_s if times.steps else None),
+    ("productive time", "%", lambda times, _: times.productive_pct),
     ("cost of what is named", "%", lambda _, verdict: verdict.get("cost_pct")),
     ("named causes cost", "s", lambda _, verdict: verdict.get("lost_s")),
 )
@@ -110,7 +109,7 @@ class Known(NamedTuple):
     """What was answered about one of two sessions."""
 
     side: Side
-    times: Mapping[str, Any]
+    times: StepTimes
     verdict: Mapping[str, Any]
     sample: StepSample
     memory: Mapping[str, Sequence[MemorySeries]]
@@ -191,9 +190,9 @@ def read_whole(send: Callable[[bytes], bytes], run: str | None, live: bool) -> S
     before = None
     while True:
         times = query.ask_one(send, query.GetTimes(run, True))
-        if times["whole"] or (live and times["version"] == before):
+        if times.whole or (live and times.version == before):
             return times
-        before = times["version"]
+        before = times.version
 
 
 def memory_question(ranks: Mapping[int, RankProcess]) -> query.GetMemorySamples:

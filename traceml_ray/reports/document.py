@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.shapes import ChangedParts
+from traceml_ray.analysis.shapes import ChangedParts, StepTimes
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
@@ -46,7 +46,7 @@ from traceml_ray.store.bundles import bundle_files, kept_why, names_of
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import RunInfo
 from traceml_ray.store.session import DATABASE, REPORTS
-from traceml_ray.store.step_shapes import DeathInfo, StepTimes
+from traceml_ray.store.step_shapes import DeathInfo
 
 
 class ChartData(NamedTuple):

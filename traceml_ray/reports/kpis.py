@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.document.model import Number
 
@@ -15,31 +16,25 @@ _SPARK = 60
 Array = np.ndarray[Any, Any]
 
 
-def kpis(
-    times: Mapping[str, Any], columns: Mapping[str, Any], signals: Iterable[Number] = ()
-) -> list[Number]:
+def kpis(times: StepTimes, columns: Mapping[str, Any], signals: Iterable[Number] = ()) -> list[Number]:
     """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
-    if not times["steps"]:
+    if not times.steps:
         return []
-    worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
-    sampled = "sampled " if times["timed_pct"] < 90 else ""
-    steps_text = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} {sampled}steps"
+    worst = f"rank {times.worst_rank}" if times.worst_rank is not None else ""
+    sampled = "sampled " if times.timed_pct < 90 else ""
+    steps_text = f"of {'all' if times.of_all else 'the newest'} {times.steps:,} {sampled}steps"
     since = "the run's beginning was not read"
-    if times["all_read"]:
-        wall_s = times["wall_s"]
+    if times.all_read:
+        wall_s = times.wall_s
         since = "" if wall_s is None else f"of {text.duration(wall_s)} since the first report"
-    median, p95 = times["median_ms"], text.ms(times["p95_ms"])
+    median, p95 = times.median_ms, text.ms(times.p95_ms)
     every = f"the share of their time in which ranks wait for others, {steps_text}"
     shown = [
         _kpi("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
-        _kpi("rate", "Throughput", times["steps_per_s"], "steps/s", steps_text, columns["steps_per_s"]),
-        _kpi("goodput", "Productive time", times["productive_pct"], "%", since, ()),
-        _kpi(
-            "wait", "Waiting per rank", times["waiting_pct"], "%", steps_text, columns["waiting_pct"], every
-        ),
-        _kpi(
-            "worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"], steps_text
-        ),
+        _kpi("rate", "Throughput", times.steps_per_s, "steps/s", steps_text, columns["steps_per_s"]),
+        _kpi("goodput", "Productive time", times.productive_pct, "%", since, ()),
+        _kpi("wait", "Waiting per rank", times.waiting_pct, "%", steps_text, columns["waiting_pct"], every),
+        _kpi("worst", "Worst ÷ median rank", times.worst_over, "×", worst, columns["worst_over"], steps_text),
         *_idle(times),
     ]
     for one in signals:
@@ -52,13 +47,13 @@ def kpis(
     return shown
 
 
-def _idle(times: Mapping[str, Any]) -> list[Number]:
+def _idle(times: StepTimes) -> list[Number]:
     """Return the KPI of the GPU that waits most for its host, where ranks have a device clock."""
-    idle = times["gpu_idle_pct"]
+    idle = times.gpu_idle_pct
     if np.isnan(idle).all():
         return []
     position = int(np.nanargmax(idle))
-    return [_kpi("idle", "GPU idle, most", idle[position], "%", f"rank {times['ranks'][position]}", ())]
+    return [_kpi("idle", "GPU idle, most", idle[position], "%", f"rank {times.ranks[position]}", ())]
 
 
 def _kpi(

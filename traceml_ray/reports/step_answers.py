@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.comparison import sampled
 from traceml_ray.analysis.reasons import MAX_PEERS
-from traceml_ray.analysis.shapes import RunTimeline
+from traceml_ray.analysis.shapes import RunTimeline, StepTimes
 from traceml_ray.analysis.step_store import ALL, Between
 from traceml_ray.analysis.window import Float, UInt8
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES, SYNC_WAIT
@@ -25,13 +26,13 @@ from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.step_shapes import OneStep, StepSpan
 
 
-def _times(run_steps: RunSteps, asked: query.GetTimes, whole: bool) -> dict[str, Any]:
+def _times(run_steps: RunSteps, asked: query.GetTimes, whole: bool) -> StepTimes:
     began = min((process.first_seen_ns for process in run_steps.ranks.values()), default=0)
     ended = max((process.last_rows_ns or 0 for process in run_steps.ranks.values()), default=0)
     stored = sum(process.stored for process in run_steps.ranks.values())
     wall_ms = (ended - began) / 1e6 if ended > began else None
     numbers = step_numbers.times(run_steps.history, whole, run_steps.world, wall_ms, stored, _part(asked))
-    return {**numbers, "whole": run_steps.whole}
+    return replace(numbers, whole=run_steps.whole)
 
 
 def _spine(run_steps: RunSteps, asked: query.GetTimeline, _: bool) -> RunTimeline:

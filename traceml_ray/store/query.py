@@ -160,7 +160,7 @@ class Findings(OfRun[list[Finding]], frozen=True):
     """All that was found in the run, in order: what the verdict names, then what costs most."""
 
 
-class GetTimes(OfRun[step_shapes.StepTimes], frozen=True):
+class GetTimes(OfRun[shapes.StepTimes], frozen=True):
     """
     The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over. With `last`
     of the steps from `first` to `last`.
@@ -198,7 +198,7 @@ class GetChange(OfRun[shapes.ChangedParts], frozen=True):
     last: Count | None = None
 
 
-class GetBusy(OfRun[step_shapes.BusyTimes], frozen=True):
+class GetBusy(OfRun[shapes.BusyTimes], frozen=True):
     """The busy time of some ranks in the newest `most` steps."""
 
     ranks: tuple[Int64, ...] = ()

@@ -8,42 +8,10 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.roles import RoleShare
-from traceml_ray.analysis.shapes import NodeTimes
 from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.store.results import VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class StepTimes(TypedDict, total=False):
-    """The numbers of a run; before its first step, those down to `nodes`."""
-
-    version: int
-    last_step: int | None
-    world: int
-    ranks: list[int]
-    steps: int
-    of_all: bool
-    all_read: bool
-    timed_pct: float
-    whole: bool
-    wall_s: float | None
-    productive_pct: float | None
-    busy_ms: Array
-    """(R,), of each of `ranks`;"""
-    gpu_idle_pct: Array
-    """(R,), of its device's time, how much it waited for its host; NaN without a device clock."""
-    nodes: dict[str, NodeTimes]
-    median_ms: float
-    p95_ms: float
-    steps_per_s: float
-    worst_rank: int | None
-    worst_over: float
-    skew_pct: float
-    """By how much the worst rank is above the median one; NaN of one rank."""
-    waiting_pct: float
-    """Of all ranks' time, how much they waited."""
-    stages: dict[str, float]
 
 
 class StepColumns(TypedDict, total=False):
@@ -73,13 +41,6 @@ class StepColumns(TypedDict, total=False):
     by: str
     ranks: list[int]
     nodes: list[str]
-
-
-class BusyTimes(TypedDict):
-    """Busy time of `ranks` in the newest K steps: (m, K) ms."""
-
-    ranks: list[int]
-    busy_ms: Array
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -318,12 +318,12 @@ def _keys(choice: Choice, width: int) -> Text:
 
 def line(snapshot: PanelState, clock: str) -> str:
     """Return the snapshot as one line of a log."""
-    times = snapshot.times or {}
+    times = snapshot.times if snapshot.times and snapshot.times.steps else None
     parts = [
         f"{clock} {snapshot.badge}",
         f"step {snapshot.step:,}" if snapshot.step is not None else "",
-        f"median {text.ms(times.get('median_ms'))}" if times.get("steps") else "",
-        f"skew {text.percent(times.get('skew_pct'))}" if times.get("steps") else "",
+        f"median {text.ms(times.median_ms)}" if times else "",
+        f"skew {text.percent(times.skew_pct)}" if times else "",
         *(f"{name.lower()} {value}" for name, value in sections.rates(snapshot).items()),
         f"{snapshot.sign} {snapshot.first.headline}"
         if snapshot.first and snapshot.first.subject != "steps"

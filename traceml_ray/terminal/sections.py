@@ -21,7 +21,7 @@ from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import evidence_of, worst_first
 from traceml_ray.views.state import RUN_OVER
-from traceml_ray.views.values import number
+from traceml_ray.views.values import by_rank, number
 
 from .snapshot import Choice, PanelState
 
@@ -82,7 +82,7 @@ def head(snapshot: PanelState, width: int) -> list[Text]:
     straggler = text.ranks(snapshot.named) if kind == "finding" and snapshot.named else text.NA
     straggler = "none" if kind == "healthy" else "none yet" if kind == "watching" else straggler
     step = text.NA if snapshot.step is None else f"{snapshot.step:,}"
-    skew = number(snapshot.times.get("skew_pct")) if snapshot.times else None
+    skew = number(snapshot.times.skew_pct) if snapshot.times else None
     facts = {
         "SESSION": text.one_line(snapshot.facts["id"]),
         "STEP": step,
@@ -211,9 +211,7 @@ def of_steps(snapshot: PanelState) -> str:
     """Return ", steps 35–89", the steps that the numbers cover, if that is not obvious."""
     if snapshot.steps is not None:
         return f", steps {snapshot.steps[0]:,}–{snapshot.steps[1]:,}"
-    return (
-        ", all steps" if snapshot.times and snapshot.times.get("steps") and snapshot.times["of_all"] else ""
-    )
+    return ", all steps" if snapshot.times and snapshot.times.steps and snapshot.times.of_all else ""
 
 
 def _listed(nodes: Sequence[object]) -> int:
@@ -246,8 +244,7 @@ def _more(count: int, noun: str, key: int) -> Text:
 
 def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
     """Return the busy time of each rank, the named ones marked; of a large job the slowest ones."""
-    times: Mapping[str, Any] = snapshot.times or {"ranks": (), "busy_ms": ()}
-    busy = dict(zip(times["ranks"], map(float, times["busy_ms"]), strict=True))
+    busy = {rank: float(ms) for rank, ms in by_rank(snapshot.times, "busy_ms").items()}
     # One that is not known is no slow one.
     slowest = sorted(busy, key=lambda rank: -busy[rank] if busy[rank] == busy[rank] else math.inf)
     cells = {rank: _cell(rank, busy[rank], snapshot) for rank in slowest[:MOST_CELLS]}
@@ -276,7 +273,7 @@ def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
 def _per_line(most: int, snapshot: PanelState) -> int:
     """Return how many ranks are on a line: those of whole nodes, or of an even part of one."""
     most_ranks = max((len(node["ranks"]) for node in snapshot.nodes), default=0)
-    if not most_ranks or (snapshot.times and len(snapshot.times["ranks"]) > MOST_CELLS):
+    if not most_ranks or (snapshot.times and len(snapshot.times.ranks) > MOST_CELLS):
         return most
     if most_ranks <= most:
         return most // most_ranks * most_ranks
@@ -284,9 +281,9 @@ def _per_line(most: int, snapshot: PanelState) -> int:
 
 
 def _cell(rank: int, busy_ms: float, snapshot: PanelState) -> Text:
-    worst = snapshot.times["worst_rank"] if snapshot.times and snapshot.times["steps"] else None
+    worst = snapshot.times.worst_rank if snapshot.times and snapshot.times.steps else None
     dead, named = rank in snapshot.dead, rank in snapshot.named
-    digits = len(str(snapshot.times["ranks"][-1])) if snapshot.times else 1
+    digits = len(str(snapshot.times.ranks[-1])) if snapshot.times else 1
     cell = Text(f"rank{rank:<{digits}}  {text.number(busy_ms, aligned=True):>6} ")
     sign = "◆" if dead else "▲" if named or (rank == worst and not snapshot.named) else " "
     cell.append(sign)
@@ -296,7 +293,7 @@ def _cell(rank: int, busy_ms: float, snapshot: PanelState) -> Text:
 
 def exposed(snapshot: PanelState, width: int) -> PaneSection:
     """Return where the time of a step goes: a bar, and its parts in numbers."""
-    stages = snapshot.times.get("stages") if snapshot.times and snapshot.times["steps"] else None
+    stages = snapshot.times.stages if snapshot.times else None
     if not stages:
         return PaneSection("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())

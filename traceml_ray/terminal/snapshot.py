@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.reports.headlines import cost, current_episode, lost, named, sign_of, tone_of, wasted
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.output.view import MOST_LINES, GetOutput
 from traceml_ray.signals.views import VIEWS, questions_on_findings
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import StepTimes
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
@@ -113,7 +113,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
     tone, sign = (first.tone, sign_of(first.tone)) if first else tone_of(None)
     steps = _judged_steps(run, state)
     times = run.times if steps is None else poll.ask(query.GetTimes(run.id, True, *steps))
-    if steps is not None and not (times and times["steps"]):  # not known one by one
+    if steps is not None and not (times and times.steps):  # not known one by one
         times, steps = run.times, None
     rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
@@ -165,7 +165,7 @@ def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
 
 def _subject(run: RunState, choice: Choice) -> int:
     """Return the rank to show: the selected one, else the named one, else the slowest."""
-    worst = run.times.get("worst_rank") if run.times else None
+    worst = run.times.worst_rank if run.times else None
     among = choice.rank, *run.named["ranks"][:1], worst, min(run.ranks, default=0)
     return next(int(rank) for rank in among if rank is not None)
 

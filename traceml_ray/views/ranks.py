@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -99,9 +100,9 @@ _NODE_TIMES = "median_ms", "worst_ms", "skew_pct", "slower_pct"
 _ABOUT_NODE = "node_id", "label", "hostname", "address", "alive", "ranks"
 
 
-def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def nodes(run: RunState, times: StepTimes | None) -> list[dict[str, Any]]:
     """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
-    times_by_node = times["nodes"] if times else {}
+    times_by_node = times.nodes if times else {}
     listed = {node.label for node in run.nodes}
     known = [{name: getattr(node, name) for name in _ABOUT_NODE} for node in run.nodes]
     cards = []

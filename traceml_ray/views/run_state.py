@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traceml_ray.analysis.labels import DEATHS
+from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import POLLED
@@ -14,7 +15,7 @@ from traceml_ray.store import query
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess, node_key, reporting, world_size
 from traceml_ray.store.results import NodeInfo
-from traceml_ray.store.step_shapes import EventRow, StepTimes
+from traceml_ray.store.step_shapes import EventRow
 from traceml_ray.store.summary_shape import to_builtins
 
 from .values import as_dict
@@ -54,12 +55,12 @@ class RunState:
     @property
     def is_read_to_end(self) -> bool:
         """Whether all stored rows have been read."""
-        return self.times is not None and bool(self.times["whole"])
+        return self.times is not None and self.times.whole
 
     @property
     def last_step(self) -> int | None:
         """The newest step that all ranks have reported."""
-        return self.times["last_step"] if self.times else None
+        return self.times.last_step if self.times else None
 
     def questions(self, now: float) -> list[Request[Any]]:
         """Return the questions to ask; `update` takes their answers."""
@@ -125,4 +126,4 @@ class RunState:
 
 
 def _state(times: StepTimes) -> tuple[object, ...]:
-    return times["version"], times["last_step"], times["steps"], times["whole"], times["world"]
+    return times.version, times.last_step, times.steps, times.whole, times.world

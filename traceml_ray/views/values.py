@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis.shapes import BusyTimes, StepTimes
 from traceml_ray.stages import STAGES
 
 Array = np.ndarray[Any, Any]
@@ -47,9 +48,9 @@ def brief(shown: Array) -> list[float | None]:
     return rounded(np.round(shown * scale) / scale, 4)
 
 
-def by_rank(answer: Mapping[str, Any] | None, name: str) -> dict[int, Any]:
+def by_rank(answer: StepTimes | BusyTimes | None, name: str) -> dict[int, Any]:
     """Return one number of each rank from an answer that has `ranks` and, in their order, numbers by name."""
-    return dict(zip(answer["ranks"], answer[name], strict=True)) if answer else {}
+    return dict(zip(answer.ranks, getattr(answer, name), strict=True)) if answer else {}
 
 
 def by_stage(values: Array) -> dict[str, Array]:
