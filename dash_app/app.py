@@ -136,7 +136,7 @@ class Refresher:
         page = self._page(route, header["version"], instead, of_browser)
         outer = {**_parts(shell.parts(header, route)), "tab": shell.tab(header)}
         sums, seen_sums = {**_sums(outer), **page.sums}, _known(seen)
-        new = seen.get("page") != page.key  # with the elements come their parts
+        new = seen.get("page") != page.key  # the elements contain their parts
         parts = outer if new else {**outer, **page.parts}
         changed = {
             id: page.grown[id] if id in page.grown and page.grown[id]["of"] == seen_sums.get(id) else props
@@ -200,14 +200,14 @@ def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.
     app.index_string = app.index_string.replace("<html>", '<html lang="en">').replace("{%favicon%}", icon)
     refresher = Refresher(session)
 
-    @app.callback(  # not `set_props`: of two answers that overtake each other it sets both
+    @app.callback(  # not `set_props`: when two answers overtake each other it applies both
         Output("page", "children"),
         Output("answer", "data"),
-        *(Output(id, "content") for id in shell.PARTS),  # with the page, which they would else move
+        *(Output(id, "content") for id in shell.PARTS),  # sent with the page: sent later, they would move it
         Input("tick", "n_intervals"),
         Input("url", "pathname"),
         Input("url", "search"),
-        Input("timezone", "data"),  # not State: the first refresh waits for it
+        Input("timezone", "data"),  # an Input, not a State: the first refresh waits for it
         State("seen", "data"),
     )
     def refresh(_: int, pathname: str | None, search: str | None, of_browser: str, seen: Any) -> Any:
@@ -296,7 +296,7 @@ def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
     )
     def goto(text: str | None, _: int | None, pathname: str | None, search: str | None) -> Any:
         matches, text = refresher.search_targets(text or "", pathname, search), (text or "").strip()
-        href = matches.get(text)  # one of them was chosen
+        href = matches.get(text)  # a suggestion was chosen
         if text and not href and "goto.n_submit" in dash.ctx.triggered_prop_ids:
             every = (Route.parse(pathname, search) or Route()).to("ranks", q=text)
             href = next(iter(matches.values()), every)

@@ -47,7 +47,7 @@ def plain(content: Any) -> Any:
         return content
     if isinstance(content, Content):
         return content.content
-    given: Any = content.to_plotly_json  # it has no types
+    given: Any = content.to_plotly_json  # Dash has no types
     props = {name: value for name, value in given()["props"].items() if value is not None}
     children = props.pop("children", ())
     inside = children if isinstance(children, (list, tuple)) else [children]

@@ -58,12 +58,12 @@ def table(
 
 
 def keys_of(columns: Iterable[Column]) -> dict[str, Cell]:
-    """Return by what the rows of a table are sorted, by name of the column."""
+    """Return the sort key of each column: name of the column → function of an item."""
     return {column.name: column.value for column in columns}
 
 
 def _drawn(column: Column, block: Table, route: Route) -> Cell:
-    """Return what makes the cells of a column."""
+    """Return the function that makes the cells of a column."""
     if column.unit == "line":
         return _lines(column, block)
 
@@ -91,7 +91,7 @@ def _written(column: Column, item: Any) -> Any:
 
 
 def _lines(column: Column, block: Table) -> Cell:
-    """Return what draws a line for each item, all on one scale."""
+    """Return the function that draws the sparkline of an item; all items share one scale."""
     values = [value for item in block.items for value in column.value(item) if value is not None]
     between = (min(values), max(values)) if values else None
     first = block.columns[0]

@@ -61,7 +61,7 @@ def serve_bundles(server: Flask, session: SessionPages) -> None:
 
 
 def is_page() -> bool:
-    """Return whether the button of a page has sent this request, and no program."""
+    """Return whether a button of a page has sent this request; False for another program."""
     return "text/html" in request.accept_mimetypes.values()
 
 
@@ -139,7 +139,7 @@ def serve_profiles(server: Flask, session: SessionPages) -> None:
         try:
             wanted = request_of(request.form)
         except ValueError as error:
-            if is_page():  # which says the same of these values
+            if is_page():  # the page shows the same error for these values
                 return back(
                     {name: request.form[name] for name in FIELDS if name in request.form}, _PROFILES_ASKED
                 )
@@ -194,7 +194,7 @@ def _run_job(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Res
     with folder, traces_of(pages.source, info) as traces:
         out = Path(folder.name) / name
         trace_job.run(job, traces, out)
-        file = out.open("rb")  # goes on to be there when its folder is removed
+        file = out.open("rb")  # an open file stays readable when its folder is removed
     size = file.seek(0, 2)
     file.seek(0)
 

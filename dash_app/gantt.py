@@ -26,7 +26,7 @@ _SPANS = drawing.ROSE, drawing.GREEN, drawing.ORANGE, "#6b7785", drawing.BLUE
 
 
 class GanttRow(NamedTuple):
-    """A rank that is drawn."""
+    """A row of the drawing: one rank."""
 
     rank: int
     label: str
@@ -66,7 +66,7 @@ def rows(
 
 
 def height(drawn: Sequence[GanttRow]) -> int:
-    """Return how high the figure is, px."""
+    """Return the height of the figure in px."""
     return _AXES_PX + len(drawn) * (_FEW_PX if len(drawn) <= FEW else _MANY_PX)
 
 
@@ -135,7 +135,9 @@ def _span_bars(
     stages: Array,
 ) -> dict[str, Any]:
     """Return the spans, each from where its stage begins: where inside the stage is not recorded."""
-    shown = [span for span in step.spans if span.rank in row_of][::-1]  # shorter ones over longer ones
+    shown = [span for span in step.spans if span.rank in row_of][
+        ::-1
+    ]  # shorter spans are drawn over longer ones
     colours = spans(step)
     places = [(row_of[span.rank], STAGES.index(span.stage)) for span in shown]
     return _bars(

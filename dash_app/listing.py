@@ -81,7 +81,7 @@ def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]
     for column in columns:
         name = column.name
         if name in keys:
-            first = f"-{name}" if column.number else name  # of numbers, the largest first
+            first = f"-{name}" if column.number else name  # numbers: the largest first
             other = name if first != name else f"-{name}"
             sign = {name: " ↑", f"-{name}": " ↓"}.get(chosen, "")
             following = other if chosen == first else None if chosen == other else first

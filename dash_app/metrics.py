@@ -53,9 +53,10 @@ def exposition(session: SessionPages, accept: str = "") -> tuple[bytes, str]:
         families = [family for family in _families(session) if family.samples]
     try:
         encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # it takes any version for a number
+    except (TypeError, ValueError):  # the library expects every version to be a number
         encode, content_type = choose_encoder("")
-    return encode(SimpleNamespace(collect=lambda: families)), content_type  # of one session: in no registry
+    # These are the metrics of one session, so they are in no registry.
+    return encode(SimpleNamespace(collect=lambda: families)), content_type
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:
@@ -179,7 +180,7 @@ def _node_metrics(run: RunState) -> Iterator[Metric]:
         yield from _quantity(quantity, "node", ["run", "node"], [((name, node), s) for node, s in samples])
     devices = [((name, node, gpu["index"]), gpu) for node, s in samples for gpu in s["gpus"] or ()]
     for quantity in GPU if len(devices) <= _MOST else ():
-        if not quantity.counter:  # counters of devices are not in every sample
+        if not quantity.counter:  # not every sample has the counters of devices
             yield from _quantity(quantity, "gpu", ["run", "node", "gpu"], devices)
 
 

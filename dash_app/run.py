@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 1
     try:
         session = SessionPages(source, thresholds=settings.thresholds)
-        if stays:  # a browser goes on with what it has
+        if stays:  # a browser keeps the page that it has
             session.poll()
         hosts = [*security.names_of(arguments.host), *arguments.allow_host]
         app = create_app(session, token=token, hosts=hosts, poll_s=POLL_S)
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         parent = _thread("linger", _linger, session, arguments.linger) if stays else _parent(arguments.child)
         while parent.is_alive() and all(thread.is_alive() for thread in threads):
             time.sleep(_LOOK_S)
-            signal.signal(signal.SIGTERM, _end)  # Ray puts its own there when it attaches
+            signal.signal(signal.SIGTERM, _end)  # Ray installs its own handlers when it attaches
         if arguments.linger and not stays and not parent.is_alive() and session.watched_within(WATCHED_S):
             _stay(arguments, listening, settings.out, token)
         code = int(parent.is_alive())

@@ -74,7 +74,7 @@ def check_goes_on(folder: Path, run: str | None) -> None:
     try:
         with SessionFile(folder / DATABASE) as file:
             runs = runs_of(file)
-    except SessionFileError:  # it is just starting
+    except SessionFileError:  # the session is just starting
         return
     if why := why_over(runs, run):
         raise ControlError(f"session {folder.name!r}: {why}")
@@ -88,7 +88,7 @@ def _failures(folder: Path) -> Counter[str]:
     try:
         with SessionFile(folder / DATABASE) as file:
             errors = file.meta().get("errors", {})
-    except SessionFileError:  # there is none yet
+    except SessionFileError:  # there is no file yet
         errors = {}
     return Counter({what.partition(": ")[2]: n for what, n in errors.items() if what.startswith(_NO_BUNDLE)})
 
@@ -166,7 +166,7 @@ def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) ->
         sock.settimeout(SILENT_S)
         try:
             sock.connect(os.fspath(path))
-        except (OSError, ValueError):  # a path that none can be
+        except (OSError, ValueError):  # no socket can have this path
             return None
         with contextlib.suppress(OSError, wire.WireError):
             sock.send(wire.encode(message))

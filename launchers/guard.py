@@ -21,7 +21,7 @@ def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]
     try:
         yield
     except kinds as error:
-        with contextlib.suppress(Exception):  # an error that cannot be printed
+        with contextlib.suppress(Exception):  # the error itself cannot be printed
             log(f"{what}: {'interrupted' if isinstance(error, KeyboardInterrupt) else error_text(error)}")
 
 

@@ -58,7 +58,7 @@ class HelperReply(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Serve the request on stdin; reply on stdout."""
-    stdout, sys.stdout = sys.stdout, sys.stderr  # the reply is the only thing there, whatever Ray prints
+    stdout, sys.stdout = sys.stdout, sys.stderr  # stdout carries only the reply, whatever Ray prints
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(HelperRequest))
     die_with(request.parent)
     threading.Timer(
@@ -81,7 +81,7 @@ def _attempt(request: HelperRequest) -> HelperReply:
     try:
         _make_actors(request)
     except Exception as error:
-        last = str(error).strip().splitlines()[-1:]  # where there are many, they are a remote traceback
+        last = str(error).strip().splitlines()[-1:]  # an error of several lines contains a remote traceback
         return HelperReply(False, f"{type(error).__name__}: {''.join(last)}"[:_DETAIL_CHARS])
     return HelperReply(True)
 
@@ -112,7 +112,7 @@ def _make_actors(request: HelperRequest) -> None:
     except BaseException:
         for actor in made:
             ray.kill(actor, no_restart=True)
-        deadline = time.monotonic() + _KILL_S  # the order is on its way; this process must not end before
+        deadline = time.monotonic() + _KILL_S  # this process must not end before the order is sent
         while request.first and find_aggregator(actors.session) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         raise
@@ -124,7 +124,7 @@ def _make_relay(actors: ActorConfig, node_id: str) -> Any:
 
     try:
         return ensure_relay(actors, node_id, fresh=True)
-    except ValueError:  # the name is taken
+    except ValueError:  # another relay has this name
         launch = f".{secrets.token_hex(4)}"
         return ensure_relay(msgspec.structs.replace(actors, launch=launch), node_id, fresh=True)
 
@@ -150,7 +150,7 @@ def until_ready(
         try:
             ask(max(0.0, deadline - time.monotonic()))
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                probe.connect(path)  # from here, as the ranks will
+                probe.connect(path)  # connect from this node, as the ranks will
             return
         except (unavailable, OSError) as error:
             refused += isinstance(error, OSError)

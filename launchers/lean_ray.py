@@ -42,7 +42,8 @@ def disable_agents() -> None:
         return start(command, *args, **keywords)
 
     services.start_ray_process = start_ray_process
-    services.start_api_server = lambda *_, **__: (None, None)  # as where it could not be started
+    # Ray itself returns this where the server could not be started.
+    services.start_api_server = lambda *_, **__: (None, None)
 
 
 def _report_ports(command: list[str]) -> None:
@@ -84,4 +85,4 @@ def until_joined(temp_dir: str) -> None:
     while (
         release_of(ray.__version__) < _FOLDER_PER_NODE and not Path(temp_dir, "ray_current_cluster").exists()
     ):
-        time.sleep(_LOOK_S)  # `ray start` writes that file last
+        time.sleep(_LOOK_S)  # `ray start` writes this file last

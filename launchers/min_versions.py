@@ -14,7 +14,7 @@ def too_old(package: str) -> str:
     try:
         installed = metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        return ""  # where it is needed, its import says so
+        return ""  # a missing package is reported by its import, where it is needed
     if not (release := release_of(installed.version)) or release >= FLOORS[package]:
         return ""
     floor = ".".join(map(str, FLOORS[package]))

@@ -103,7 +103,7 @@ def monitor_of(
     Raises SessionError when there can be no such session.
     """
     if nodes.first and settings.baseline is not None:
-        from traceml_ray.reports.baseline import checked  # it imports numpy
+        from traceml_ray.reports.baseline import checked  # imported late: it imports numpy
 
         settings = checked(settings)
     try:
@@ -152,7 +152,7 @@ class Monitor:
         self._name = self._session.name if self._session else str(name)
         self.settings = msgspec.structs.replace(self.settings, session=self._name)
         self._socket = self._runtime / "relay.sock"
-        # Of the launch: Ray may come up long after, or not at all.
+        # The time of the launch: Ray may start long after it, or never.
         self.info = {"started_at": time.time_ns(), **self.info}
         self._address = ""
         self._ray: PrivateRay | None = None
@@ -168,7 +168,7 @@ class Monitor:
         return rank_environment(self.settings, paths, dict(self.environ))
 
     def discard(self) -> None:
-        """Instead of `start`: undo what `__init__` did."""
+        """Undo what `__init__` did. Called instead of `start`."""
         folders.remove(self._runtime)
         os.close(self._lock)
         if (session := self._session) is not None:
@@ -395,7 +395,8 @@ class Monitor:
 
 def _report(session: SessionFolder) -> None:
     """Print the most severe finding of the summary, the verdict on its steps, and where the files are."""
-    shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)  # those that matter are in a bundle
+    # Snapshots that matter have been copied into a bundle.
+    shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)
     summary = json.loads(session.summary_json.read_bytes())
     first, verdict = summary["conclusion"], summary["verdict"]
     log(f"{first['label']}: {first['why']}")

@@ -65,7 +65,7 @@ def __getattr__(name: str) -> object:
     try:
         from .train_callback import TraceMLTrainCallback
     except Exception as error:
-        # In a driver of ours this is asked for by `fit()`, which must not fail because of us.
+        # `fit()` of a watched driver asks for this attribute, and must not fail because of it.
         return _inert(error)
     return TraceMLTrainCallback
 
@@ -81,5 +81,5 @@ def _inert(error: Exception) -> type:
             logging.getLogger("traceml_ray").warning("Ray Train is not watched: %s", reason)
 
     reason = f"{type(error).__name__}: {error}"
-    TraceMLTrainCallback.__module__ = "__main__"  # so that it is pickled whole
+    TraceMLTrainCallback.__module__ = "__main__"  # cloudpickle then sends the whole class
     return TraceMLTrainCallback

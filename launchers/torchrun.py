@@ -98,7 +98,7 @@ def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
 
 
 class _EndedEarly(BaseException):
-    """A signal that came before torchrun had its own handlers."""
+    """A signal arrived before torchrun had installed its handlers."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -204,7 +204,7 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
 def _is_there(script: Path) -> bool:
     try:
         return script.exists()
-    except OSError:  # no name that a file can have
+    except OSError:  # no file can have this name
         return False
 
 
@@ -232,6 +232,6 @@ def _port_is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError, TypeError, ValueError):  # it may be no name at all
+        except (OSError, OverflowError, TypeError, ValueError):  # the text may be no host name
             return False
     return True

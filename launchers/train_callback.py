@@ -66,12 +66,12 @@ class RunReporter:
         self._thread.start()
 
     def ensure(self) -> None:
-        """See to it that the session runs: it may have ended itself since it was started."""
+        """Have the session made again where it has ended: it ends itself when it is idle."""
         self._make = True
         self._wake.set()
 
     def report(self, info: dict[str, wire.Value] | None = None, *events: wire.Event) -> None:
-        """Send what is known of the run."""
+        """Send `info` and `events` of the run."""
         self._info = {**self._info, **(info or {})}
         self._events.extend(events)
         self._wake.set()
@@ -112,7 +112,7 @@ class RunReporter:
         self._written = finished is not None and finished.state == "written"
 
     def _send(self, status: str | None = None) -> wire.Finished | None:
-        """Send what there is; None when it was not answered."""
+        """Send all that has not been delivered. Return the answer, or None where there was none."""
         events = self._events[: wire.MAX_ITEMS]
         message = wire.RunEnd(wire.VERSION, self._job_id, self._info, events, status)
         try:
@@ -134,7 +134,7 @@ class RunReporter:
 
     def _find(self) -> Any | None:
         if self._make:
-            from traceml_ray.ray.aggregator import ensure_aggregator  # it is slow to import
+            from traceml_ray.ray.aggregator import ensure_aggregator  # imported late: its import is slow
 
             made = ensure_aggregator(self._config, ray.get_runtime_context().get_node_id())
             self._make = False
@@ -157,7 +157,7 @@ def _hook(result: Callable[[], object] = lambda: None) -> Callable[[Callable[...
             try:
                 if self._watching:
                     return method(self, *args, **kwargs)
-            except (Exception, SystemExit) as error:  # an exit of a library would end the run, too
+            except (Exception, SystemExit) as error:  # a SystemExit of a library would also end the run
                 self._failed(method.__name__, error)
             return result()
 
@@ -230,7 +230,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             if agent is not None:
                 agent.instrumentation.errors.note(f"train: {place}", error)
         except Exception:
-            pass  # there is no place left to count it
+            pass  # the error cannot be counted anywhere
 
     # -- in the controller -----------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     @_hook()
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Report failures and resizes; restarts show in the rows."""
-        after = getattr(current_state, "next_state", current_state)  # of a run that is shutting down
+        after = getattr(current_state, "next_state", current_state)  # set while a run is shutting down
         self._failure(getattr(after, "training_failed_error", None))
         name = type(current_state).__name__
         if name == "ResizingState":
@@ -378,7 +378,8 @@ def _ending(agent: Any) -> wire.Event:
     error = runner.get_error()
     kind = "stopped" if runner.is_running() else "exit"
     opened = agent.recorder.open_stage()
-    return bootstrap.event(opened, getattr(error, "_base_exc", error), kind)  # as the loop raised it
+    # `_base_exc` is the error as the training loop raised it.
+    return bootstrap.event(opened, getattr(error, "_base_exc", error), kind)
 
 
 def _in_a_line(error: Exception) -> str:
@@ -404,7 +405,7 @@ def _unpickled(state: dict[str, Any]) -> Any:
         from ray.train.v2._internal.execution.callback import WorkerCallback
 
         log = logging.getLogger("traceml_ray")
-        if not log.__dict__.get("warned"):  # there are several copies of it
+        if not log.__dict__.get("warned"):  # the callback exists in several copies
             log.__dict__["warned"] = True
             log.warning("traceml-ray: not watching this process: %s: %s", type(error).__name__, error)
         return WorkerCallback()

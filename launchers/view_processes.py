@@ -71,7 +71,7 @@ class DashboardProcess:
         threading.Thread(target=self._listen, name="traceml-dashboard", daemon=True).start()
 
     def wait(self, timeout: float) -> str:
-        """Return the URL once it serves; "" when it has ended, or does not serve within `timeout` seconds."""
+        """Wait for the dashboard. Return its URL; "" if it ended or does not serve in `timeout` s."""
         self._known.wait(timeout)
         return self.url if self._process.poll() is None else ""
 
@@ -83,7 +83,7 @@ class DashboardProcess:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kill it, unless it stays after `end`; returns when it is gone."""
+        """Kill the process, unless it stays after `end`, and wait until it has ended."""
         self._ending = True
         self._decided.wait(max(0.0, self._decide_by - time.monotonic()))
         if self.lingers:
@@ -93,7 +93,7 @@ class DashboardProcess:
             self._process.wait(_DASHBOARD_END_S)
 
     def _listen(self) -> None:
-        """Read its output until it ends, so that it never waits for a reader."""
+        """Read the output of the process until it ends, so that it never waits for a reader."""
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
@@ -156,14 +156,15 @@ class LiveView:
         self.pid = self._process.pid
 
     def end(self) -> None:
-        """Have it give the terminal back; returns when it has."""
+        """Ask the live view to restore the terminal, and wait until it has."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             clean = self._process.wait(_LIVE_END_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the disk of the session may hang
+            # No longer wait: the disk of the session may hang.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_S)
             clean = False
         if not clean:
