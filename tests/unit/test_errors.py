@@ -21,7 +21,7 @@ TELLS = {"note", "swallow", "failed", "_failed", "fail", "_fail", "_traceml_fail
 SAYS = {"log", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
-    "ray/actors.py _find_actor": "handed to whoever polls, who counts it",
+    "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",
     "errors.py error_text": "its kind is in the text",
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
@@ -35,6 +35,7 @@ OTHERWISE = {
     "launchers/guard.py run": "raised again by the thread that waits",
     "launchers/helper.py _attempt": "it is the answer",
     "monitor/offline_process.py main": "it is the answer",
+    "signals/logged/agent.py log": "raised at the end, once the other values are noted",
     "ray/connection.py _refusal": "`ray.init`, which comes next, raises it",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }
