@@ -27,6 +27,7 @@ from traceml_ray.analysis.step_history import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.document import keys_of
 from traceml_ray.dash_app.listing import choose
 from traceml_ray.dash_app.pages import sessions
 from traceml_ray.dash_app.route import Route
@@ -293,8 +294,9 @@ def test_summary_json_of_any_contents_does_not_break_the_session_list(
     with bounded(SECONDS), limited(MIB):
         (entry,) = entries(str(folder.parent))
         assert entry.name == "s"
-        chosen = choose([entry], Route("sessions"), sessions._words, sessions._KEYS)
-        assert sessions.layout({"chosen": chosen, "states": {}, "now_ns": 0}, Route("sessions"))
+        rows = [sessions._listed(entry, 0)]
+        chosen = choose(rows, Route("sessions"), sessions._words, keys_of(sessions._COLUMNS))
+        assert sessions.layout({"chosen": chosen, "states": {}}, Route("sessions"))
         with contextlib.suppress(SourceError):
             (verdict,) = query.ask(StoredSource(folder).reply, [query.GetVerdict()])
             assert isinstance(verdict.label, str)

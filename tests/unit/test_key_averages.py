@@ -182,7 +182,7 @@ def test_table_is_sorted_and_filtered(tmp_path: Path) -> None:
         sort(operations, "nme")
     text = render_operations("Operations", select(operations, top=1))
     assert [line.split() for line in text.splitlines()[1:]] == [
-        ["Node", "ID", "Rank", "Name", "Kind", "Self", "CPU", "ms", "CPU", "ms", "Calls"],
+        ["node", "rank", "operation", "kind", "self", "CPU", "ms", "CPU", "ms", "calls"],
         ["node-1", "1", "aten::mm", "operation", "0.060", "0.060", "1"],
     ]
     assert render_operations("Operations", []) == "Operations: none\n"

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.document import drawing
 from traceml_ray.reports.headlines import change
@@ -70,7 +71,7 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
 
 
 def _over(level: int) -> str:
-    return "missing" if level == MISSING else f"{float(ratio(int(level))):.2f}× the median"
+    return "missing" if level == MISSING else f"{text.times(float(ratio(int(level))))} the median"
 
 
 def _steps(ask: Ask, run: str | None) -> Figure:
