@@ -5,7 +5,7 @@ at its top each have a line and a scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import ordered
-from traceml_ray.document.model import Column, Table
+from traceml_ray.document.model import Column, Number, Table
 from traceml_ray.reports.headlines import change
 from traceml_ray.reports.kpis import kpis
 from traceml_ray.signals.views import POLLED, signal_numbers
@@ -50,32 +50,42 @@ def kpi_data(
             "key": kpi.key,
             "label": kpi.label,
             "value": number(kpi.value),
+            "shown": kpi.written(kpi.value),
             "unit": kpi.unit,
             "text": kpi.about,
-            "series": rounded(kpi.line),
+            **_drawn(kpi),
             "title": kpi.title,
         }
         for kpi in kpis(times, columns, signal_numbers(signals))
     ]
 
 
+def _drawn(kpi: Number) -> dict[str, Any]:
+    """Return the line of a number, between 0 and 1, and in words where it begins, ends, and its scale."""
+    finite = kpi.line[np.isfinite(kpi.line)]
+    if not len(finite):
+        return {"series": [], "ends": None}
+    low, high = float(finite.min()), float(finite.max())
+    ends = [kpi.written(float(value)) for value in (finite[0], finite[-1], high, low)]
+    return {"series": rounded((kpi.line - low) / ((high - low) or 1.0)), "ends": ends}
+
+
 def kpi_box(kpi: Mapping[str, Any]) -> html.Div:
     """Return the elements of a KPI."""
-    value = [html.Span(text.number(kpi["value"]), className="value")]
+    value = [html.Span(kpi["shown"], className="value")]
     if kpi["value"] is not None:
         value.append(html.Span(kpi["unit"], className="unit"))
-    values = [v for v in kpi["series"] if v is not None]
-    first, last = (text.number(values[index]) if values else "" for index in (0, -1))
-    alt = f"{kpi['label']}: {first} to {last} {kpi['unit']}" if values else ""
+    first, last, high, low = kpi["ends"] or [""] * 4
+    alt = f"{kpi['label']}: {first} to {last} {kpi['unit']}"
     label, under = html.Div(kpi["label"], className="label"), html.Div(kpi["text"], className="text")
-    drawn = [spark(kpi["series"], alt), *_ends(values)] if len(values) > 1 else []
+    several = sum(value is not None for value in kpi["series"]) > 1
+    drawn = [spark(kpi["series"], alt), *_ends(high, low)] if several else []
     line = html.Div(drawn, className="spark-box")
     return html.Div([label, html.Div(value), line, under], className="kpi", title=kpi["title"] or None)
 
 
-def _ends(values: Sequence[float]) -> list[html.Span]:
+def _ends(high: str, low: str) -> list[html.Span]:
     """Return the scale of a sparkline: its highest and its lowest value."""
-    high, low = text.number(max(values)), text.number(min(values))
     return [html.Span(high, className="high"), *([html.Span(low, className="low")] if low != high else [])]
 
 

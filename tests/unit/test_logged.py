@@ -20,8 +20,10 @@ from messages import RECORDS
 from sessions import Clock, Rank, Relay, aggregation
 
 import traceml_ray
+from traceml_ray import text
 from traceml_ray.agent import bootstrap
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.document.model import Number
 from traceml_ray.errors import Errors
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.summary import summarize
@@ -361,3 +363,9 @@ def test_sparkline_is_bars_between_the_extremes() -> None:
 
 def test_record_of_logged_values_is_among_those_that_are_tried() -> None:
     assert any(isinstance(record, LoggedValues) for record in RECORDS)
+
+
+def test_numbers_of_any_size_are_written_with_their_figures() -> None:
+    number = Number("lr", "lr", 7.572e-4, "")
+    assert (number.written(number.value), number.written(None)) == ("0.0007572", "n/a")
+    assert Number("t", "t", 21.25, "ms").written(21.25) == text.number(21.25)

@@ -218,6 +218,10 @@ class Number:
     after: str = ""
     """Key of the number that it follows; "": it is one of the last."""
 
+    def written(self, value: float | None) -> str:
+        """Return a value of it without its unit; one without a unit may be of any size: "3e−05"."""
+        return text.number(value) if self.unit else text.value(value)
+
 
 @dataclass(frozen=True)
 class Gauge:

@@ -109,10 +109,10 @@ def _kpi(number: Number) -> Markup:
     there = [value for value in values if value is not None]
     alt = ""
     if there:
-        alt = f"{number.label}: {text.number(there[0])} to {text.number(there[-1])} {number.unit}"
+        alt = f"{number.label}: {number.written(there[0])} to {number.written(there[-1])} {number.unit}"
     svg = tag("svg", line, viewBox="0 0 120 28", preserveAspectRatio="none", role="img", aria_label=alt)
     unknown = number.value is None or number.value != number.value
-    value = tag("span", text.number(number.value), cls="value"), "" if unknown else f" {number.unit}"
+    value = tag("span", number.written(number.value), cls="value"), "" if unknown else f" {number.unit}"
     about = tag("h3", number.label), tag("p", value), tag("p", number.about, cls="hint")
     return tag("div", about, svg if path else NOTHING)
 

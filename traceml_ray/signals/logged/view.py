@@ -157,7 +157,8 @@ def _number(metric: LoggedMetric, short: bool) -> Number:
     name = metric.name if len(metric.name) <= _SHORT_CHARS else f"{metric.name[: _SHORT_CHARS - 1]}…"
     shown = (name.upper(), text.value(metric.value)) if short else None
     value = metric.value if np.isfinite(metric.value) else None
-    return Number(f"logged {metric.name}", metric.name, value, "", about, metric.line, short=shown)
+    line = metric.line[np.isfinite(metric.line)]  # a record is of many steps: most columns have no value
+    return Number(f"logged {metric.name}", metric.name, value, "", about, line, short=shown)
 
 
 def _gauges(metrics: Sequence[LoggedMetric]) -> list[Gauge]:
