@@ -65,7 +65,7 @@ def frame(columns: Mapping[str, tuple[Sequence[Any], type]]) -> Any:
             moments = [None if value is None else int(value) for value in values]
             whole = pd.array(moments, dtype="Int64").to_numpy("int64", na_value=np.iinfo(np.int64).min)
             made[TIMES[name]] = pd.Series(whole.view("datetime64[ns]")).dt.tz_localize("UTC")
-        elif TIMES.get(f"{name}_ns") is None and name not in made:
+        else:
             made[name] = _series(pd, values, kind)
     return pd.DataFrame(made)
 

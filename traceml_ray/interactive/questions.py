@@ -114,9 +114,10 @@ class SessionQuestions:
         Raises ValueError where there are more than `most` rows, and names what makes them fewer; for ranks
         that the run does not have.
         """
-        parts = self._parts(first, last, ranks, run)
-        wanted = len(chosen_ranks(ranks, self._ask(query.GetRanks(run))) or ()) or len(self.ranks(run))
-        return joined([*at_most(parts, most, wanted, self.id)])
+        known = self._ask(query.GetRanks(run))
+        chosen = chosen_ranks(ranks, known)
+        wanted = len(chosen or ()) or sum(process.identity is not None for process in known.values())
+        return joined([*at_most(self._parts(first, last, chosen, run), most, wanted, self.id)])
 
     def iter_steps(
         self,
@@ -130,16 +131,16 @@ class SessionQuestions:
         Yield the same in parts of about 200,000 rows, in the order in which they were stored: nearly that of
         steps. For sessions that do not fit into memory.
         """
-        for part in self._parts(first, last, ranks, run):
+        chosen = chosen_ranks(ranks, self._ask(query.GetRanks(run)))
+        for part in self._parts(first, last, chosen, run):
             if len(part.step):
                 yield joined([part])
 
     def _parts(
-        self, first: int, last: int | None, ranks: str | int | Iterable[int] | None, run: str | None
+        self, first: int, last: int | None, chosen: tuple[int, ...] | None, run: str | None
     ) -> Iterator[StepRows]:
         if first < 0 or (last is not None and last < first):
             raise ValueError(f"steps from {first} to {last}: choose 0 <= first <= last")
-        chosen = chosen_ranks(ranks, self._ask(query.GetRanks(run)))
         since = 0
         while True:
             part = self._ask(query.GetStepRows(run, first=first, last=last, ranks=chosen, since=since))
