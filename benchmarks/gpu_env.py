@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from traceml_ray.agent import device_use
 from traceml_ray.agent.device import DeviceApi
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
@@ -24,6 +23,7 @@ from traceml_ray.stages import (
     FLAG_DEVICE_CLOCK,
     N_STAGES,
 )
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 MS = 1_000_000
@@ -53,7 +53,7 @@ class Keeper:
 
     def offer(self, data: bytes) -> bool:
         """Keep a batch."""
-        self.taken.append(wire.decode(data, wire.RankBatch))
+        self.taken.append(codec.decode(data, wire.RankBatch))
         return True
 
     def replies(self) -> list[bytes]:
@@ -61,7 +61,7 @@ class Keeper:
         if not self.taken:
             return []
         last = self.taken[-1]
-        return [wire.encode(wire.RankReply(wire.VERSION, last.process_id, last.seq, last.seq))]
+        return [codec.encode(wire.RankReply(codec.VERSION, last.process_id, last.seq, last.seq))]
 
     def close(self) -> None:
         """Nothing to close."""
@@ -332,7 +332,7 @@ def watched(env: Any, **options: Any) -> tuple[list[list[int]], RankAgent, list[
     env.sync()
     agent.instrumentation.remove()
     env.close(agent)
-    missing = relay.taken[-1].missing.get(device_use.DEVICE_CLOCK)
+    missing = relay.taken[-1].missing.get(wire.DEVICE_CLOCK)
     if missing:
         raise RuntimeError(missing)
     return rows_of(relay.taken), agent, losses

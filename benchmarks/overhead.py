@@ -49,6 +49,7 @@ from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.samplers import USS_S, HostMemory, MemorySampler
 from traceml_ray.signals.output.tap import OutputTap
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
@@ -98,8 +99,8 @@ class Confirms:
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         """Confirm a RelayBatch."""
-        batch = wire.decode(data, wire.RelayBatch)
-        self._replies.append(wire.encode(wire.RelayReply(wire.VERSION, batch.seq)))
+        batch = codec.decode(data, wire.RelayBatch)
+        self._replies.append(codec.encode(wire.RelayReply(codec.VERSION, batch.seq)))
         return True
 
     def finish(self, data: bytes) -> bool:
@@ -108,10 +109,10 @@ class Confirms:
 
     def send_part(self, data: bytes) -> bool:
         """Take all of a trace."""
-        part = wire.decode(data, TracePart)
+        part = codec.decode(data, TracePart)
         more = part.offset + len(part.data) < part.total_bytes
         there = part.offset + len(part.data) if more else None
-        self._parts.append(wire.encode(TraceReply(wire.VERSION, there)))
+        self._parts.append(codec.encode(TraceReply(codec.VERSION, there)))
         return True
 
     def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
@@ -428,7 +429,7 @@ def measure_agent(quick: bool) -> list[Figure]:
             check(agent.instrumentation)
             bootstrap.stop()
         # The first tells who this is and meets a cold process; the last one is the end.
-        batches = [wire.decode(data, wire.RankBatch) for data in tap.sent][1:-1]
+        batches = [codec.decode(data, wire.RankBatch) for data in tap.sent][1:-1]
         first, last = batches[0], batches[-1]
         begun, done = first.overhead, last.overhead
         assert begun is not None

@@ -44,6 +44,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     SYNC_WAIT,
 )
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 SIZES = (8, 64, 512, 2048, 8192)
@@ -89,14 +90,14 @@ class Node:
             if late is not None:
                 rows[on_time:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
             batch = wire.RankBatch(
-                wire.VERSION, f"{identity.global_rank:016x}", self.second, time.time_ns(),
+                codec.VERSION, f"{identity.global_rank:016x}", self.second, time.time_ns(),
                 first + STEPS_A_SECOND, 0, first, keys, flags,
                 rows.astype("<i8").tobytes(), None if rows_only and self.second > 1 else identity,
                 wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
                 **({} if rows_only else self._more(first)),
                 **(self._host_part(rows) if self.device else {}),
             )  # fmt: skip
-            batches.append(wire.encode(batch))
+            batches.append(codec.encode(batch))
         return [self._message(batches[number::calls]) for number in range(calls)]
 
     def _host_part(self, rows: Any) -> dict[str, Any]:
@@ -111,8 +112,8 @@ class Node:
     def _message(self, batches: list[bytes]) -> bytes:
         self.seq += 1
         name = self.identity.node_id[-16:]
-        message = wire.RelayBatch(wire.VERSION, self.identity, name, self.seq, time.time_ns(), batches)
-        return wire.encode(message)
+        message = wire.RelayBatch(codec.VERSION, self.identity, name, self.seq, time.time_ns(), batches)
+        return codec.encode(message)
 
     def _more(self, first: int) -> dict[str, Any]:
         """Return what a rank under DDP sends each second beside its rows."""

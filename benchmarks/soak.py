@@ -46,6 +46,7 @@ from sessions import doubled_rows, refresh_request
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 SCRIPT = Path(__file__).parent / "training" / "soaking.py"
@@ -259,16 +260,18 @@ class Faults:
             for seq in range(batches):
                 events = [wire.Event("note", time.time_ns(), message=f"{n} " + "x" * 100) for n in range(300)]
                 batch = wire.RankBatch(
-                    wire.VERSION, process, seq, time.time_ns(), 0, 0, 0, b"", b"", b"",
+                    codec.VERSION, process, seq, time.time_ns(), 0, 0, 0, b"", b"", b"",
                     events=events, final=seq == batches - 1,
                 )  # fmt: skip
-                sock.send(wire.encode(batch))
+                sock.send(codec.encode(batch))
                 sock.recv(wire.MAX_BATCH_BYTES)
                 time.sleep(0.1)
 
     def _garbage(self, seconds: float) -> None:
         """Connect again and again to send what is no message, or half of one."""
-        good = wire.encode(wire.RankBatch(wire.VERSION, "garbage", 0, 0, 1, 0, 0, bytes(8), b"\0", bytes(48)))
+        good = codec.encode(
+            wire.RankBatch(codec.VERSION, "garbage", 0, 0, 1, 0, 0, bytes(8), b"\0", bytes(48))
+        )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with self._connect() as sock:

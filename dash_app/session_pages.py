@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from traceml_ray.reports import listing
 from traceml_ray.store.query import QueryError
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep_newest
@@ -84,7 +85,7 @@ class SessionPages(SessionCache):
             run = pages.selected(route.get("run"))
         except QueryError as error:
             runs = [entry.name for entry in reversed(pages.runs)]
-            name, names = str(route.get(what)), runs if what == "run" else sessions.names(self.source.out)
+            name, names = str(route.get(what)), runs if what == "run" else listing.names(self.source.out)
             others = (other for other in names if other != name)
             return pages, None, shell.missing(pages, what, name, str(error), others)
         return pages, run, pages._header(run)
@@ -112,7 +113,7 @@ class SessionPages(SessionCache):
         """
         if name is None or name in (self.status and self.status.session, self.source.target):
             return None
-        if name not in sessions.names(self.source.out):
+        if name not in listing.names(self.source.out):
             with self.lock:
                 self._others.pop(name, None)
             raise SourceError(f"there is none of that name under {self.source.out}")

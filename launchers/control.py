@@ -23,6 +23,7 @@ from traceml_ray.store.session import (
     start_text,
 )
 from traceml_ray.text import listed
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 _STOPPED = -15
@@ -46,7 +47,7 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
     asked, before = secrets.token_hex(8), _failures(folder)
-    request(folder, wire.ControlRequest(wire.VERSION, asked), limit_s)
+    request(folder, wire.ControlRequest(codec.VERSION, asked), limit_s)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
@@ -107,8 +108,8 @@ def request(folder: Path, message: wire.ControlRequest, limit_s: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(live.socket)
-            sock.send(wire.encode(message))
-            wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+            sock.send(codec.encode(message))
+            codec.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
     except (OSError, ValueError) as error:
         late = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
         raise ControlError(
@@ -123,7 +124,7 @@ def stop(folder: Path) -> None:
     Raises ControlError when it is not live, or does not answer.
     """
     live = _running(folder)
-    finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED, force=True))
+    finished = ask_finish(Path(live.socket), wire.Finish(codec.VERSION, _STOPPED, force=True))
     if finished is None:
         raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
     if not finished.ok:
@@ -168,13 +169,13 @@ def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) ->
             sock.connect(os.fspath(path))
         except (OSError, ValueError):  # no socket can have this path
             return None
-        with contextlib.suppress(OSError, wire.WireError):
-            sock.send(wire.encode(message))
+        with contextlib.suppress(OSError, codec.WireError):
+            sock.send(codec.encode(message))
             while (now := time.monotonic()) < deadline:
                 sock.settimeout(min(SILENT_S, deadline - now))
-                answer = wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+                answer = codec.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
                 if not answer.pending:
                     return answer
                 if answer.state == "writing":
                     deadline = min(time.monotonic() + LAUNCHER_S, started + REPORT_S)
-    return wire.Finished(wire.VERSION, "failed", "the relay did not answer in time")
+    return wire.Finished(codec.VERSION, "failed", "the relay did not answer in time")

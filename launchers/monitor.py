@@ -43,6 +43,7 @@ from traceml_ray.store.session import (
     write_live,
 )
 from traceml_ray.text import log
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import SUFFIX
 
@@ -225,7 +226,7 @@ class Monitor:
             with at_the_end("the dashboard could not be ended"):
                 self._dashboard.end()
         message = wire.Finish(
-            wire.VERSION, exit_code, failures, stop=self.nodes.first, nodes=self.nodes.count
+            codec.VERSION, exit_code, failures, stop=self.nodes.first, nodes=self.nodes.count
         )
         with at_the_end("the monitor could not be asked to finish"):
             self._end_helper()

@@ -10,6 +10,7 @@ from traceml_ray import text
 from traceml_ray.launchers.control import ControlError, check_goes_on, request
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 from traceml_ray.store.session import holder
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
@@ -29,7 +30,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     text.advance("profile: waiting", None)
     check_goes_on(folder, wanted.run)
-    request(folder, wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, wanted)), limit_s)
+    request(folder, wire.ControlRequest(codec.VERSION, asked, wire.MeasureRequest(asked, wanted)), limit_s)
     goes_on, seen_s = True, None
     while goes_on and time.monotonic() < deadline:
         goes_on = holder(folder) is not None

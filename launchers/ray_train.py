@@ -9,10 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .train_callback import TraceMLTrainCallback as TraceMLTrainCallback
 
 _NAME = "TraceMLTrainCallback"
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"

@@ -31,6 +31,7 @@ from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WO
 from traceml_ray.ray.actors import ActorConfig, configure, current_config, find_aggregator
 from traceml_ray.settings import Settings, of_driver
 from traceml_ray.text import masked
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
@@ -53,7 +54,7 @@ class RunReporter:
         """Messages that could not be sent, by kind of failure."""
         self._config = config
         self._job_id = job_id
-        self._info: dict[str, wire.Value] = {}
+        self._info: dict[str, codec.Value] = {}
         self._events: list[wire.Event] = []
         self._aggregator: Any | None = None
         self._make = False
@@ -70,7 +71,7 @@ class RunReporter:
         self._make = True
         self._wake.set()
 
-    def report(self, info: dict[str, wire.Value] | None = None, *events: wire.Event) -> None:
+    def report(self, info: dict[str, codec.Value] | None = None, *events: wire.Event) -> None:
         """Send `info` and `events` of the run."""
         self._info = {**self._info, **(info or {})}
         self._events.extend(events)
@@ -113,15 +114,15 @@ class RunReporter:
 
     def _send(self, status: str | None = None) -> wire.Finished | None:
         """Send all that has not been delivered. Return the answer, or None where there was none."""
-        events = self._events[: wire.MAX_ITEMS]
-        message = wire.RunEnd(wire.VERSION, self._job_id, self._info, events, status)
+        events = self._events[: codec.MAX_ITEMS]
+        message = wire.RunEnd(codec.VERSION, self._job_id, self._info, events, status)
         try:
             aggregator = self._aggregator = self._find()
             if aggregator is None:
                 return None
             timeout_s = ANSWER_S if status else MADE_S
-            reply = ray.get(aggregator.finish.remote(wire.encode(message)), timeout=timeout_s)
-            self._answer = finished = wire.decode(reply, wire.Finished)
+            reply = ray.get(aggregator.finish.remote(codec.encode(message)), timeout=timeout_s)
+            self._answer = finished = codec.decode(reply, wire.Finished)
             self._heard = time.monotonic()
             if finished.waiting or finished.state == "writing":
                 self._waits_at = self._heard
@@ -289,7 +290,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._reported = error
         failures: dict[int, Exception] = getattr(error, "worker_failures", {})
         causes = [f"rank {rank}: {_in_a_line(failure)}" for rank, failure in sorted(failures.items())]
-        data: dict[str, wire.Value] = {"attempt": max(0, self._attempt)}
+        data: dict[str, codec.Value] = {"attempt": max(0, self._attempt)}
         if failures:
             data["ranks"] = ",".join(map(str, sorted(failures)))[:_MESSAGE_CHARS]
         if len(failures) == 1:
@@ -300,7 +301,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     def _resize(self, num_workers: int) -> None:
         if self._run is not None:
-            data: dict[str, wire.Value] = {"attempt": self._attempt, "world_size_after": num_workers}
+            data: dict[str, codec.Value] = {"attempt": self._attempt, "world_size_after": num_workers}
             text = f"Ray Train goes from {self._world_size} to {num_workers} workers"
             self._run.report(None, wire.Event("resize", time.time_ns(), message=text, data=data))
 

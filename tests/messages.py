@@ -18,6 +18,7 @@ from traceml_ray.signals.output.records import Output
 from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
@@ -62,7 +63,7 @@ def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
     keys = struct.pack(f"<{n}q", *((step + i) << SEGMENT_BITS for i in range(n)))
     rows = struct.pack(f"<{n * N_STAGES}q", *([33_333_333] * (n * N_STAGES)))
     batch = wire.RankBatch(
-        v=wire.VERSION,
+        v=codec.VERSION,
         process_id="0123456789abcdef",
         seq=7_000,
         sent_ns=1_800_000_000_000_000_000,
@@ -98,12 +99,12 @@ def full_rank_batch() -> wire.RankBatch:
 def relay_batch() -> wire.RelayBatch:
     sample = NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [GpuSample(0, "H200", 98.0, 1, 2)])
     return wire.RelayBatch(
-        wire.VERSION,
+        codec.VERSION,
         NODE,
         "fedcba9876543210",
         1,
         2,
-        [wire.encode(rank_batch())],
+        [codec.encode(rank_batch())],
         {"s": 1},
         ["t"],
         [EVENT],
@@ -116,12 +117,12 @@ def relay_batch() -> wire.RelayBatch:
 FAILURE = wire.RankFailure(1, 1, 77, -9, 5, "killed")
 MESSAGES = [
     full_rank_batch(),
-    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, 7, COMMANDS),
+    wire.RankReply(codec.VERSION, "0123456789abcdef", 7, 7, COMMANDS),
     relay_batch(),
-    wire.RelayReply(wire.VERSION, 9, COMMANDS, sent_ns=5),
-    TracePart(wire.VERSION, "0123456789abcdef", "20261123T080006", 1, 100, 5, b"part"),
-    TraceReply(wire.VERSION, 9, 0.5),
-    wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
-    wire.Finished(wire.VERSION, "failed", "disk full"),
-    wire.RunEnd(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
+    wire.RelayReply(codec.VERSION, 9, COMMANDS, sent_ns=5),
+    TracePart(codec.VERSION, "0123456789abcdef", "20261123T080006", 1, 100, 5, b"part"),
+    TraceReply(codec.VERSION, 9, 0.5),
+    wire.Finish(codec.VERSION, -15, [FAILURE], stop=False),
+    wire.Finished(codec.VERSION, "failed", "disk full"),
+    wire.RunEnd(codec.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
 ]

@@ -27,6 +27,7 @@ from traceml_ray.stages import (
     SYNC_WAIT,
 )
 from traceml_ray.views.source import SourceError
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
@@ -186,7 +187,7 @@ class Played:
         for node, relay in enumerate(self.relays):
             ranks = [rank for rank in self.ranks if rank.identity.node_rank == node]
             self.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
-        self.aggregator.finish(wire.Finish(wire.VERSION, exit_code))
+        self.aggregator.finish(wire.Finish(codec.VERSION, exit_code))
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Fields of what that rank alone sends."""

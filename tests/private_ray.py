@@ -29,6 +29,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 ROWS = 5
@@ -79,7 +80,7 @@ class Session:
             return list(keys)
 
     def finish(self) -> wire.Finished:
-        finished = ask_finish(self.socket, wire.Finish(wire.VERSION, 0))
+        finished = ask_finish(self.socket, wire.Finish(codec.VERSION, 0))
         assert finished is not None
         return finished
 
@@ -105,7 +106,7 @@ def live_session(cluster: PrivateRay, **settings: Any) -> Iterator[Session]:
     made = make_session(**settings)
     assert ask_helper(cluster, made.actors) == HelperReply(True)
     yield made
-    ask_finish(made.socket, wire.Finish(wire.VERSION, 0))
+    ask_finish(made.socket, wire.Finish(codec.VERSION, 0))
     until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")
     shutil.rmtree(made.folder.parent)
 
@@ -149,11 +150,11 @@ class Rank:
             (key << 8).to_bytes(8, "little") for key in range(self.produced, self.produced + ROWS)
         )
         batch = wire.RankBatch(
-            wire.VERSION, f"rank{self.number}", self._seq, time.time_ns(), self.produced + ROWS, 0,
+            codec.VERSION, f"rank{self.number}", self._seq, time.time_ns(), self.produced + ROWS, 0,
             self.produced, keys, bytes(ROWS), b"\x01".ljust(8, b"\x00") * N_STAGES * ROWS,
             identity=who, final=final,
         )  # fmt: skip
-        self._held[self._seq] = wire.encode(batch)
+        self._held[self._seq] = codec.encode(batch)
         self._seq += 1
         self._offer(self._held[self._seq - 1])
 
@@ -168,7 +169,7 @@ class Rank:
                 data = self._sock.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError
-                reply = wire.decode(data, wire.RankReply)
+                reply = codec.decode(data, wire.RankReply)
                 self._acked = reply.acked_seq
                 self._held = {seq: held for seq, held in self._held.items() if seq > reply.settled_seq}
         except BlockingIOError:

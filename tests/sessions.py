@@ -30,6 +30,7 @@ from traceml_ray.store import query
 from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Summary, summary_of, to_builtins
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import encode_part
 
@@ -96,8 +97,8 @@ class Rank:
         rows = np.tile(row.astype("<i8"), (steps, 1)).tobytes()
         counts = {"seq": self.seq, "produced": self.produced, "dropped": self.dropped}
         default.update(columns, rows=rows, **counts)
-        return wire.encode(
-            wire.RankBatch(v=wire.VERSION, process_id=self.process_id, **{**default, **with_records(fields)})
+        return codec.encode(
+            wire.RankBatch(v=codec.VERSION, process_id=self.process_id, **{**default, **with_records(fields)})
         )
 
 
@@ -127,9 +128,9 @@ class Relay:
         """The next message; `fields` that are kinds of records (`node`) are lists of these."""
         if seq is None:
             self.seq += 1
-        return wire.encode(
+        return codec.encode(
             wire.RelayBatch(
-                v=wire.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=sent_ns,
+                v=codec.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=sent_ns,
                 seq=self.seq if seq is None else seq, batches=list(batches), **with_records(fields),
             )
         )  # fmt: skip
@@ -214,11 +215,11 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
 
 def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
     """Return the answer to a message about a run, sent again once the files that are due are written."""
-    message = wire.encode(wire.RunEnd(wire.VERSION, run, **fields))
-    answer = wire.decode(aggregator.end(message), wire.Finished)
+    message = codec.encode(wire.RunEnd(codec.VERSION, run, **fields))
+    answer = codec.decode(aggregator.end(message), wire.Finished)
     if answer.pending:
         aggregator.endings.write_due()
-        answer = wire.decode(aggregator.end(message), wire.Finished)
+        answer = codec.decode(aggregator.end(message), wire.Finished)
     return answer
 
 
@@ -248,7 +249,7 @@ def stored(folder: Path) -> Callable[[bytes], bytes]:
 
 def confirmed(reply: bytes) -> int:
     """The number up to which a reply says that messages are stored."""
-    return wire.decode(reply, wire.RelayReply).stored_seq
+    return codec.decode(reply, wire.RelayReply).stored_seq
 
 
 def check_ledger(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from traceml_ray.driver import start
     from traceml_ray.interactive.stored import StoredSession, open
-    from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
+    from traceml_ray.launchers.train_callback import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
     from traceml_ray.reports.analyze import analyze
     from traceml_ray.reports.comparison import compare

@@ -12,7 +12,8 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 
-from traceml_ray.wire.messages import Event, WireError
+from traceml_ray.wire.codec import WireError
+from traceml_ray.wire.messages import Event
 
 MAX_PLACES = 64
 """More than these are counted together: kinds of exceptions come from elsewhere."""

@@ -51,6 +51,7 @@ from traceml_ray.store.results import (
 )
 from traceml_ray.store.session import DATABASE, PAGE, REPORTS, SessionFolder, holder
 from traceml_ray.views.layer_call import ask_layers
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
@@ -90,7 +91,7 @@ def _end_actors(calls: SessionCalls, timeout: float) -> wire.Finished | None:
     try:
         if answers(calls.aggregator, min(ANSWER_S, timeout / 2)):
             reply = ray.get(calls.aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
-            return wire.decode(reply, wire.Finished)
+            return codec.decode(reply, wire.Finished)
     except (ray.exceptions.RayError, ValueError):
         pass
     ray.kill(calls.aggregator, no_restart=True)
@@ -126,7 +127,7 @@ def _finish_from_file(calls: SessionCalls) -> None:
     try:
         if calls.is_finished():
             return
-        over = wire.Finish(wire.VERSION, 0)
+        over = wire.Finish(codec.VERSION, 0)
         end_hung(holder(calls.folder))
         left = relay_folder(calls.name, calls.node_id)
         finish_offline(calls.folder, calls.config.settings, over, left if is_private(left) else None)

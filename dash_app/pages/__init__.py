@@ -25,7 +25,6 @@ from . import (
     ranks,
     sessions,
     signals,
-    start,
     step,
 )
 
@@ -55,6 +54,3 @@ def has_nothing(page: str, header: Mapping[str, Any]) -> bool:
     """Return whether `start` stands in for a page: there is no run to show on it."""
     without_run = ("sessions",) if header["state"] == "missing" else ("sessions", "health")
     return header["session"]["run"] is None and page not in without_run
-
-
-__all__ = ["DATA", "PAGES", "has_nothing", "sessions", "start"]

@@ -17,7 +17,7 @@ from traceml_ray.analysis.shapes import StepSample
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.reports import comparison
-from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in, names
+from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
@@ -30,7 +30,6 @@ from ..document import keys_of, table
 from ..route import Route
 from ..session_cache import SessionCache
 
-__all__ = ["data", "layout", "names", "side"]
 SIDES = "ab"
 _ANEW = 1.1
 """A running session is compared again after it has grown by this share."""

@@ -19,6 +19,7 @@ from ray_cluster import until
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.profiles import under_way
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 Steps = Generator[None, None, None]
@@ -154,7 +155,7 @@ def unbundled(run: Run) -> Steps:
     """A bundle is wanted where no folder for it can be made; that is counted."""
     (run.session / "bundles").write_text("")
     with connected(run) as sock:
-        sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "a")))
+        sock.send(codec.encode(wire.ControlRequest(codec.VERSION, "a")))
 
     def counted() -> bool:
         with SessionFile(run.session / "session.sqlite") as file:
@@ -170,7 +171,7 @@ def profiled(*names: str) -> Fault:
     def fault(run: Run) -> Steps:
         wanted = wire.ProfileRequest(steps=20)
         with connected(run) as sock:
-            sock.send(wire.encode(wire.ControlRequest(wire.VERSION, "p", wire.MeasureRequest("p", wanted))))
+            sock.send(codec.encode(wire.ControlRequest(codec.VERSION, "p", wire.MeasureRequest("p", wanted))))
         until(lambda: (now := under_way(run.session)) is not None and now.ranks, "a capture", 20)
         yield
         for name in names:
@@ -209,11 +210,11 @@ def spoken(run: Run) -> Steps:
         processes = [(process.process_id, process.last_batch) for process in file.processes()]
     replayed = [batch(name, number) for name, last in processes for number in range(last + 1)]
     good = batch("0" * 16, 0)
-    newer = msgspec.structs.replace(wire.decode(good, wire.RankBatch), v=wire.VERSION + 1)
+    newer = msgspec.structs.replace(codec.decode(good, wire.RankBatch), v=codec.VERSION + 1)
     messages = [
         *(b"\0", b"\xc1junk", secrets.token_bytes(4000), bytes(60_000)),
         *(good[:cut] for cut in range(1, len(good), 7)),
-        *(wire.encode(newer), good + b"\0"),
+        *(codec.encode(newer), good + b"\0"),
         *replayed * 3,
         secrets.token_bytes(wire.MAX_BATCH_BYTES + 1),
     ]
@@ -282,9 +283,9 @@ def connected(run: Run) -> Generator[socket.socket, None, None]:
 
 def batch(process_id: str, seq: int, rows: int = 4) -> bytes:
     """A batch such as an agent might have sent."""
-    return wire.encode(
+    return codec.encode(
         wire.RankBatch(
-            v=wire.VERSION, process_id=process_id, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
+            v=codec.VERSION, process_id=process_id, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
             first_row=rows * seq, keys=bytes(8 * rows), flags=bytes(rows), rows=bytes(ROW_BYTES * rows),
         )
     )  # fmt: skip

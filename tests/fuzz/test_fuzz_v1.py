@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray.importers import v1
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 REASONS = {"too_large", "too_many", "wrong_version", "malformed"}
@@ -69,12 +70,12 @@ def read(senders: v1.Senders, data: bytes) -> None:
     with bounded(mib=MIB):
         messages = list(senders.read(data, 1, 0)) if v1.is_v1(data) else []
     for batch in messages:
-        if isinstance(batch, wire.WireError):
+        if isinstance(batch, codec.WireError):
             assert batch.reason in REASONS and len(str(batch)) < 500
             continue
-        encoded = wire.encode(batch)
+        encoded = codec.encode(batch)
         assert len(encoded) <= 2 * wire.MAX_BATCH_BYTES
-        assert wire.decode(encoded, wire.RankBatch).seq == batch.seq
+        assert codec.decode(encoded, wire.RankBatch).seq == batch.seq
         assert batch.produced == batch.first_row + len(batch.flags) + batch.dropped
         assert len(batch.errors) <= v1.MAX_NAMES + 1
 

@@ -1,4 +1,4 @@
-"""Messages from nobody knows whom: `wire.decode`, and what an aggregator makes of those that it takes."""
+"""Messages from nobody knows whom: `codec.decode`, and what an aggregator makes of those that it takes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from traceml_ray.signals.throughput.records import SIZES, StepWork
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 TYPES = [type(message) for message in MESSAGES]
@@ -43,11 +44,11 @@ def decoded(data: bytes, kind: type[Any]) -> Any:
     """The message, or None; nothing but a WireError of a known reason is let through."""
     with bounded(mib=MIB):
         try:
-            message = wire.decode(data, kind)
-        except wire.WireError as error:
+            message = codec.decode(data, kind)
+        except codec.WireError as error:
             assert error.reason in REASONS and len(str(error)) < 500
             return None
-        wire.tag_of(data)
+        codec.tag_of(data)
     assert type(message) is kind
     return message
 
@@ -64,28 +65,28 @@ def test_message_of_any_bytes_is_decoded_or_refused(kind: type[Any], data: bytes
 def test_message_of_any_msgpack_shape_is_decoded_or_refused(
     kind: type[Any], fields: list[Any], headed: bool
 ) -> None:
-    head = [kind.__struct_config__.tag, wire.VERSION] if headed else []
+    head = [kind.__struct_config__.tag, codec.VERSION] if headed else []
     decoded(msgspec.msgpack.encode(head + fields), kind)
 
 
 @fuzz()
 @given(st.sampled_from(MESSAGES), st.data())
 def test_message_with_one_field_replaced_is_decoded_or_refused(message: Any, data: st.DataObject) -> None:
-    fields = msgspec.msgpack.decode(wire.encode(message))
+    fields = msgspec.msgpack.decode(codec.encode(message))
     fields[data.draw(st.integers(2, len(fields) - 1))] = data.draw(anything)
     taken = decoded(msgspec.msgpack.encode(fields), type(message))
-    assert taken is None or wire.decode(wire.encode(taken), type(message)) is not None
+    assert taken is None or codec.decode(codec.encode(taken), type(message)) is not None
 
 
 @fuzz(2)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_message_with_changed_bytes_is_decoded_or_refused(message: Any, data: st.DataObject) -> None:
-    decoded(data.draw(mutated(wire.encode(message))), type(message))
+    decoded(data.draw(mutated(codec.encode(message))), type(message))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_message_with_a_bomb_in_any_field_is_decoded_or_refused(message: Any) -> None:
-    fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(wire.encode(message))]
+    fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(codec.encode(message))]
     for bomb in BOMBS:
         decoded(bomb, type(message))
         for index in range(len(fields)):
@@ -204,7 +205,7 @@ class Expected:
 
     def take(self, data: bytes) -> None:
         """Expect the records of a rank batch. One with the number of an older batch was sent twice."""
-        batch = wire.decode(data, wire.RankBatch)
+        batch = codec.decode(data, wire.RankBatch)
         is_new = batch.seq > self._newest.get(batch.process_id, -1)
         if is_new:
             self._newest[batch.process_id] = batch.seq
@@ -254,7 +255,7 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
             aggregator.query, [query.GetStatus(), query.GetRuns(), query.GetLedger(), query.GetVerdict()]
         )
         assert dict(aggregator.errors) == dict(+expected.errors)
-        aggregator.finish(wire.Finish(wire.VERSION, 0))
+        aggregator.finish(wire.Finish(codec.VERSION, 0))
         aggregator.close()
         with SessionFile(Path(folder) / "session.sqlite") as stored:
             count = msgspec.to_builtins(stored.ledger())
@@ -268,13 +269,13 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
 @given(st.data())
 def test_aggregator_answers_any_relay_or_launcher_message(data: st.DataObject) -> None:
     """Whatever comes, it is answered; what is refused is counted under the name of a WireError."""
-    run = wire.RunEnd(wire.VERSION, "job", {"name": "fit"}, [], "finished")
+    run = wire.RunEnd(codec.VERSION, "job", {"name": "fit"}, [], "finished")
     with tempfile.TemporaryDirectory() as folder, bounded():
         aggregator = AggregatorCore(Path(folder), Settings(), {})
-        aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))
-        aggregator.ingest(Relay().message(data.draw(mutated(wire.encode(rank_batch())))))
-        decoded = wire.decode(
-            aggregator.end(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
+        aggregator.ingest(data.draw(mutated(codec.encode(relay_batch()))))
+        aggregator.ingest(Relay().message(data.draw(mutated(codec.encode(rank_batch())))))
+        decoded = codec.decode(
+            aggregator.end(data.draw(mutated(codec.encode(run)) | st.binary(max_size=50))), wire.Finished
         )
         assert decoded.ok or decoded.pending or "WireError" in decoded.detail
         aggregator.endings.write_due()

@@ -30,6 +30,7 @@ from traceml_ray.agent.steps import STREAMED
 from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 MS = 1_000_000
@@ -54,7 +55,7 @@ class Wire:
     def offer(self, data: bytes) -> bool:
         if self.gone:
             return False
-        self.taken.append(wire.decode(data, wire.RankBatch))
+        self.taken.append(codec.decode(data, wire.RankBatch))
         return True
 
     def replies(self) -> list[bytes]:

@@ -27,6 +27,7 @@ from traceml_ray.launchers.helper import HelperReply
 from traceml_ray.reports.summary import nodes_of
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -51,7 +52,7 @@ def test_actors_store_what_ranks_send_and_end_on_request(cluster: PrivateRay, se
     with SessionFile(session.folder / DATABASE) as file:
         assert [node.hostname for node in nodes_of(file)] == [socket.gethostname()]
     rank.send(final=True)
-    assert session.finish() == wire.Finished(wire.VERSION, "written")
+    assert session.finish() == wire.Finished(codec.VERSION, "written")
     assert session.keys() == [step << 8 for step in range(5 * ROWS)]
     assert (session.folder / "summary.json").exists()
     until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")

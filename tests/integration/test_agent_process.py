@@ -24,6 +24,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.stages import ROW_BYTES
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool
 
@@ -51,7 +52,7 @@ class Heard(Straight):
         self.messages: dict[int, wire.RelayBatch] = {}
 
     def ingest(self, data: bytes, commit: bool) -> bool:
-        message = wire.decode(data, wire.RelayBatch)
+        message = codec.decode(data, wire.RelayBatch)
         return super().ingest(data, commit) and bool(self.messages.setdefault(message.seq, message))
 
 
@@ -91,7 +92,7 @@ class Node:
         return [(line.stream, line.text) for line in ask(self._aggregator, "output", rank=rank)[0].lines]
 
     def _decoded(self) -> list[wire.RankBatch]:
-        return [wire.decode(data, wire.RankBatch) for data in self.heard()]
+        return [codec.decode(data, wire.RankBatch) for data in self.heard()]
 
     def close(self) -> None:
         self._relay.close()
@@ -137,7 +138,7 @@ def test_agent_watches_an_unchanged_script_to_its_end(tmp_path: Path, relay: Nod
     (end,) = [event for b in batches for event in b.events]
     assert end.kind == "exit" and isinstance(end.data["tail_ns"], int)
     (left,) = tmp_path.glob("*.spool")
-    copy = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    copy = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert copy == batches[-len(copy) :]  # the relay has it all, but has not confirmed that it is stored
 
 
@@ -326,7 +327,7 @@ def test_rows_are_left_in_the_spool_without_a_relay(tmp_path: Path) -> None:
     done = run(tmp_path, TRAIN + "train()")
     assert (done.returncode, done.stderr) == (0, "")
     (left,) = tmp_path.glob("*.spool")
-    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    batches = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert sum(len(b.flags) for b in batches) == 20 and batches[-1].final
 
 

@@ -27,6 +27,7 @@ from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.actors import FILE, ActorConfig, Attachment
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool
 
@@ -123,7 +124,7 @@ class Node:
 
     def spooled(self) -> list[wire.RankBatch]:
         frames = [frame for path in (self.folder / "spool").iterdir() for frame in read_spool(path)]
-        return [wire.decode(frame, wire.RankBatch) for frame in frames]
+        return [codec.decode(frame, wire.RankBatch) for frame in frames]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def node(ray: PrivateRay) -> Iterator[Node]:
     yield made
     made.signal("raylet", signal.SIGCONT)
     made.signal("gcs_server", signal.SIGCONT)
-    ask_finish(folder / "relay.sock", wire.Finish(wire.VERSION, 0))
+    ask_finish(folder / "relay.sock", wire.Finish(codec.VERSION, 0))
     shutil.rmtree(folder, ignore_errors=True)  # the relay removes its socket meanwhile
 
 

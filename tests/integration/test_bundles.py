@@ -24,6 +24,7 @@ from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.store.bundles import Bundle, bundles_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 WORLD, FAILS = 2, 1
@@ -106,7 +107,7 @@ class Job:
             wire.RankFailure(rank, rank, process.pid, process.returncode, time.time_ns())
             for rank, process in enumerate(self.ranks)
         ]
-        self.aggregator.finish(wire.Finish(wire.VERSION, 1, failures))
+        self.aggregator.finish(wire.Finish(codec.VERSION, 1, failures))
         assert not any("bundle" in place for place in self.aggregator.errors)
         (bundle,) = bundles_of(self.folder)
         report = (self.folder / "report.txt").read_text()

@@ -23,6 +23,7 @@ from traceml_ray.ray.actors import find_aggregator, relay_folder
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session import SessionError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -234,8 +235,10 @@ def test_aggregator_that_ends_by_itself_meanwhile_needs_no_end() -> None:
 
 def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
     def batch(seq: int) -> bytes:
-        made = wire.RankBatch(wire.VERSION, "process_id", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
-        return wire.encode(made)
+        made = wire.RankBatch(
+            codec.VERSION, "process_id", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48)
+        )
+        return codec.encode(made)
 
     with traceml_ray.start(session="restarted", out=tmp_path) as session:
         session.wait_ready()

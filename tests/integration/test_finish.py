@@ -26,6 +26,7 @@ from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.membership import ensure_relay
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, holder, prepare
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -57,7 +58,7 @@ class Job:
 
     def leave(self, node: int, code: int = 0) -> wire.Finished | None:
         """What the launcher of that node does at the end."""
-        return ask_finish(self.sockets[node], wire.Finish(wire.VERSION, code, stop=node == 0, nodes=2))
+        return ask_finish(self.sockets[node], wire.Finish(codec.VERSION, code, stop=node == 0, nodes=2))
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(self.session.summary_json.read_bytes())
@@ -91,7 +92,7 @@ def test_node_that_ends_long_after_the_first_is_in_the_session(job: Job) -> None
     send(job, 0, 3, final=True)
     send(job, 1, 3)
     answer = job.leave(0)
-    assert answer == wire.Finished(wire.VERSION, "written", socket.gethostname(), 1)
+    assert answer == wire.Finished(codec.VERSION, "written", socket.gethostname(), 1)
     assert job.summary()["session"]["status"] == "finished"
     assert holder(job.session.path) == os.getpid()
     job.session.release()  # the launcher of the first node ends
@@ -100,7 +101,7 @@ def test_node_that_ends_long_after_the_first_is_in_the_session(job: Job) -> None
         prepare(job.folder, job.name)
     until(lambda: len(job.actors()) == 2, "the relay of the first node ends")
     send(job, 1, 5, final=True)
-    assert job.leave(1, 7) == wire.Finished(wire.VERSION, "noted")
+    assert job.leave(1, 7) == wire.Finished(codec.VERSION, "noted")
     until(lambda: not job.actors(), "all actors end")
     assert holder(job.session.path) is None
     summary = job.summary()
@@ -114,7 +115,7 @@ def test_nodes_that_end_together_leave_no_actor(job: Job) -> None:
         send(job, node, 2, final=True)
     with ThreadPoolExecutor(2) as pool:
         first, other = pool.map(job.leave, range(2))
-    assert first == wire.Finished(wire.VERSION, "written")
+    assert first == wire.Finished(codec.VERSION, "written")
     assert other is not None and other.state == "noted"
     until(lambda: not job.actors(), "all actors end")
     assert check_ledger(job.session.path)["stored"] == 4 * ROWS
@@ -129,7 +130,7 @@ def test_lost_node_is_not_waited_for_after_the_first_has_ended(cluster: FakeClus
     job.ranks[1] = Rank(job.sockets[1], 1)
     send(job, 0, 3, final=True)
     send(job, 1, 3)
-    assert job.leave(0, 0) == wire.Finished(wire.VERSION, "written", socket.gethostname(), 1)
+    assert job.leave(0, 0) == wire.Finished(codec.VERSION, "written", socket.gethostname(), 1)
     job.session.release()
     cluster.remove(lost)
     until(lambda: not [name for name in job.actors() if "aggregator" in name], "the aggregator ends", 30)

@@ -31,6 +31,7 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import LIVE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply; of the last one it leaves a
@@ -83,8 +84,8 @@ def batch(
     who = RankIdentity(rank, 0, rank // 2, 4, 2, 2, "host", None, "job", 0, pid, "explicit")
     keys = b"".join((step << 8).to_bytes(8, "little") for step in range(first + 1, first + 1 + n))
     rows = (5_000_000).to_bytes(8, "little") * N_STAGES * n
-    sent = wire.VERSION, process_id, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
-    return wire.encode(wire.RankBatch(*sent, final=final)).hex()
+    sent = codec.VERSION, process_id, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
+    return codec.encode(wire.RankBatch(*sent, final=final)).hex()
 
 
 class Bench:
@@ -433,14 +434,14 @@ def test_relay_that_does_not_answer_is_told_from_one_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "SILENT_S", 0.05)
-    path, message = tmp_path / "relay.sock", wire.Finish(wire.VERSION, 0)
+    path, message = tmp_path / "relay.sock", wire.Finish(codec.VERSION, 0)
     assert control.ask_finish(path, message) is None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
         silent = control.ask_finish(path, message)
     assert control.ask_finish(path, message) is None
-    assert silent == wire.Finished(wire.VERSION, "failed", "the relay did not answer in time")
+    assert silent == wire.Finished(codec.VERSION, "failed", "the relay did not answer in time")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from traceml_ray.launchers import control, profile_request
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
 from traceml_ray.store.session import DATABASE, Live, MonitorState, prepare, write_live
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
-NOTED = wire.encode(wire.Finished(wire.VERSION, "noted"))
+NOTED = codec.encode(wire.Finished(codec.VERSION, "noted"))
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def relay(session: Path) -> Iterator[socket.socket]:
 def _answer(relay: socket.socket) -> wire.ControlRequest:
     asking, _ = relay.accept()
     with asking:
-        asked = wire.decode(asking.recv(1 << 16), wire.ControlRequest)
+        asked = codec.decode(asking.recv(1 << 16), wire.ControlRequest)
         asking.send(NOTED)
     return asked
 
@@ -54,7 +55,7 @@ def test_relay_that_is_slow_is_waited_for_as_long_as_asked(
     session: Path, relay: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "SILENT_S", 0.01)
-    message = wire.ControlRequest(wire.VERSION, "me")
+    message = wire.ControlRequest(codec.VERSION, "me")
     with pytest.raises(control.ControlError, match=r"does not answer within 0\.05 s"):
         control.request(session, message, 0.05)
     relay.accept()[0].close()
@@ -70,7 +71,7 @@ def test_relay_that_is_gone_is_not_waited_for(session: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ended:
         ended.bind(str(session.parent / "relay.sock"))
     with pytest.raises(control.ControlError, match="does not answer at"):
-        control.request(session, wire.ControlRequest(wire.VERSION, "me"), 20.0)
+        control.request(session, wire.ControlRequest(codec.VERSION, "me"), 20.0)
 
 
 def _profile(state: profiles.State, asked: str) -> Profile:
@@ -87,7 +88,7 @@ def test_session_that_is_starting_is_named_where_an_older_one_is_found(session: 
     older = session.parent / "older"
     older.mkdir()
     with pytest.raises(control.ControlError, match=r"'older' is not live: .*; live is 's', which may"):
-        control.request(older, wire.ControlRequest(wire.VERSION, "me"), 20.0)
+        control.request(older, wire.ControlRequest(codec.VERSION, "me"), 20.0)
 
 
 def test_session_that_is_starting_is_waited_for(session: Path, relay: socket.socket) -> None:
@@ -96,7 +97,7 @@ def test_session_that_is_starting_is_waited_for(session: Path, relay: socket.soc
 
     (session / DATABASE).unlink()
     show("waiting_for_cpu")
-    message, done = wire.ControlRequest(wire.VERSION, "me"), threading.Event()
+    message, done = wire.ControlRequest(codec.VERSION, "me"), threading.Event()
 
     def ask() -> None:
         control.request(session, message, 240.0)

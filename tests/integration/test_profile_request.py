@@ -21,6 +21,7 @@ from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import captures
 from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
 from traceml_ray.store.session import prepare
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 SCRIPT = """
@@ -163,7 +164,7 @@ def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_nam
         assert [rank.rank for rank in profile.captured] == sorted([1, profile.median])
         assert any("`aten::cosh`" in line or "`aten::acosh`" in line for line in profile.found[:2])
         job.end()
-        job.aggregator.finish(wire.Finish(wire.VERSION, 0))
+        job.aggregator.finish(wire.Finish(codec.VERSION, 0))
         report = (job.session.path / "report.txt").read_text()
         assert "\nOperation  rank 1 spends" in report and profile.found[0][:30] in report
     finally:

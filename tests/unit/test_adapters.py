@@ -19,9 +19,10 @@ from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks, hook
 from traceml_ray.agent import bootstrap
 from traceml_ray.monitor import relay
 from traceml_ray.settings import Settings
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
-VERDICT: dict[str, wire.Value] = {
+VERDICT: dict[str, codec.Value] = {
     "label": "straggler",
     "why": "rank 1 is late",
     "stage": "data",
@@ -61,7 +62,7 @@ def test_verdict_reaches_rank_0_and_no_other(tmp_path: Path) -> None:
         made.accept(ranks[0].batch(1))
         made.poll()
         made.poll()
-        replies = [wire.decode(made.accept(rank.batch(1)), wire.RankReply) for rank in ranks]
+        replies = [codec.decode(made.accept(rank.batch(1)), wire.RankReply) for rank in ranks]
     finally:
         made.close()
         core.close()

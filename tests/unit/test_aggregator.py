@@ -47,10 +47,11 @@ from traceml_ray.stages import FLAG_EXCLUDED, FORWARD, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool, write_spool
 
-FINISH = wire.Finish(wire.VERSION, 0)
+FINISH = wire.Finish(codec.VERSION, 0)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_rank_process_that_only_lost_rows_is_in_the_ledger(tmp_path: Path) -> No
 def test_garbage_is_dropped_and_counted_and_the_rest_is_taken(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     good = rank.batch(3)
-    bad = [b"", b"\xc1junk", good[:-9], wire.encode(FINISH), b"\x00" * 100]
+    bad = [b"", b"\xc1junk", good[:-9], codec.encode(FINISH), b"\x00" * 100]
     assert confirmed(aggregator.ingest(b"junk")) == 0
     aggregator.ingest(relay.message(*bad, good))
     assert _ledger(aggregator, tmp_path)["stored"] == 3
@@ -194,7 +195,7 @@ def test_aggregator_neither_raises_nor_loses_balance_on_any_bytes(
         message = bytearray(relay.message(rank.batch(data.draw(st.integers(0, 5)))))
         for _ in range(data.draw(st.integers(0, 4))):
             message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-        wire.decode(aggregator.ingest(bytes(message)), wire.RelayReply)
+        codec.decode(aggregator.ingest(bytes(message)), wire.RelayReply)
         aggregator.judge()
     assert aggregator.commit()
     check_ledger(folder)
@@ -436,7 +437,7 @@ def test_finish_writes_the_files_and_may_be_called_again(tmp_path: Path) -> None
     aggregator.ingest(relay.message(rank.batch(30, produced=35)))
     failure = wire.RankFailure(0, 0, rank.identity.pid, -9, 5)
     for _ in range(2):
-        aggregator.finish(wire.Finish(wire.VERSION, 1, [failure]))
+        aggregator.finish(wire.Finish(codec.VERSION, 1, [failure]))
     aggregator.close()
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert summary["session"]["status"] == "failed"
@@ -635,7 +636,7 @@ def test_actor_ends_itself_though_ray_does_not_answer(
     monkeypatch.setattr(actor, "find_relays", no_answer)
     monkeypatch.setattr(actor, "end_myself", lambda: ended.append(True))
     if asked:
-        assert wire.decode(made.finish(wire.encode(FINISH)), wire.Finished).pending
+        assert codec.decode(made.finish(codec.encode(FINISH)), wire.Finished).pending
     else:
         aggregator._busy_ns -= SECOND
     made._beat()
@@ -685,7 +686,7 @@ def test_aggregator_has_relays_of_many_nodes_send_less_often(tmp_path: Path) -> 
 
     def tick_s() -> float:
         aggregator.commit()
-        return wire.decode(aggregator.ingest(Relay().message()), wire.RelayReply).tick_s
+        return codec.decode(aggregator.ingest(Relay().message()), wire.RelayReply).tick_s
 
     assert tick_s() == 1.0
     for number in range(2):
@@ -775,7 +776,7 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
             elif operation == "lost":
                 aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
             elif operation == "ended":
-                aggregator.end(wire.encode(wire.RunEnd(wire.VERSION, "job", {}, [], "finished")))
+                aggregator.end(codec.encode(wire.RunEnd(codec.VERSION, "job", {}, [], "finished")))
             else:
                 special: dict[str, Any] = {"unknown": {"identity": None}, "final": {"final": True}}
                 fields = special.get(operation, {})

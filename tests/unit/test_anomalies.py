@@ -28,6 +28,7 @@ from traceml_ray.signals.nodes.sampler import xid_events
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 GIB = 1 << 30
@@ -412,7 +413,7 @@ def test_straggler_on_a_throttling_device_has_evidence_and_its_peer_has_none(tmp
     live = ask(run.aggregator, "verdict")
     run.play(15, late=0, hot=3)  # now another rank is late, and it still throttles
     other = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     summary = json.loads((tmp_path / "summary.json").read_bytes())
 
     assert (live["label"], live["rank"]) == ("straggler", 3)
@@ -433,7 +434,7 @@ def test_report_has_the_evidence_with_the_verdict(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(4, late=None, hot=None)
     run.play(26, late=3, hot=3)
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     run.aggregator.close()
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert [anomaly["kind"] for anomaly in summary["verdict"]["machine"]] == ["thermal", "clock_lack"]
@@ -451,7 +452,7 @@ def test_usual_values_of_a_node_exclude_the_time_before_training(tmp_path: Path)
     run.start_up(60)
     run.play(30, late=1, hot=1, **BUSY)  # late, and at work, from the first step on
     live = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     for verdict in (live, stored):
         assert (verdict["label"], verdict["rank"]) == ("straggler", 1)
@@ -463,7 +464,7 @@ def test_single_node_without_earlier_training_has_no_evidence(tmp_path: Path) ->
     run.start_up(60)
     run.play(30, late=1, hot=None)
     live = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     for verdict in (live, stored):
         assert (verdict["rank"], verdict["machine"]) == (1, None)
@@ -475,7 +476,7 @@ def test_single_node_in_training_is_compared_with_its_earlier_training(tmp_path:
     run.play(60, late=None, hot=1)
     run.play(30, late=1, hot=1, **BUSY)
     live = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     spans = json.loads((tmp_path / "summary.json").read_bytes())["verdicts"]
     (late,) = (span for span in spans if span["label"] == "straggler")
     for verdict in (live, late):
@@ -493,7 +494,7 @@ def test_death_is_examined_from_a_minute_before_it_and_only_once(tmp_path: Path)
     run.gone = 3
     run.play(20, late=None, hot=None)
     later = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 1))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 1))
     stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     for verdict in (first, later, stored):
         assert (verdict["label"], verdict["rank"]) == ("rank_lost", 3)
@@ -506,7 +507,7 @@ def test_critical_error_is_evidence_even_of_a_short_time(tmp_path: Path) -> None
     run.xid = {2: 94, 1: 31}  # of the device beside the late one; and on another node
     run.play(4, late=3, hot=None)
     live = ask(run.aggregator, "verdict")
-    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 0))
     run.aggregator.close()
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     (late,) = (span for span in summary["verdicts"] if span["label"] == "straggler")
@@ -530,7 +531,7 @@ def test_critical_error_that_killed_a_process_is_in_the_next_sample(tmp_path: Pa
     run.gone, run.xid = 3, {3: 79}
     run.play(1, late=None, hot=None)
     run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].process_id]))
-    run.aggregator.finish(wire.Finish(wire.VERSION, 1))
+    run.aggregator.finish(wire.Finish(codec.VERSION, 1))
     verdict = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     assert [anomaly["text"] for anomaly in verdict["machine"]] == [
         "GPU 1 (rank 3): XID 79: the GPU has fallen off the bus"

@@ -19,6 +19,7 @@ from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
 
@@ -45,7 +46,7 @@ class Way(Straight):
         if not self.up:
             self._parts.append(ConnectionError("the actor died"))
             return True
-        self.parts.append(wire.decode(data, TracePart))
+        self.parts.append(codec.decode(data, TracePart))
         return super().send_part(data)
 
     @property
@@ -67,7 +68,7 @@ class Session:
             self.aggregator.judge()
         ask(self.aggregator, "start_profile", request=wire.ProfileRequest("0"), id="me")
         self.aggregator.judge()
-        (command,) = wire.decode(self.say(), wire.RelayReply).commands
+        (command,) = codec.decode(self.say(), wire.RelayReply).commands
         self.args: dict[str, Any] = dict(command.args)
         self.trace = leave_trace(self.spool, self.rank.process_id)
         self.way = Way(self.aggregator)
@@ -178,7 +179,7 @@ def test_profile_under_way_when_its_aggregator_was_killed_ends_with_a_reason(ses
     session.aggregator.judge()
     assert session.aggregator._profiling._files.wait(60.0)
     session.restart_aggregator()
-    session.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    session.aggregator.finish(wire.Finish(codec.VERSION, 0))
     assert session.failed() == "the session was over before its trace was there"
 
 
@@ -387,7 +388,7 @@ class Asked(Straight):
     """An aggregator that wants all of a trace."""
 
     def send_part(self, data: bytes) -> bool:
-        self._parts.append(wire.encode(TraceReply(wire.VERSION, wire.decode(data, TracePart).offset)))
+        self._parts.append(codec.encode(TraceReply(codec.VERSION, codec.decode(data, TracePart).offset)))
         return True
 
 
@@ -416,10 +417,10 @@ def test_thread_sends_by_itself_and_ends(session: Session) -> None:
 
 
 def test_reply_of_nobody_knows_whom_is_refused(session: Session) -> None:
-    assert wire.decode(session.aggregator.bulk(b"x"), TraceReply).offset is None
+    assert codec.decode(session.aggregator.bulk(b"x"), TraceReply).offset is None
     assert session.aggregator.errors["bulk: garbage"] == 1
-    part = TracePart(wire.VERSION, "p", "p", 1, 10, 5, b"123456")
-    session.aggregator.bulk(wire.encode(part))
+    part = TracePart(codec.VERSION, "p", "p", 1, 10, 5, b"123456")
+    session.aggregator.bulk(codec.encode(part))
     assert session.aggregator.errors["bulk: bad_columns"] == 1
 
 

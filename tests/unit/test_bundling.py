@@ -21,6 +21,7 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.store import query
 from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 WORLD = 4
@@ -54,7 +55,7 @@ def settled(played: Played, seconds: int = 3) -> list[Bundle]:
 
 
 def finish(played: Played, code: int = 0, **fields: Any) -> None:
-    message = wire.encode(wire.Finish(wire.VERSION, code, node_id="", **fields))
+    message = codec.encode(wire.Finish(codec.VERSION, code, node_id="", **fields))
     played.aggregator.end(message)
     played.clock.tick(OTHERS_S + 1)
     played.aggregator.endings.write_due()
@@ -181,7 +182,7 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     played.play(20)
     ask(played.aggregator, "dump", id="abc")
     played.aggregator.judge()
-    reply = wire.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
+    reply = codec.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
     (command,) = reply.commands
     assert command.name == "dump"
     for rank in range(WORLD):

@@ -20,6 +20,7 @@ from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart
 
@@ -84,7 +85,7 @@ class Job:
         """Have a rank's relay send a part of its trace; return where the relay is to go on."""
         args, who = self.command, f"process-{rank}"
         number = number or args["number"]
-        part = TracePart(wire.VERSION, who, args["id"], number, len(TRACE), offset, data, failure)
+        part = TracePart(codec.VERSION, who, args["id"], number, len(TRACE), offset, data, failure)
         reply = self.captures.accept_part(part)
         assert self.files.wait(60.0)
         return reply.offset

@@ -15,6 +15,7 @@ from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.ray.actor_calls import LOOK_UP_S, ActorCalls
 from traceml_ray.settings import Settings
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -126,7 +127,7 @@ def test_relay_that_returns_is_sent_the_oldest_batches_first(
         agent.tick()
         peer, _ = listener.accept()
         with peer:
-            numbers = [wire.decode(peer.recv(wire.MAX_BATCH_BYTES), wire.RankBatch).seq for _ in range(4)]
+            numbers = [codec.decode(peer.recv(wire.MAX_BATCH_BYTES), wire.RankBatch).seq for _ in range(4)]
     assert numbers == [1, 2, 3, 4]
 
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 from measured_layers import LATE, measured
-from played import MS, QUIET, Played
+from played import QUIET, Played
 from plotly.io.json import to_json_plotly
+from sessions import MS
 
 from traceml_ray import text
 from traceml_ray.dash_app import metrics

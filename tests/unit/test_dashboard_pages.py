@@ -27,6 +27,7 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document import drawing
 from traceml_ray.views import figures
 from traceml_ray.views.heat_figure import heat_figure
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 PAGES = [
@@ -241,7 +242,7 @@ class TestRefresh:
 
     def test_session_that_ended_before_any_row_says_so(self, tmp_path: Path) -> None:
         played = Played(tmp_path / "played")
-        played.aggregator.finish(wire.Finish(wire.VERSION, 1))
+        played.aggregator.finish(wire.Finish(codec.VERSION, 1))
         pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
         pages.poll()
         page, _ = Refresher(pages).refresh("/", "", {})

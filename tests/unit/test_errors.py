@@ -12,7 +12,7 @@ import pytest
 from traceml_ray.errors import MAX_PLACES, Errors
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
-from traceml_ray.wire.messages import WireError
+from traceml_ray.wire.codec import WireError
 
 ROOT = Path(__file__).parents[2]
 BROAD = {"Exception", "BaseException"}

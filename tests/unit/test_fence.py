@@ -19,6 +19,7 @@ from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.settings import Settings
 from traceml_ray.store.fence import Fenced
 from traceml_ray.store.schema import connect
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool
 
@@ -61,9 +62,9 @@ aggregator.ingest(relay.message(rank.batch(20)))
 committed = aggregator.commit()
 aggregator.ingest(relay.message(rank.batch(5)))
 again = aggregator.commit()
-from traceml_ray.wire import messages as wire
-reply = wire.decode(aggregator.ingest(relay.message(seq=2)), wire.RelayReply)
-aggregator.end(wire.encode(wire.Finish(wire.VERSION, 0, node_id="node-0")))
+from traceml_ray.wire import codec, messages as wire
+reply = codec.decode(aggregator.ingest(relay.message(seq=2)), wire.RelayReply)
+aggregator.end(codec.encode(wire.Finish(codec.VERSION, 0, node_id="node-0")))
 aggregator.endings.write_due()
 print(committed, again, reply.stored_seq, aggregator.fenced, flush=True)
 aggregator.close()
@@ -88,7 +89,7 @@ def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, 
         rank = Rank(0, 1)
         batches = [rank.batch(10), rank.batch(20), rank.batch(0, final=True)]
         write_spool(spool / f"{rank.process_id}.spool", batches[1:])
-        finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 1), spool)
+        finish_offline(folder, Settings(), wire.Finish(codec.VERSION, 1), spool)
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".sqlite-shm"}
         writer.send_signal(signal.SIGCONT)
         output, _ = writer.communicate(timeout=240)
@@ -139,7 +140,7 @@ def test_new_aggregator_fences_the_one_before(tmp_path: Path, opened: Callable[[
     second.ingest(again)
     assert second.commit() and confirmed(second.ingest(again)) == 2
     with pytest.raises(Fenced):
-        first.finish(wire.Finish(wire.VERSION, 1))
+        first.finish(wire.Finish(codec.VERSION, 1))
     assert not (tmp_path / "summary.json").exists()
     assert [*first.errors] == ["commit: Fenced"]
     assert check_ledger(tmp_path)["stored"] == 12
@@ -153,12 +154,12 @@ def test_reports_of_a_fenced_aggregator_do_not_replace_later_ones(
     put = first._writer.put
 
     def late(files: dict[Path, bytes]) -> None:
-        finish_offline(tmp_path, Settings(), wire.Finish(wire.VERSION, 1))
+        finish_offline(tmp_path, Settings(), wire.Finish(codec.VERSION, 1))
         put(files)
 
     monkeypatch.setattr(first._writer, "put", late)
     with pytest.raises(Fenced):
-        first.finish(wire.Finish(wire.VERSION, 0))
+        first.finish(wire.Finish(codec.VERSION, 0))
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert summary["session"]["exit_code"] == 1
     assert not list(tmp_path.glob("*.tmp"))
@@ -229,7 +230,7 @@ def test_writer_that_could_not_claim_stays_out_of_a_session_that_a_later_one_has
     first.ingest(Relay().message(rank.batch(30)))
     assert first.commit()
     second = unclaimed()
-    finish_offline(tmp_path, Settings(), wire.Finish(wire.VERSION, 1))
+    finish_offline(tmp_path, Settings(), wire.Finish(codec.VERSION, 1))
     before = (tmp_path / "session.sqlite").read_bytes()
     second.ingest(Relay(incarnation="later").message(rank.batch(20)))
     assert not second.commit() and second.fenced

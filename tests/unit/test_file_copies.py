@@ -10,6 +10,7 @@ from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
 
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.store.query import QueryError
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -82,5 +83,5 @@ def test_copies_are_removed_at_restart_and_finish(tmp_path: Path) -> None:
     restarted = aggregation(tmp_path)
     assert not list(tmp_path.glob("snapshot-*"))
     ask(restarted, "snapshot")
-    restarted.finish(wire.Finish(wire.VERSION, 0))
+    restarted.finish(wire.Finish(codec.VERSION, 0))
     assert not list(tmp_path.glob("snapshot-*"))

@@ -31,6 +31,7 @@ from traceml_ray.monitor.finish import (
     WORD_S,
     End,
 )
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 PATHS = {
@@ -124,5 +125,5 @@ def test_failed_end_is_reported_once_and_the_next_request_tries_again(clock: Clo
     end.ask()
     end.failed = "OSError: no room"
     assert not end.due(0)
-    assert end.answer(0) == wire.Finished(wire.VERSION, "failed", "OSError: no room")
+    assert end.answer(0) == wire.Finished(codec.VERSION, "failed", "OSError: no room")
     assert end.due(0)

@@ -22,13 +22,14 @@ from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.text import one_line
 from traceml_ray.views.source import StoredSource, _attachment
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
 def stored(folder: Path) -> Path:
     aggregator, relay, rank = aggregation(folder), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(60)))
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     aggregator.close()
     return folder
 
@@ -77,7 +78,7 @@ def test_last_row_with_an_impossible_step_does_not_keep_the_report_from_being_wr
     aggregator = aggregation(tmp_path / "s")
     batch = Rank(0, 4).batch(0, keys=keys, flags=bytes(2), rows=bytes(96), produced=2)
     aggregator.ingest(Relay().message(batch))
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     assert not aggregator.errors
 
 
@@ -88,7 +89,7 @@ def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Pa
     for cpu in (float("inf"), 1.7e308, 1.7e308):
         sample = NodeSample(clock(), cpu, *nothing)  # type: ignore[arg-type]
         aggregator.ingest(relay.message(Rank(0, 1).batch(1), node=[sample]))
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     aggregator.close()
     assert "n/a" in (tmp_path / "s" / "report.txt").read_text()
 

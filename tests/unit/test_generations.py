@@ -11,6 +11,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, generations, world_size
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
@@ -95,7 +96,7 @@ def test_first_death_of_the_workers_that_came_last_is_the_headline(tmp_path: Pat
     to.judge()
     assert to.verdict is not None
     assert (to.verdict.label, to.verdict.rank, to.verdict.exit_reason) == ("rank_lost", 1, "SIGSEGV")
-    to.finish(wire.Finish(wire.VERSION, 1))
+    to.finish(wire.Finish(codec.VERSION, 1))
     verdict = _summary(to)["verdict"]
     assert (verdict["rank"], verdict["exit_reason"]) == (1, "SIGSEGV")
 
@@ -111,7 +112,7 @@ def test_culprit_of_a_failed_job_may_have_been_replaced(
     new = Rank(1, 2, pid=1, process_id="again")
     to.ingest(Relay(0, "again").message(new.batch(0)))  # one comes in its place, and no step
     _ended(to, clock, [old[0], new])
-    to.finish(wire.Finish(wire.VERSION, code))
+    to.finish(wire.Finish(codec.VERSION, code))
     verdict = _summary(to)["verdict"]
     assert (verdict["label"], verdict["exit_reason"]) == (label, "SIGSEGV" if code else None)
 
@@ -124,7 +125,7 @@ def test_workers_stopped_at_a_restart_are_no_culprits_of_a_job_that_fails_later(
     _killed(to, clock, old)
     _train(to, clock, new, 10)
     _ended(to, clock, new)
-    to.finish(wire.Finish(wire.VERSION, 1))
+    to.finish(wire.Finish(codec.VERSION, 1))
     assert _summary(to)["verdict"]["label"] == "healthy"
 
 

@@ -16,6 +16,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import DATA, FORWARD, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 Where = Callable[[int], wire.OpenStage | None]
@@ -54,7 +55,7 @@ class Job:
     def _report(self, batches: list[bytes], **fields: Any) -> str:
         self.clock.tick()
         answer = self.aggregator.ingest(self.relay.message(*batches, **fields))
-        self.commands = wire.decode(answer, wire.RelayReply).commands
+        self.commands = codec.decode(answer, wire.RelayReply).commands
         self.aggregator.judge()
         return self.aggregator.verdict.label if self.aggregator.verdict else ""
 
@@ -140,7 +141,7 @@ def test_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
     assert job.stands(24, at(POST_SYNC, span="checkpoint"), WAITS, WAITS)[-1] == "stalled"
     verdict = job.aggregator.verdict
     assert verdict is not None and (verdict.rank, verdict.span) == (0, "checkpoint")
-    job.aggregator.finish(wire.Finish(wire.VERSION, -2))
+    job.aggregator.finish(wire.Finish(codec.VERSION, -2))
     snapshot("report", (job.folder / "report.txt").read_text().partition("\n\n")[2].partition("\n\n")[0])
 
 
@@ -173,7 +174,7 @@ def test_hang_that_resolves_stays_in_the_history_only(job: Job) -> None:
     assert job.aggregator.verdict is not None and job.aggregator.verdict.label != "hang"
     last = [verdict for verdict in job.history() if verdict["label"] == "hang"][-1]
     assert last["lasted_s"] == pytest.approx(31)
-    job.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    job.aggregator.finish(wire.Finish(codec.VERSION, 0))
     summary = json.loads((job.folder / "summary.json").read_text())
     assert summary["verdict"]["label"] != "hang"
     hangs = [(v["rank"], v["from_step"], v["lasted_s"]) for v in summary["verdicts"] if v["label"] == "hang"]
@@ -202,7 +203,7 @@ def test_stacks_are_requested_once_from_each_rank_and_shown_in_the_verdict(
     assert [c.args["id"] for c in job.commands] == [command.args["id"]], "the same, for who has missed it"
     job.stands(15, *places, since=25)
     assert job.commands == []
-    job.aggregator.finish(wire.Finish(wire.VERSION, -15))
+    job.aggregator.finish(wire.Finish(codec.VERSION, -15))
     summary = json.loads((job.folder / "summary.json").read_text())
     assert (summary["verdict"]["label"], summary["verdict"]["rank"]) == ("hang", 1)
     text = (job.folder / "report.txt").read_text()
@@ -215,7 +216,7 @@ def test_ranks_that_died_of_the_hang_are_not_its_cause(job: Job) -> None:
     error = wire.Event("exception", job.clock(), message="RuntimeError: Socket Timeout")
     for rank in job.ranks:
         job._report([rank.batch(0, final=True, events=[error])])
-    job.aggregator.finish(wire.Finish(wire.VERSION, 1))
+    job.aggregator.finish(wire.Finish(codec.VERSION, 1))
     verdict = json.loads((job.folder / "summary.json").read_text())["verdict"]
     assert (verdict["label"], verdict["rank"], verdict["lasted_s"]) == ("hang", 1, None)
 

@@ -30,6 +30,7 @@ from traceml_ray.signals.throughput.records import WORK, StepWork
 from traceml_ray.store.schema import SessionFileError, connect
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool
 
@@ -83,7 +84,7 @@ def _taken(aggregator: Any, _: Path, spool: Path) -> None:
 
 def _finished(aggregator: Any, folder: Path, spool: Path) -> None:
     aggregator.close()
-    finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 0), spool)
+    finish_offline(folder, Settings(), wire.Finish(codec.VERSION, 0), spool)
 
 
 def test_record_that_cannot_be_read_costs_itself_and_is_counted(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_records_that_a_process_makes_up_do_not_grow_a_table_of_few(tmp_path: Pa
         assert [one.tokens for one in file.records_of(EXPERTS)[1]] == [[4]]
         assert [one.name for one in file.records_of(EXPERTS, [2])[2]] == ["other"]
     writer.close()
-    with pytest.raises(wire.WireError, match="malformed"):
+    with pytest.raises(codec.WireError, match="malformed"):
         EXPERTS.decode(encoded([RouterTokens(MAX_ROUTERS, "one more", [])])["experts"][0])
 
 

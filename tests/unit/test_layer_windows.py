@@ -34,6 +34,7 @@ from traceml_ray.store.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.layer_call import ask_layers
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import MAX_LAYER_STEPS, LayersRequest
 
@@ -167,7 +168,7 @@ def test_window_that_is_damaged_is_said_to_be(played: Played) -> None:
 
 
 def commands(played: Played) -> list[wire.Command]:
-    reply = wire.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
+    reply = codec.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
     return [command for command in reply.commands if command.name == "layers"]
 
 

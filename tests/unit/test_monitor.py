@@ -30,6 +30,7 @@ from traceml_ray.monitor.offline_process import OfflineEnd, OfflineRequest, Repl
 from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -219,7 +220,7 @@ def test_end_does_not_wait_for_a_disk_that_hangs_when_all_is_written(
     held: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "s" / "summary.json")
-    monkeypatch.setattr(monitors, "ask_finish", lambda *_: wire.Finished(wire.VERSION, "written"))
+    monkeypatch.setattr(monitors, "ask_finish", lambda *_: wire.Finished(codec.VERSION, "written"))
     monkeypatch.setattr(monitors, "LAUNCHER_S", 0.2)
     held.finish(0, [])
     (line,) = capfd.readouterr().err.splitlines()
@@ -247,7 +248,7 @@ def test_start_that_waits_for_the_disk_does_not_hold_up_the_end(tmp_path: Path) 
 
 
 def test_process_that_cannot_begin_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
-    request = OfflineRequest(str(tmp_path), Settings(), wire.Finish(wire.VERSION, 0), None, {})
+    request = OfflineRequest(str(tmp_path), Settings(), wire.Finish(codec.VERSION, 0), None, {})
     reply = OfflineEnd(request, {"PYTHONHOME": "/nowhere"}, tmp_path).finish()
     assert "ended with exit code 1" in reply.error
 

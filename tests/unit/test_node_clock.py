@@ -17,6 +17,7 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.view import recordings_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 US = 1000
@@ -37,7 +38,7 @@ class Node:
         """A message goes to the aggregator and its answer comes back, each in its own time."""
         data = self.relay.message(*batches, sent_ns=self.now(), answer=self.answer, **fields)
         self.clock.now += there_ns
-        reply = wire.decode(aggregator.ingest(data), wire.RelayReply)
+        reply = codec.decode(aggregator.ingest(data), wire.RelayReply)
         self.clock.now += back_ns
         assert reply.sent_ns is not None
         self.answer = reply.sent_ns, self.now()

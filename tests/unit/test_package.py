@@ -125,12 +125,12 @@ def test_public_names_are_there_and_others_are_not():
         run(f"from traceml_ray import {names}; import traceml_ray; print(all(map(callable, ({names}))))")
         == "True"
     )
-    import traceml_ray.wire.messages
+    import traceml_ray.wire.codec
 
     public = {name for name in dir(traceml_ray) if not name.startswith("_")}
     of_frameworks = {"TraceMLCallback", "TraceMLTrainCallback", "TraceMLTrainerCallback"}
     assert {*traceml_ray.__all__} - {"__version__"} == public - of_frameworks, "and no module of ours"
-    assert traceml_ray.wire.messages.VERSION
+    assert traceml_ray.wire.codec.VERSION
     with pytest.raises(AttributeError, match="module 'traceml_ray' has no attribute 'nothing'"):
         _ = traceml_ray.nothing
 

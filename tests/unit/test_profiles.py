@@ -15,6 +15,7 @@ from traceml_ray.monitor.captures import MAX_WAITING
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, RankProfile
 from traceml_ray.store.query import QueryError
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
@@ -105,16 +106,16 @@ def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the
         aggregator.judge()
     ask(aggregator, "start_profile", request=wire.ProfileRequest("0"), id="me")
     aggregator.judge()
-    (command,) = wire.decode(aggregator.ingest(relay.message(rank.batch(1))), wire.RelayReply).commands
+    (command,) = codec.decode(aggregator.ingest(relay.message(rank.batch(1))), wire.RelayReply).commands
     profile, number = str(command.args["id"]), int(command.args["number"] or 0)
     fifo = profiles.unfinished(tmp_path, profile) / profiles.trace_name(0)
     os.mkfifo(fifo)
     capture = wire.Capture(profile, number, "sending", "", 5, [(200, 1, 2, None)])
-    part = TracePart(wire.VERSION, rank.process_id, profile, number, 5, 0, b"trace")
+    part = TracePart(codec.VERSION, rank.process_id, profile, number, 5, 0, b"trace")
     try:
         aggregator.ingest(relay.message(rank.batch(40, capture=capture)))
         for _ in range(3):
-            reply = wire.decode(aggregator.bulk(wire.encode(part)), TraceReply)
+            reply = codec.decode(aggregator.bulk(codec.encode(part)), TraceReply)
             assert reply.offset == 5 and reply.pause_s > 0  # it is held, and no other is taken
         for _ in range(3):
             aggregator.ingest(relay.message(rank.batch(40)))
@@ -124,7 +125,7 @@ def test_disk_that_hangs_holds_up_neither_rows_nor_verdict_nor_questions_nor_the
         assert aggregator.verdict is not None and aggregator.verdict.to_step == 280
         assert ask(aggregator, "verdict")["label"] == aggregator.verdict.label
         aggregator.ingest(relay.message(rank.batch(0, final=True)))
-        aggregator.finish(wire.Finish(wire.VERSION, 0))
+        aggregator.finish(wire.Finish(codec.VERSION, 0))
         assert (tmp_path / "summary.json").exists()
         assert aggregator.errors["profile: not written before the end"] == 1
     finally:

@@ -25,6 +25,7 @@ from traceml_ray.signals.experts.records import EXPERTS, MAX_EXPERTS, MAX_ROUTER
 from traceml_ray.signals.experts.routers import COUNTS_AT_ONCE
 from traceml_ray.signals.memory.records import MEMORY, MemorySample
 from traceml_ray.stages import DATA, LEAD_BYTES, N_STAGES, ROW_BYTES, SEGMENT_BITS
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool
 
@@ -54,11 +55,11 @@ class Pipe:
         self.closed = True
 
     def batches(self) -> list[wire.RankBatch]:
-        return [wire.decode(data, wire.RankBatch) for data in self.taken]
+        return [codec.decode(data, wire.RankBatch) for data in self.taken]
 
     def confirm(self, agent: RankAgent, seq: int, settled: int | None = None) -> None:
-        reply = wire.RankReply(wire.VERSION, agent.process_id, seq, seq if settled is None else settled)
-        self.answers.append(wire.encode(reply))
+        reply = wire.RankReply(codec.VERSION, agent.process_id, seq, seq if settled is None else settled)
+        self.answers.append(codec.encode(reply))
 
 
 def make(pipe: Pipe, spool: str | None = None, **options: object) -> RankAgent:
@@ -232,7 +233,7 @@ def test_full_ring_counts_rows_as_produced_and_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [b"", b"garbage", wire.encode(wire.RankReply(wire.VERSION, "other", 99, 99))]
+    "reply", [b"", b"garbage", codec.encode(wire.RankReply(codec.VERSION, "other", 99, 99))]
 )
 def test_invalid_reply_confirms_nothing(reply: bytes) -> None:
     pipe = Pipe()
@@ -259,7 +260,7 @@ def test_end_leaves_in_the_spool_what_a_relay_took_and_nobody_has_stored(tmp_pat
     agent.start()
     agent.close()
     (left,) = tmp_path.glob("*.spool")
-    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    batches = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert [(b.seq, len(b.flags), b.final) for b in batches] == [(2, 3, False), (3, 0, True)]
     assert [b.seq for b in pipe.batches()] == [1, 2, 3]
 
@@ -287,7 +288,7 @@ def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> N
     agent.start()
     agent.close([wire.Event("exit", 1)])
     (left,) = tmp_path.glob("*.spool")
-    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    batches = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert [b.seq for b in batches] == [1, 2], "what was taken but not confirmed is there, too"
     assert batches[-1].final and batches[-1].events[0].kind == "exit"
     assert pipe.closed
@@ -303,7 +304,7 @@ def test_rank_that_is_killed_before_there_is_a_relay_leaves_what_it_has_reported
     (early,) = tmp_path.glob("*.spool")
     assert early.stat().st_mode & 0o077 == 0
     assert early.name < f"{agent.process_id}.0.spool", "relays leave what comes later in that one"
-    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(early)]
+    batches = [codec.decode(data, wire.RankBatch) for data in read_spool(early)]
     assert [(b.seq, len(b.flags)) for b in batches] == [(1, 2), (2, 3)]
     pipe.room, pipe.generation = 1000, 1
     agent.tick()
@@ -354,7 +355,7 @@ def test_invalid_rank_in_the_environment_is_reported_and_breaks_nothing(
 
 def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump") -> bytes:
     command = wire.Command(what, {"id": name, "run": run})
-    return wire.encode(wire.RankReply(wire.VERSION, agent.process_id, 0, 0, [command]))
+    return codec.encode(wire.RankReply(codec.VERSION, agent.process_id, 0, 0, [command]))
 
 
 def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,8 +446,8 @@ def test_losses_before_sending_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
         agent.unsent.events.append(wire.Event("note", seq))
         agent.recorder.sums.add("mine", DATA, 1, 10, 0, False)
         agent.tick()  # what was made before has no room any longer
-    encode = wire.encode
-    monkeypatch.setattr(wire, "encode", lambda _: encode(1 / 0))
+    encode = codec.encode
+    monkeypatch.setattr(codec, "encode", lambda _: encode(1 / 0))
     agent.unsent.events.append(wire.Event("note", 4))
     agent.tick()
     monkeypatch.undo()
@@ -579,7 +580,7 @@ def test_counts_of_as_many_routers_as_are_allowed_are_sent_in_turn_and_all_at_th
     ("placement", "reason"),
     [
         (wire.Placement(mesh={"x" * 60_000: [0, 2]}), "too_large"),
-        (wire.Placement(stages=[*range(wire.MAX_ITEMS + 1)]), "malformed"),
+        (wire.Placement(stages=[*range(codec.MAX_ITEMS + 1)]), "malformed"),
         (wire.Placement(of_stages=-1), "malformed"),
         (wire.Placement(worker="\udc80"), "malformed"),
     ],
@@ -624,10 +625,10 @@ def test_batch_with_all_rows_that_it_has_room_for_is_within_the_limit(shares: li
     rows = min(wire.MAX_ROWS, draft.row_bytes // per_row)
     columns = bytes(8 * rows), bytes(rows), bytes(ROW_BYTES * rows)
     numbers = [1 << 60, 1 << 60, 1 << 44, 1 << 44, 1 << 44]
-    batch = wire.RankBatch(wire.VERSION, "a" * 64, *numbers, *columns, **draft.fields)
+    batch = wire.RankBatch(codec.VERSION, "a" * 64, *numbers, *columns, **draft.fields)
     whole = msgspec.structs.replace(batch, host_rows=columns[2], leads=bytes(LEAD_BYTES * rows), final=True)
-    data = wire.encode(whole)
-    assert wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES) == whole
+    data = codec.encode(whole)
+    assert codec.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES) == whole
     assert rows >= 70 and whole.identity is not None
 
 
@@ -638,8 +639,8 @@ def test_batch_that_the_relay_refuses_is_counted_and_not_sent_again() -> None:
         push(agent, rows)
         agent.add_event(wire.Event("note", 0))
         agent.tick()
-    refusal = wire.RankReply(wire.VERSION, agent.process_id, 1, 1, refused={2: "too_many_processes", 9: "x"})
-    pipe.answers.append(wire.encode(refusal))
+    refusal = wire.RankReply(codec.VERSION, agent.process_id, 1, 1, refused={2: "too_many_processes", 9: "x"})
+    pipe.answers.append(codec.encode(refusal))
     pipe.taken.clear()
     pipe.generation += 1
     agent.tick()
@@ -659,7 +660,7 @@ def test_exception_without_a_printable_message_is_reported_by_its_kind() -> None
     opened = make(Pipe()).recorder.open_stage()
     assert bootstrap.event(opened, SilentError()).message == "SilentError"
     assert bootstrap.event(opened, KeyError("\udc80")).message.startswith("KeyError")
-    assert wire.size_of(bootstrap.event(opened, ValueError("\udc80")))
+    assert codec.size_of(bootstrap.event(opened, ValueError("\udc80")))
 
 
 def test_secrets_in_an_exception_are_hidden() -> None:

@@ -38,6 +38,7 @@ from traceml_ray.ray import actors
 from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, PREPARE
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 CONFIG = ActorConfig("s", Settings(session="s"))
@@ -330,7 +331,7 @@ class Aggregator:
 
     def _take(self, data: bytes) -> bytes:
         """Answer as the actor does, whose other thread writes what is due."""
-        self.got.append(wire.decode(data, wire.RunEnd))
+        self.got.append(codec.decode(data, wire.RunEnd))
         self._clock.tick(0.5)
         if len(self.got) == self._last:
             self.core.ingest(self._relay.message(self._rank.batch(0, final=True)))

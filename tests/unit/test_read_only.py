@@ -18,6 +18,7 @@ from traceml_ray.store import reader
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 NOBODY = 65534
@@ -58,7 +59,7 @@ def finished(folder: Path) -> Path:
     """A session that is over, with 30 rows."""
     aggregator, rank = aggregation(folder), Rank(0, 1)
     aggregator.ingest(Relay().message(rank.batch(30), rank.batch(0, final=True)))
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     aggregator.close()
     return folder
 

@@ -44,6 +44,7 @@ from traceml_ray.signals.nodes.records import NODE as NODE_SAMPLES
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import DATA, N_STAGES, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import read_spool, write_spool
 
@@ -55,9 +56,9 @@ def rank_batch(
 ) -> bytes:
     fields.setdefault("events", [wire.Event("note", 0, message="x" * pad)] if pad else [])
     fields = with_records(fields)
-    return wire.encode(
+    return codec.encode(
         wire.RankBatch(
-            v=wire.VERSION,
+            v=codec.VERSION,
             process_id=process_id,
             seq=seq,
             sent_ns=0,
@@ -103,14 +104,14 @@ class Aggregator(Straight):
         if not (self.up and self.core and super().ingest(data, commit)):
             return False
         self.sizes.append(len(data))
-        message = wire.decode(data, wire.RelayBatch)
+        message = codec.decode(data, wire.RelayBatch)
         assert self._sent.setdefault((message.incarnation, message.seq), data) == data
         return True
 
     def finish(self, data: bytes) -> bool:
         if not (self.up and self.core and super().finish(data)):
             return False
-        self.finished.append(msgspec.structs.replace(wire.decode(data, wire.Finish), waited_s=0.0))
+        self.finished.append(msgspec.structs.replace(codec.decode(data, wire.Finish), waited_s=0.0))
         return True
 
     def poll(self) -> list[bytes | Exception]:
@@ -170,10 +171,10 @@ class Aggregator(Straight):
         with self.file() as file:
             marks = dict(file._all("SELECT incarnation, last_seq FROM relay"))
         sent = [data for (relay, seq), data in sorted(self._sent.items()) if seq <= marks.get(relay, 0)]
-        return [wire.decode(data, wire.RelayBatch) for data in sent]
+        return [codec.decode(data, wire.RelayBatch) for data in sent]
 
     def batches(self) -> list[wire.RankBatch]:
-        return [wire.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
+        return [codec.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
 
     def forwarded(self, process_id: str) -> list[int]:
         """Numbers of the batches that the relay has sent and that are stored."""
@@ -269,7 +270,7 @@ def bench() -> Iterator[Bench]:
 
 
 def reply(sock: socket.socket) -> wire.RankReply:
-    return wire.decode(sock.recv(1 << 16), wire.RankReply)
+    return codec.decode(sock.recv(1 << 16), wire.RankReply)
 
 
 def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
@@ -278,7 +279,7 @@ def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
         sock.send(sent)
         bench.relay.poll(5)  # the connection
         bench.relay.poll(5)  # the packet
-        assert reply(sock) == wire.RankReply(wire.VERSION, "a", 0, -1)
+        assert reply(sock) == wire.RankReply(codec.VERSION, "a", 0, -1)
         bench.tick(2)
     assert [data for message in bench.aggregator.stored for data in message.batches] == [sent]
     assert bench.aggregator.stored[0].events[0].kind == "relay_start"
@@ -386,7 +387,7 @@ def test_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None
 
 def test_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench) -> None:
     for seq in (0, 1, 0, 1, 2):
-        answer = wire.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply)
+        answer = codec.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply)
     assert answer.acked_seq == 2
     bench.tick(2)
     assert bench.aggregator.forwarded("a") == [0, 1, 2]
@@ -539,7 +540,7 @@ def test_ended_process_is_reported_gone_once(bench: Bench, monkeypatch: pytest.M
 def test_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
     bench.aggregator.hangs = True
     for seq in range(30):
-        assert wire.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
+        assert codec.decode(bench.relay.accept(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
         bench.tick()
     bench.aggregator.hangs = False
     bench.tick(40)
@@ -548,7 +549,7 @@ def test_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> 
 
 def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(bench: Bench) -> None:
     with bench.connect() as sock:
-        for bad in (b"\xc1garbage", wire.encode(wire.RelayReply(wire.VERSION, 1)), bytes(70_000)):
+        for bad in (b"\xc1garbage", codec.encode(wire.RelayReply(codec.VERSION, 1)), bytes(70_000)):
             sock.send(bad)
             bench.relay.poll(1)
             bench.relay.poll()
@@ -563,7 +564,7 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
 
 
 def test_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
-    with pytest.raises(wire.WireError, match="garbage"):
+    with pytest.raises(codec.WireError, match="garbage"):
         bench.relay.accept(b"\xc1")
     bench.tick(2)
     assert bench.aggregator.errors() == {"batch of a caller: garbage": 1}
@@ -618,9 +619,9 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 2)
     for process in "ab":
         bench.relay.accept(rank_batch(process, 0))
-    refusal = wire.encode(wire.RankReply(wire.VERSION, "c", -1, -1, refused={0: "too_many_processes"}))
+    refusal = codec.encode(wire.RankReply(codec.VERSION, "c", -1, -1, refused={0: "too_many_processes"}))
     assert bench.relay.accept(rank_batch("c", 0)) == refusal
-    with pytest.raises(wire.WireError, match="too_many_processes"):
+    with pytest.raises(codec.WireError, match="too_many_processes"):
         bench.relay.accept(msgspec.msgpack.encode(V1_ROWS))
     write_spool(bench.spool / "c.spool", [rank_batch("c", 0)])
     assert not bench.relay.flush(0)
@@ -666,10 +667,10 @@ def test_rows_of_a_refused_batch_are_dropped_in_the_ledger_and_the_rank_says_why
 def test_batch_that_cannot_be_read_is_refused_by_its_number(bench: Bench) -> None:
     bench.relay.accept(rank_batch("a", 0))
     bad = rank_batch("a", 1, strategy=5)
-    reply = wire.decode(bench.relay.accept(bad), wire.RankReply)
+    reply = codec.decode(bench.relay.accept(bad), wire.RankReply)
     assert (reply.acked_seq, reply.refused) == (0, {1: "malformed"})
     for unknown in (b"", b"garbage", bad[:40]):
-        with pytest.raises(wire.WireError, match="garbage"):
+        with pytest.raises(codec.WireError, match="garbage"):
             bench.relay.accept(unknown)
 
 
@@ -677,7 +678,7 @@ def test_stacks_of_many_processes_go_in_several_packets(bench: Bench) -> None:
     bench.relay._intake.events += [wire.Event("stacks", 0, message="x" * 12_000) for _ in range(200)]
     bench.until(lambda: len(bench.aggregator.messages("stacks")) >= 200)
     assert len(bench.aggregator.messages("stacks")) == 200
-    assert max(bench.aggregator.sizes) < wire.MAX_MESSAGE_BYTES // 2
+    assert max(bench.aggregator.sizes) < codec.MAX_MESSAGE_BYTES // 2
 
 
 RANK = """
@@ -748,8 +749,8 @@ def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
-    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.accept(codec.encode(msgspec.structs.replace(batch, identity=who)))
     bench.relay.accept(rank_batch("a", 1))
     bench.tick(2)
     assert bench.aggregator.lost() == []
@@ -784,8 +785,8 @@ def test_exit_code_of_a_lost_process_is_read_before_its_parent_asks(bench: Bench
     )
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
-    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.accept(codec.encode(msgspec.structs.replace(batch, identity=who)))
     assert process.stdin is not None
     process.stdin.close()
     bench.until(lambda: bool(events(bench, "process_ended")))
@@ -817,8 +818,8 @@ def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
-    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.accept(codec.encode(msgspec.structs.replace(batch, identity=who)))
     os.kill(process.pid, signal.SIGSTOP)
     bench.now += 6
     bench.relay.accept(rank_batch("b", 0))
@@ -833,16 +834,16 @@ def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) 
 def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:
     """The launcher's side: send Finish; also returned as the aggregator is to see it."""
     sock = bench.connect()
-    message = wire.Finish(wire.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")], **fields)
-    sock.send(wire.encode(message))
+    message = wire.Finish(codec.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")], **fields)
+    sock.send(codec.encode(message))
     return sock, msgspec.structs.replace(message, node_id=NODE.node_id)
 
 
 def signs(sock: socket.socket) -> list[wire.Finished]:
     """The replies that the launcher gets, up to the last."""
-    answers = [wire.decode(sock.recv(1 << 16), wire.Finished)]
+    answers = [codec.decode(sock.recv(1 << 16), wire.Finished)]
     while answers[-1].pending:
-        answers.append(wire.decode(sock.recv(1 << 16), wire.Finished))
+        answers.append(codec.decode(sock.recv(1 << 16), wire.Finished))
     return answers
 
 
@@ -856,7 +857,7 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
     (bench.spool / "b.spool").write_bytes(b"\xff\xff\xff\x7fcut")
     sock, message = ask_to_finish(bench)
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, "written")
+    assert finished(sock) == wire.Finished(codec.VERSION, "written")
     assert bench.aggregator.finished == [message] * 2  # asked, and asked again when it was written
     assert bench.aggregator.seqs("a") == [0, 1]
     assert bench.aggregator.core.over
@@ -938,14 +939,14 @@ def test_finish_without_an_aggregator_fails_and_keeps_rows_in_the_spool(
     bench.relay.poll(5)
     bench.relay.poll(5)
     for sign in range(int(patience / SIGN_S)):  # whoever waits for the end is told that there is somebody
-        assert wire.decode(sock.recv(1 << 16), wire.Finished).state == "waiting", sign
+        assert codec.decode(sock.recv(1 << 16), wire.Finished).state == "waiting", sign
         assert not bench.relay.stopped
         bench.tick(int(SIGN_S / wire.TICK_S))
     bench.tick(2)
     answer = finished(sock)
     assert not answer.ok
     assert "did not answer" in answer.detail
-    left = [wire.decode(frame, wire.RankBatch) for frame in read_spool(bench.spool / "a.0.spool")]
+    left = [codec.decode(frame, wire.RankBatch) for frame in read_spool(bench.spool / "a.0.spool")]
     assert [batch.seq for batch in left] == [0, 1, 2, 3, 4]
     sock.close()
 
@@ -972,7 +973,7 @@ def test_node_that_does_not_end_the_session_leaves_once_its_rows_are_stored(benc
     bench.relay.accept(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, "noted", waiting=1)
+    assert finished(sock) == wire.Finished(codec.VERSION, "noted", waiting=1)
     assert bench.aggregator.finished == [message]
     assert bench.aggregator.seqs("a") == [0]
     assert not bench.aggregator.core.over
@@ -984,9 +985,9 @@ def test_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
     bench.until(lambda: len(bench.aggregator.finished) >= 3)
     assert not bench.relay.stopped
     other = msgspec.structs.replace(message, node_id="other", stop=False)
-    assert wire.decode(bench.aggregator.core.end(wire.encode(other)), wire.Finished).waiting == 0
+    assert codec.decode(bench.aggregator.core.end(codec.encode(other)), wire.Finished).waiting == 0
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, "written")
+    assert finished(sock) == wire.Finished(codec.VERSION, "written")
     assert all(asked == message for asked in bench.aggregator.finished)
     assert bench.aggregator.core.over
     sock.close()
@@ -1006,7 +1007,7 @@ def test_node_that_ends_late_still_delivers_and_files_are_written_again(
         bench.aggregator.clock.tick(ASK_S / 2)
         bench.relay.poll()
     assert OTHERS_S < bench.now - started < LAUNCHER_S
-    assert finished(sock) == wire.Finished(wire.VERSION, "written", "host-1", waiting=1)
+    assert finished(sock) == wire.Finished(codec.VERSION, "written", "host-1", waiting=1)
     core, folder = bench.aggregator.core, bench.path.parent / "session"
     assert core.endings.left_behind and not core.over
     for _ in range(8):
@@ -1016,7 +1017,7 @@ def test_node_that_ends_late_still_delivers_and_files_are_written_again(
         assert not core.over
     core.ingest(other.message(later.batch(1, final=True)))
     left = msgspec.structs.replace(message, node_id="node-1", stop=False, exit_code=0)
-    assert wire.decode(core.end(wire.encode(left)), wire.Finished).ok
+    assert codec.decode(core.end(codec.encode(left)), wire.Finished).ok
     core.endings.write_due()
     assert core.over
     summary = json.loads((folder / "summary.json").read_bytes())
@@ -1050,7 +1051,7 @@ def test_restarted_aggregator_still_waits_for_the_missing_node(
     assert bench.aggregator.core.endings.left_behind and not bench.aggregator.core.over
     left = msgspec.structs.replace(message, node_id="node-1", stop=False)
     bench.aggregator.core.ingest(other.message(later.batch(1, final=True)))
-    bench.aggregator.core.end(wire.encode(left))
+    bench.aggregator.core.end(codec.encode(left))
     bench.aggregator.core.endings.write_due()
     assert bench.aggregator.core.over
     bench.aggregator.kill()
@@ -1135,7 +1136,7 @@ def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
         bench.relay.poll()  # sent, and taken
     bench.aggregator.kill()
     folder = bench.path.parent / "session"
-    finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 0), bench.spool)
+    finish_offline(folder, Settings(), wire.Finish(codec.VERSION, 0), bench.spool)
     assert check_ledger(folder)["stored"] == 25
     with SessionFile(folder / "session.sqlite") as file:
         (process,) = file.processes()
@@ -1188,8 +1189,8 @@ def test_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Benc
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(240)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, ended.pid, "explicit")
-    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
-    bench.relay.accept(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.accept(codec.encode(msgspec.structs.replace(batch, identity=who)))
     bench.tick(2)
     assert not bench.relay.stopped and bench.aggregator.lost() == []
     bench.now += 1000
@@ -1256,15 +1257,15 @@ def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str
 def test_small_batches_go_in_packets_that_are_accepted(tmp_path: Path, limit: int) -> None:
     """And so do the counts of many rank processes of which rows were dropped."""
     bench = Bench(tmp_path, limit=limit)
-    processes = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
+    processes = [f"s{number}" for number in range(2 * codec.MAX_ITEMS + 1)]
     for process in processes:
         bench.relay.accept(rank_batch(process, 0, rows=1))
     bench.tick(40)
     dropped = bench.aggregator.dropped()
     stored = [batch.process_id for batch in bench.aggregator.batches()]
     assert sorted([*stored, *dropped]) == sorted(processes)
-    assert len(dropped) > wire.MAX_ITEMS if limit < 1 << 20 else not dropped
-    assert max(len(message.batches) for message in bench.aggregator.stored) <= wire.MAX_ITEMS
+    assert len(dropped) > codec.MAX_ITEMS if limit < 1 << 20 else not dropped
+    assert max(len(message.batches) for message in bench.aggregator.stored) <= codec.MAX_ITEMS
     bench.close()
 
 

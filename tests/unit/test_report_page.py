@@ -18,7 +18,7 @@ from played import Played
 
 from traceml_ray.cli import main
 from traceml_ray.document import drawing
-from traceml_ray.document.html import Markup, sentence, tag
+from traceml_ray.document.elements import Markup, sentence, tag
 from traceml_ray.document.svg import png
 from traceml_ray.errors import Errors
 from traceml_ray.reports import files, page

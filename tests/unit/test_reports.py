@@ -21,6 +21,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import BACKWARD, DATA
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 BALANCED = [1, 2, 0, 3, 4, 1]
@@ -69,7 +70,7 @@ class Run:
         return wire.RankFailure(rank, rank % 2, pid, code, self.clock() + int(after * SECOND), message)
 
     def finish(self, code: int = 0, *failures: wire.RankFailure) -> dict[str, Any]:
-        self.aggregator.finish(wire.Finish(wire.VERSION, code, list(failures)))
+        self.aggregator.finish(wire.Finish(codec.VERSION, code, list(failures)))
         self.aggregator.close()
         check_ledger(self.folder)
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_bytes())

@@ -39,6 +39,7 @@ from traceml_ray.stages import (
 )
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 LONG = Pipeline(work=(2.0, 5.0), micro=4)
@@ -237,7 +238,7 @@ def test_roles_and_bubbles_are_in_verdict_summary_and_report_live_and_stored(tmp
     assert live is not None and (live.label, live.ranks, live.stage) == ("straggler", (3,), "backward"), (
         live.why
     )
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
         summary = summarize(file, DEFAULTS)
     assert [(one["role"], one["size"]) for one in summary["roles"]] == [("pp=0", 2), ("pp=1", 2)]

@@ -26,6 +26,7 @@ from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 BALANCED = [1, 2, 0, 3, 4, 1]
@@ -82,7 +83,7 @@ def test_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
     assert run_message(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
-        wire.VERSION, "noted"
+        codec.VERSION, "noted"
     )
     for _ in range(5):
         fit.step()
@@ -95,7 +96,7 @@ def test_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock
     assert run_message(aggregator, "a", status="finished").waiting == 1  # 7 rows of rank 1 are on their way
     clock.tick(OTHERS_S)
     assert run_message(aggregator, "a", status="finished") == wire.Finished(
-        wire.VERSION, "written", waiting=1
+        codec.VERSION, "written", waiting=1
     )
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     (run,) = summary["runs"]
@@ -164,7 +165,7 @@ def test_run_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_undecodable_run_message_is_answered(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
-    finished = wire.decode(aggregator.end(b"\xc1"), wire.Finished)
+    finished = codec.decode(aggregator.end(b"\xc1"), wire.Finished)
     assert not finished.ok
     assert aggregator.errors == {"end: garbage": 1}
 
@@ -284,7 +285,7 @@ def test_summary_of_a_torchrun_job_keeps_what_the_launcher_reported(tmp_path: Pa
     other = Rank(0, 1, job_id="notebook")
     aggregator.ingest(Relay(0, "x").message(other.batch(0)))
     failure = wire.RankFailure(1, 1, 4242, 1, 5, "ImportError: x")  # a process that never reported
-    aggregator.finish(wire.Finish(wire.VERSION, 1, [failure]))
+    aggregator.finish(wire.Finish(codec.VERSION, 1, [failure]))
     summary = json.loads((tmp_path / "job" / "summary.json").read_bytes())
     assert (summary["run"], summary["session"]["nnodes"], summary["session"]["world_size"]) == ("job", 1, 2)
     assert summary["verdict"]["exit_reason"] == "ImportError: x"
@@ -366,8 +367,8 @@ def test_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Clock) 
 def _leave(
     aggregator: AggregatorCore, node: int, code: int = 0, nodes: int = 2, **fields: Any
 ) -> wire.Finished:
-    message = wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields)
-    answer = wire.decode(aggregator.end(wire.encode(message)), wire.Finished)
+    message = wire.Finish(codec.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields)
+    answer = codec.decode(aggregator.end(codec.encode(message)), wire.Finished)
     aggregator.endings.write_due()
     return answer
 
@@ -378,7 +379,7 @@ def test_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Cloc
     for node, rank in enumerate(ranks):
         aggregator.ingest(Relay(node).message(rank.batch(20)))
     assert _leave(aggregator, 0, -15).waiting == 2  # 3 were seen, whatever it says
-    assert _leave(aggregator, 0, -15) == wire.Finished(wire.VERSION, "waiting", "host-1, host-2", 2)
+    assert _leave(aggregator, 0, -15) == wire.Finished(codec.VERSION, "waiting", "host-1, host-2", 2)
     aggregator.commit()
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
@@ -387,7 +388,7 @@ def test_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Cloc
     assert _leave(restarted, 2, stop=False).waiting == 0
     assert not (tmp_path / "summary.json").exists()  # the first, of the launcher that ends it, asks again
     assert _leave(restarted, 0, -15).pending
-    assert _leave(restarted, 0, -15) == wire.Finished(wire.VERSION, "written")
+    assert _leave(restarted, 0, -15) == wire.Finished(codec.VERSION, "written")
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert (summary["session"]["status"], summary["session"]["exit_code"]) == ("failed", 1)
     assert summary["verdict"]["exit_reason"] == "SIGKILL"
@@ -405,7 +406,7 @@ def test_lost_node_is_not_waited_for(tmp_path: Path) -> None:
 def test_node_that_never_reported_is_waited_for_unless_forced(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(Rank(0, 2, per_node=1).batch(5)))
-    assert _leave(aggregator, 0) == wire.Finished(wire.VERSION, "waiting", "1 that never reported", 1)
+    assert _leave(aggregator, 0) == wire.Finished(codec.VERSION, "waiting", "1 that never reported", 1)
     assert not (tmp_path / "summary.json").exists()
     _leave(aggregator, 0, force=True)
     assert (tmp_path / "summary.json").exists() and aggregator.over
@@ -452,7 +453,7 @@ def test_rows_that_come_after_an_ordered_end_are_in_the_files_when_these_are_wri
     later = relay.message(rank.batch(5))
     aggregator.ingest(later)
     assert aggregator.commit() and confirmed(aggregator.ingest(later)) == 3
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     assert aggregator.endings.complete
     assert json.loads((tmp_path / "summary.json").read_bytes())["ledger"]["stored"] == 55
     aggregator.close()
@@ -520,7 +521,7 @@ def test_ledger_balances_for_any_order_of_messages(
     assert aggregator.commit()
     check_ledger(folder)
     assert not aggregator.errors
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     assert check_ledger(folder)["in_flight"] == 0
     with SessionFile(folder / "session.sqlite") as session:
         attempts = [

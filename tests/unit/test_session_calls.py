@@ -21,6 +21,7 @@ from traceml_ray import driver, live_session
 from traceml_ray.live_session import EndedError, Session, StartError
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.store.session import prepare
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -74,7 +75,7 @@ class Cluster:
         monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: self)
         self.gcs_address, self.now = "here", 0.0
-        self.finished = wire.Finished(wire.VERSION, "written")
+        self.finished = wire.Finished(codec.VERSION, "written")
 
     def sleep(self, _: float) -> None:
         """A second passes."""
@@ -89,7 +90,7 @@ class Cluster:
         self.played.end()
         self.played.aggregator.close()
         self.gone()
-        return wire.encode(self.finished)
+        return codec.encode(self.finished)
 
     def gone(self) -> None:
         """The aggregator is gone for good, and its process with it."""
@@ -333,7 +334,7 @@ def test_session_that_goes_on_without_this_driver_is_not_taken_over(
 
 
 def test_stop_says_that_the_files_could_not_be_written(cluster: Cluster, session: Session) -> None:
-    cluster.finished = wire.Finished(wire.VERSION, "failed", "OSError: no space left")
+    cluster.finished = wire.Finished(codec.VERSION, "failed", "OSError: no space left")
     with pytest.raises(StartError, match="has ended, but its files could not be written: OSError: no space"):
         session.stop()
 

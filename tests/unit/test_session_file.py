@@ -20,6 +20,7 @@ from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
@@ -196,7 +197,7 @@ def test_other_processes_read_while_the_session_is_written(tmp_path: Path, kind:
     assert "5 rows produced = 5 stored" in done.stdout, done.stderr
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     aggregator.close()
     assert check_ledger(tmp_path)["stored"] == 10
 
@@ -218,7 +219,7 @@ def test_query_inside_a_transaction_of_the_writer_sees_the_last_commit(tmp_path:
 def test_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(Rank(0).batch(5)))
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.finish(wire.Finish(codec.VERSION, 0))
     shutil.copy(tmp_path / "session.sqlite", tmp_path / "copy.sqlite")
     with SessionFile(tmp_path / "copy.sqlite") as session:
         assert session.ledger().stored == 5

@@ -40,6 +40,7 @@ from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 MB = 1_000_000
@@ -257,7 +258,7 @@ def test_shards_are_in_an_excerpt(tmp_path: Path, divided: Path) -> None:
 
 def test_batch_with_shards_goes_over_the_wire() -> None:
     rank = Rank(0, 1)
-    batch = wire.decode(
+    batch = codec.decode(
         rank.batch(0, sharding=[sharding(uneven=[UnevenShard("w", 3, 1, 4)])]), wire.RankBatch
     )
     assert records_of(batch, SHARDING) == [sharding(uneven=[UnevenShard("w", 3, 1, 4)])]

@@ -13,6 +13,7 @@ import pytest
 
 from traceml_ray.agent import stacks
 from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 OPEN = wire.OpenStage(3, SYNC_WAIT, 7)
@@ -110,7 +111,7 @@ def test_text_is_bounded_and_fits_the_wire_for_any_file_name() -> None:
         event = stacks.event(owner, OPEN, "h1")
     assert len(event.message.encode()) <= stacks.MAX_BYTES
     assert event.message.splitlines()[1] == "  …"
-    assert wire.size_of(event)
+    assert codec.size_of(event)
 
 
 def test_flight_recorder_without_entries_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

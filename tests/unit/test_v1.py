@@ -31,6 +31,7 @@ from traceml_ray.stages import (
     N_STAGES,
     SEGMENT_BITS,
 )
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 INTERNAL = "_traceml_internal:"
@@ -69,14 +70,14 @@ def read(sent: Any, senders: v1.Senders | None = None, pid: int = 4242) -> list[
     messages = list((senders or v1.Senders("run")).read(encode(sent), pid, 9))
     assert all(isinstance(batch, wire.RankBatch) for batch in messages), messages
     for batch in messages:
-        assert wire.decode(wire.encode(batch), wire.RankBatch) == batch
+        assert codec.decode(codec.encode(batch), wire.RankBatch) == batch
         assert batch.produced == batch.first_row + len(batch.flags) + batch.dropped
     return messages
 
 
 def refusals(data: bytes) -> list[str]:
     messages = list(v1.Senders("run").read(data, 1, 9))
-    return [error.reason for error in messages if isinstance(error, wire.WireError)]
+    return [error.reason for error in messages if isinstance(error, codec.WireError)]
 
 
 def rows(batch: wire.RankBatch) -> list[list[float]]:
@@ -231,13 +232,13 @@ def test_invalid_messages_are_refused_with_a_reason(sent: Any, reason: str) -> N
 
 def test_one_invalid_entry_of_a_list_does_not_spoil_the_others() -> None:
     messages = list(v1.Senders("run").read(encode([message(step(1)), 7, message(step(1), rank=1)]), 1, 9))
-    assert [type(part) for part in messages] == [wire.RankBatch, wire.WireError, wire.RankBatch]
+    assert [type(part) for part in messages] == [wire.RankBatch, codec.WireError, wire.RankBatch]
     assert refusals(encode([{}] + [0] * 5000))[0] == "too_many"
 
 
 def test_version_1_is_distinguished_from_version_2() -> None:
     batch = read(message(step(1)))[0]
-    for data in (b"", b"\x90", b"\xdc\x00", b"\xdd\x00\x00\x00\x01", wire.encode(batch), b"\xc1", b"{}"):
+    for data in (b"", b"\x90", b"\xdc\x00", b"\xdd\x00\x00\x00\x01", codec.encode(batch), b"\xc1", b"{}"):
         assert not v1.is_v1(data)
     for sent in ({}, [{}], message(step(1)), [message()] * 20, {str(n): n for n in range(20)}):
         assert v1.is_v1(encode(sent))
@@ -252,7 +253,7 @@ def test_senders_are_bounded() -> None:
     for rank in range(v1.MAX_SENDERS):
         read(message(rank=rank), senders)
     (error,) = senders.read(encode(message(rank=v1.MAX_SENDERS)), 4242, 9)
-    assert isinstance(error, wire.WireError) and error.reason == "too_many"
+    assert isinstance(error, codec.WireError) and error.reason == "too_many"
     read(message(step(1), rank=3), senders)
 
 
@@ -312,12 +313,12 @@ def test_ranks_of_version_1_are_stored_judged_and_counted_like_any_other(bench: 
     bench.send(message(step(1), _v=3))
     bench.send(b"\x93\xa4rank\x01\xc0")  # version 1 of a batch, and no map
     bench.relay.accept(encode(message(step(0), rank=2)))
-    with pytest.raises(wire.WireError, match="wrong_version"):
+    with pytest.raises(codec.WireError, match="wrong_version"):
         bench.relay.accept(encode(message(_v=7)))
     for _ in range(3):
         bench.tick()
     bench.aggregator.judge()
-    bench.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    bench.aggregator.finish(wire.Finish(codec.VERSION, 0))
     count = check_ledger(bench.folder)
     assert (count["produced"], count["stored"], count["in_flight"]) == (169, 161, 0)
     assert count["dropped"] == {"agent": 8, "relay": 0, "aggregator": 0}
@@ -349,7 +350,7 @@ def test_late_rank_of_version_1_is_not_blamed_and_one_that_ends_is_no_death(
     bench.tick()
     bench.tick()
     bench.aggregator.judge()
-    bench.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    bench.aggregator.finish(wire.Finish(codec.VERSION, 0))
     check_ledger(bench.folder)
     summary = json.loads((bench.folder / "summary.json").read_bytes())
     assert summary["verdict"]["label"] == "accounting_only"

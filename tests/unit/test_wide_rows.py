@@ -46,6 +46,7 @@ from traceml_ray.stages import (
 from traceml_ray.store import query
 from traceml_ray.store.history_reader import pack, unpack
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool
 
@@ -336,7 +337,7 @@ class Node:
             rows = self.played.rows(20)
             for number, rank in enumerate(self.played.ranks):
                 data = self.played._batch(rank, rows[number])
-                self.sent[number].append(wire.decode(data, wire.RankBatch))
+                self.sent[number].append(codec.decode(data, wire.RankBatch))
                 if number == spooled:
                     kept.append(data)
                 else:

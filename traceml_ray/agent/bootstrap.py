@@ -30,6 +30,7 @@ from traceml_ray.settings import RelayPaths, Settings, table
 from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.stages import DATA
 from traceml_ray.text import masked_text
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 _CALLS = 30
@@ -42,7 +43,7 @@ _OF_DATA = "traceml_ray.agent.patch.data_waits"
 
 
 def event(
-    opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: wire.Value
+    opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: codec.Value
 ) -> wire.Event:
     """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
     message, stage = "", opened.stage
@@ -55,7 +56,7 @@ def event(
 
 def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> wire.Event:
     """Return event `oom`: memory ran out in `where`, and the script may go on."""
-    data: dict[str, wire.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
+    data: dict[str, codec.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
     data["traceback"] = _traceback(error)
     message = masked_text(error_text(error)[:_MESSAGE_CHARS])
     return wire.Event("oom", time.time_ns(), opened.step, opened.stage, message, data)

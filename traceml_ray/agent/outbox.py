@@ -73,7 +73,7 @@ class BatchDraft:
     def fill(self, field: str, waiting: list[_Item]) -> None:
         """Move as many items as fit from `waiting` into a field. Those that never fit are dropped."""
         taken: list[_Item] = []
-        while waiting and len(taken) < wire.MAX_ITEMS:
+        while waiting and len(taken) < codec.MAX_ITEMS:
             size = self._size_of(field, [waiting[0]], ITEM_BYTES)
             if size is not None and size > self._for_items:
                 break
@@ -92,7 +92,7 @@ class BatchDraft:
         amounts: dict[str, int] = {}
         for name, of_kind in waiting.items():
             count = 0
-            while count < min(len(of_kind), wire.MAX_ITEMS):
+            while count < min(len(of_kind), codec.MAX_ITEMS):
                 size = len(of_kind[count][0])
                 if size + _HEADER_BYTES * (not count) > self._for_items:
                     break
@@ -121,10 +121,10 @@ class BatchDraft:
     def _size_of(self, field: str, value: Any, most: int) -> int | None:
         """Return how many bytes `value` takes; None, and counted, where it cannot be sent."""
         try:
-            size = wire.checked_size(wire.RankBatch, field, value)
+            size = codec.checked_size(wire.RankBatch, field, value)
             if size > most:
-                raise wire.WireError("too_large", f"{size} bytes, limit {most}")
-        except wire.WireError as error:
+                raise codec.WireError("too_large", f"{size} bytes, limit {most}")
+        except codec.WireError as error:
             self._errors.note(f"{field} not sent", error)
             return None
         return size
@@ -161,8 +161,8 @@ class Unsent:
                 raw = codec.encode_part(record)
                 kind.decode(raw)
                 if len(raw) > ITEM_BYTES:
-                    raise wire.WireError("too_large", f"{len(raw)} bytes, limit {ITEM_BYTES}")
-            except (*wire.UNREADABLE, TypeError) as error:
+                    raise codec.WireError("too_large", f"{len(raw)} bytes, limit {ITEM_BYTES}")
+            except (*codec.UNREADABLE, TypeError) as error:
                 self._errors.note(f"{kind.lost} not sent", error)
             else:
                 self._records[kind.name].append((raw, kind.amount(record)))

@@ -43,6 +43,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import ProcessSample
 
@@ -131,12 +132,12 @@ class RankAgent:
         self.process_id = new_process_id()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
-        self.verdict: dict[str, wire.Value] = {}
+        self.verdict: dict[str, codec.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._outbox = RankOutbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
-        self._dumped: set[wire.Value] = set()
+        self._dumped: set[codec.Value] = set()
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
         self.ended_in: int | None = None
@@ -261,7 +262,7 @@ class RankAgent:
         more = bool(self.ring.accepted > first + len(flags) or self.unsent)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = wire.RankBatch(
-            v=wire.VERSION,
+            v=codec.VERSION,
             process_id=self.process_id,
             seq=self._seq + 1,
             sent_ns=time.time_ns(),
@@ -276,7 +277,7 @@ class RankAgent:
             final=final and not more,
             **draft.fields,
         )
-        data = self.guard("batch", functools.partial(wire.encode, batch))
+        data = self.guard("batch", functools.partial(codec.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.requests)
         made = Batch(self._seq + 1, len(flags), *held, data or b"", records)
         if data is None:
@@ -342,15 +343,15 @@ class RankAgent:
     def _apply_replies(self) -> None:
         for data in self.channel.replies():
             try:
-                reply = wire.decode(data, wire.RankReply)
-            except wire.WireError as error:
+                reply = codec.decode(data, wire.RankReply)
+            except codec.WireError as error:
                 self.instrumentation.errors.note("reply", error)
                 continue
             if reply.process_id == self.process_id:
                 self.verdict = reply.verdict or self.verdict
                 self._outbox.confirm(reply.acked_seq, reply.settled_seq)
                 for batch, why in self._outbox.refused(reply.refused):
-                    self.instrumentation.errors.note("batch refused", wire.WireError(sendable(why)[:40]))
+                    self.instrumentation.errors.note("batch refused", codec.WireError(sendable(why)[:40]))
                     self._lose(batch)
             for command in reply.commands:
                 self.guard("command", functools.partial(self._handle_command, command))

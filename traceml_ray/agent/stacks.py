@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 MAX_BYTES = 12_000
@@ -51,7 +52,7 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     for ident in order:
         trained = ", training" if ident == owner else ""
         parts.append(f"thread {known.get(ident, ident)}{trained}:\n{_text(frames[ident])}")
-    data: dict[str, wire.Value] = {"dump": dump}
+    data: dict[str, codec.Value] = {"dump": dump}
     if owner in frames:
         where, call = place(frames[owner])
         data.update(where=where, call=call)
@@ -99,7 +100,7 @@ def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
     return None
 
 
-def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, wire.Value]:
+def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, codec.Value]:
     """Return the oldest collective under way: its name and group, its number in the group, its age."""
     if not entries:
         return {}

@@ -10,6 +10,7 @@ from traceml_ray import text
 from traceml_ray.commands import which
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.text import log, show
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 LIMIT_S = 600.0
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             check_goes_on(folder, arguments.run)
             request(
                 folder,
-                wire.ControlRequest(wire.VERSION, asked, wire.MeasureRequest(asked, layers=wanted)),
+                wire.ControlRequest(codec.VERSION, asked, wire.MeasureRequest(asked, layers=wanted)),
                 LIMIT_S,
             )
             with text.progress_bar("layers"):

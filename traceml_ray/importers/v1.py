@@ -35,9 +35,9 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
 )
 from traceml_ray.text import one_line
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.codec import ready
-from traceml_ray.wire.messages import WireError
+from traceml_ray.wire.codec import WireError, ready
 
 SOURCE = "v1"
 HOSTNAME = "localhost"
@@ -139,12 +139,12 @@ class Senders:
             if len(data) > wire.MAX_BATCH_BYTES:
                 raise WireError("too_large", f"{len(data)} bytes, limit {wire.MAX_BATCH_BYTES}")
             parts = [data] if _is_map(data) else _as(data, list[msgspec.Raw])
-            if len(parts) > wire.MAX_ITEMS:
-                yield WireError("too_many", f"{len(parts)} messages in one, limit {wire.MAX_ITEMS}")
+            if len(parts) > codec.MAX_ITEMS:
+                yield WireError("too_many", f"{len(parts)} messages in one, limit {codec.MAX_ITEMS}")
         except WireError as error:
             yield error
             return
-        for part in parts[: wire.MAX_ITEMS]:
+        for part in parts[: codec.MAX_ITEMS]:
             try:
                 yield from self._read(_as(part, _Fields), pid, now_ns)
             except WireError as error:
@@ -192,7 +192,7 @@ class Senders:
 def _as(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     try:
         return msgspec.msgpack.decode(data, type=ready(kind))
-    except wire.UNREADABLE as error:
+    except codec.UNREADABLE as error:
         raise WireError("malformed", str(error)) from None
 
 
@@ -284,7 +284,7 @@ def _batch(
 ) -> wire.RankBatch:
     first, sender.stored, sender.seq = sender.stored, sender.stored + len(rows), sender.seq + 1
     return wire.RankBatch(
-        v=wire.VERSION,
+        v=codec.VERSION,
         process_id=sender.process_id,
         seq=sender.seq,
         sent_ns=now_ns,

@@ -36,6 +36,7 @@ from traceml_ray.store.rank_processes import RankProcess, current_ranks, has_end
 from traceml_ray.store.session import REPORTS, SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
@@ -326,7 +327,7 @@ class AggregatorCore:
         """
         incarnation, now = "", self._clock()
         try:
-            batch = wire.decode(data, wire.RelayBatch)
+            batch = codec.decode(data, wire.RelayBatch)
             incarnation = batch.incarnation
             received = self._intake.decode(batch)
             with self._writer.lock:
@@ -335,15 +336,15 @@ class AggregatorCore:
                     self.pace.reported(batch.node.node_id)
                 self._intake.accept(received, now)
                 self._count_lost()
-        except wire.WireError as error:
+        except codec.WireError as error:
             self.errors.note("ingest", error)
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         commands = [*self._judge.commands, *self._profiling.commands, *self._layers.commands]
-        return wire.encode(
+        return codec.encode(
             wire.RelayReply(
-                wire.VERSION, stored, commands, self._judge.brief, self.pace.tick_s, self._clock()
+                codec.VERSION, stored, commands, self._judge.brief, self.pace.tick_s, self._clock()
             )
         )
 
@@ -354,12 +355,12 @@ class AggregatorCore:
         May run in a thread of its own: it takes no lock of rows and waits for no disk.
         """
         try:
-            return wire.encode(self._profiling.accept_part(wire.decode(data, TracePart)))
-        except wire.WireError as error:
+            return codec.encode(self._profiling.accept_part(codec.decode(data, TracePart)))
+        except codec.WireError as error:
             self.errors.note("bulk", error)
         except Exception as error:
             self.errors.swallow("bulk", error)
-        return wire.encode(TraceReply(wire.VERSION))
+        return codec.encode(TraceReply(codec.VERSION))
 
     def commit(self) -> bool:
         """
@@ -405,13 +406,15 @@ class AggregatorCore:
         again.
         """
         try:
-            kind: type[wire.Finish | wire.RunEnd] = wire.RunEnd if wire.tag_of(data) == "run" else wire.Finish
-            message = wire.decode(data, kind)
+            kind: type[wire.Finish | wire.RunEnd] = (
+                wire.RunEnd if codec.tag_of(data) == "run" else wire.Finish
+            )
+            message = codec.decode(data, kind)
             self._be_busy()
-            return wire.encode(self.endings.answer(message))
+            return codec.encode(self.endings.answer(message))
         except Exception as error:
             self.errors.note("end", error)
-            return wire.encode(failed(error))
+            return codec.encode(failed(error))
 
     def finish(self, finish: wire.Finish, how: str = "") -> None:
         """End the session now, see `Endings.finish`."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from traceml_ray.errors import Errors, sendable
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import FOLDER_PREFIX, PART_BYTES, TRACE_NAME, TracePart, TraceReply
 
@@ -98,7 +99,7 @@ class _Trace:
             except OSError as error:
                 self.failure = sendable(str(error.strerror or error))[:300]
         return TracePart(
-            wire.VERSION,
+            codec.VERSION,
             self.process_id,
             self.profile,
             self.number,
@@ -245,7 +246,7 @@ class TraceSender:
 
     def _send(self, trace: _Trace, now: float) -> None:
         part = trace.next_part()
-        if self._transport.send_part(wire.encode(part)):
+        if self._transport.send_part(codec.encode(part)):
             self._calling = trace
         else:
             trace.due = now + RETRY_S
@@ -257,7 +258,7 @@ class TraceSender:
         try:
             if isinstance(reply, Exception):
                 raise reply
-            answer = wire.decode(reply, TraceReply)
+            answer = codec.decode(reply, TraceReply)
         except Exception as error:
             self.errors.note("bulk call", error)
             if trace is not None:

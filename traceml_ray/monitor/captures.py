@@ -32,6 +32,7 @@ from traceml_ray.monitor.profile_files import ProfileFiles
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import OVER, Profile, ProfileStep, RankProfile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import LATE, OPTIONS, TracePart, TraceReply
 
@@ -337,20 +338,20 @@ class CaptureCoordinator:
         with self._lock:
             now, rank = self._asked(part.process_id, part.profile, part.number)
             if now is None or rank is None:
-                return TraceReply(wire.VERSION)
+                return TraceReply(codec.VERSION)
             if part.failure:
                 rank.end("failed", f"its trace could not be read on its node: {part.failure}")
-                return TraceReply(wire.VERSION)
+                return TraceReply(codec.VERSION)
             about = rank.about
             about.file, about.total_bytes = profiles.trace_name(about.rank), part.total_bytes
             added = self._files.add_part(about.file, part)
             self._check_trace(now, rank)
             if about.state in OVER:
-                return TraceReply(wire.VERSION)
+                return TraceReply(codec.VERSION)
             written, waiting, _ = self._files.there(now.profile.id, now.number, about.file)
             asks = not part.data and written < part.total_bytes and not waiting
             pause_s = self._pace.pause_s(len(part.data)) if added or asks else SLOW_S
-            return TraceReply(wire.VERSION, written + waiting, min(pause_s, SEND_S / 4))
+            return TraceReply(codec.VERSION, written + waiting, min(pause_s, SEND_S / 4))
 
     def _asked(
         self, process_id: str, profile: str, number: int

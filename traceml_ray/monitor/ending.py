@@ -23,6 +23,7 @@ from traceml_ray.store.rank_processes import MAX_RUNS, RankProcess, by_run, last
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 _STOPPED = {
@@ -114,7 +115,7 @@ class Endings:
                 self._session.ask(message.force, message.waited_s)
                 return self._session.answer(missing, names)
         self.writer.commit()
-        return wire.Finished(wire.VERSION, "noted", waiting=missing)
+        return wire.Finished(codec.VERSION, "noted", waiting=missing)
 
     def _run(self, message: wire.RunEnd) -> wire.Finished:
         with self.writer.lock:
@@ -126,7 +127,7 @@ class Endings:
                     self.events.add(key)
                     self.writer.add_event(event, run=job)
             if message.status is None:
-                return wire.Finished(wire.VERSION, "noted")
+                return wire.Finished(codec.VERSION, "noted")
             end, _ = self._runs.setdefault(job, (self._new_end(), message.status))
             end.ask()
             while len(self._runs) > MAX_RUNS:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from traceml_ray.errors import error_text
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 BAR_S = 3.0
@@ -91,7 +92,7 @@ LOCKED_S = 0.2
 
 def failed(error: Exception) -> wire.Finished:
     """Return the answer to whoever asks for an end of which the files cannot be written."""
-    return wire.Finished(wire.VERSION, "failed", error_text(error))
+    return wire.Finished(codec.VERSION, "failed", error_text(error))
 
 
 class End:
@@ -140,8 +141,8 @@ class End:
         """Return the answer to whoever asks for the end; `names` of those that are missing."""
         if self.failed:
             why, self.failed = self.failed, ""
-            return wire.Finished(wire.VERSION, "failed", why)
+            return wire.Finished(codec.VERSION, "failed", why)
         if self.written is not None:
-            return wire.Finished(wire.VERSION, "written", names if self.written else "", self.written)
+            return wire.Finished(codec.VERSION, "written", names if self.written else "", self.written)
         waiting = 0 if self.due(missing) else missing
-        return wire.Finished(wire.VERSION, "writing" if self.reporting else "waiting", names, waiting)
+        return wire.Finished(codec.VERSION, "writing" if self.reporting else "waiting", names, waiting)

@@ -63,6 +63,7 @@ from traceml_ray.store.rank_processes import (
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
@@ -294,7 +295,7 @@ class LiveJudge:
     def __post_init__(self) -> None:
         self.commands: list[wire.Command] = []
         """Commands for the ranks, sent with every reply to a relay."""
-        self.brief: dict[str, dict[str, wire.Value]] = {}
+        self.brief: dict[str, dict[str, codec.Value]] = {}
         """Verdict of each live run for the log of its rank 0, sent with every reply to a relay."""
         self._limits = self.settings.thresholds
         self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
@@ -608,7 +609,7 @@ def _reason(verdict: Verdict) -> str | None:
     return verdict.reason.what if verdict.reason is not None else None
 
 
-def _brief(verdict: Verdict, severe: Conclusion | None) -> dict[str, wire.Value]:
+def _brief(verdict: Verdict, severe: Conclusion | None) -> dict[str, codec.Value]:
     """
     Return what a rank's own log can use: a rank that is only watched is not named there. `first` is what is
     more severe than the verdict, with the reason in `first_why`.

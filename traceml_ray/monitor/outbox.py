@@ -20,8 +20,10 @@ import msgspec
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bulk import BulkTransport
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
-from traceml_ray.wire.messages import MAX_ITEMS, RankBatch, WireError, decode
+from traceml_ray.wire.codec import MAX_ITEMS, WireError, decode
+from traceml_ray.wire.messages import RankBatch
 
 PACK_BYTES = 60 * 1024
 """
@@ -211,7 +213,7 @@ def _amount(name: str, records: list[msgspec.Raw]) -> int:
 
 RESEND_S = 3.0
 """Time without a confirmation after which unconfirmed packets are sent again, in s. Commits are 1 s apart."""
-WAITING = wire.Finished(wire.VERSION, "waiting")
+WAITING = wire.Finished(codec.VERSION, "waiting")
 LISTEN_S = 0.05
 """Time after a packet in which replies are polled frequently, in s."""
 LOOK_S = 0.001
@@ -317,7 +319,7 @@ class AggregatorLink:
 
     def finish(self, message: wire.Finish) -> bool:
         """Ask how far the end is; the reply becomes `end_state`. False: not now."""
-        return self.transport.finish(wire.encode(message))
+        return self.transport.finish(codec.encode(message))
 
     def _time(self, reply: wire.RelayReply) -> None:
         self._listens_until = -1.0
@@ -328,10 +330,10 @@ class AggregatorLink:
 
     def _take(self, data: bytes, now: float) -> None:
         self.heard, self.alive_at = now, self.alive_at or now
-        if wire.tag_of(data) == "finished":
-            self.end_state, self.alive_at = wire.decode(data, wire.Finished), now
+        if codec.tag_of(data) == "finished":
+            self.end_state, self.alive_at = codec.decode(data, wire.Finished), now
             return
-        reply = wire.decode(data, wire.RelayReply)
+        reply = codec.decode(data, wire.RelayReply)
         self._time(reply)
         self.tick_s = reply.tick_s
         self.on_reply(reply)

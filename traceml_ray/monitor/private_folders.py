@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from traceml_ray.errors import Errors
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import SUFFIX, read_spool
 
@@ -118,8 +119,8 @@ def spooled(folder: Path, errors: Errors, seen: set[Path]) -> Iterator[tuple[Pat
         try:
             for frame in read_spool(path):
                 try:
-                    batches.append((wire.decode(frame, wire.RankBatch), frame))
-                except wire.WireError as error:
+                    batches.append((codec.decode(frame, wire.RankBatch), frame))
+                except codec.WireError as error:
                     errors.note("spool", error)
         except OSError as error:
             errors.note("spool", error)

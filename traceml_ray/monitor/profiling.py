@@ -32,6 +32,7 @@ from traceml_ray.store.profiles import Profile, ProfileStep
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
@@ -368,7 +369,11 @@ def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
         who = text.ranks(rank.rank for rank in captured)
         message = f"profile {profile.id} of {who}: {profile.extent}"
     why = profile.error or "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in lacking[:_NAMED])
-    data: dict[str, wire.Value] = {"profile": profile.id, "ranks": len(captured), "asked": len(profile.ranks)}
+    data: dict[str, codec.Value] = {
+        "profile": profile.id,
+        "ranks": len(captured),
+        "asked": len(profile.ranks),
+    }
     return wire.Event(
         EVENT, now_ns, profile.first_step, message=f"{message} ({why})" if why else message, data=data
     )

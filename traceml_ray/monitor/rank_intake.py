@@ -18,6 +18,7 @@ from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Count, Name, Part, ready
 from traceml_ray.wire.spool import SUFFIX
@@ -91,11 +92,11 @@ class RankIntake:
         """Events of the node and its processes, to be sent."""
         self.requests: list[wire.MeasureRequest] = []
         """What persons on this node ask for, to be sent."""
-        self.verdicts: dict[str, dict[str, wire.Value]] = {}
+        self.verdicts: dict[str, dict[str, codec.Value]] = {}
         """Verdict on each run, for the log of its rank 0."""
         self._commands: list[wire.Command] = []
         """Sent with every reply to a rank, for as long as the aggregator repeats them."""
-        self._obeyed: set[wire.Value] = set()
+        self._obeyed: set[codec.Value] = set()
         self._processes: dict[str, _RankProcess] = {}
         self._v1 = v1.Senders(f"v1-{self.node.hostname}")
 
@@ -106,21 +107,21 @@ class RankIntake:
         Take a RankBatch, or a message of version 1, which may hold several; return RankReply bytes.
 
         Each refusal is counted at `place`. The reply tells the sender of a batch that it was refused; raises
-        `wire.WireError` where nothing is accepted and the sender cannot be read, and LookupError for a rank
+        `codec.WireError` where nothing is accepted and the sender cannot be read, and LookupError for a rank
         process that is not known here and does not begin `fresh`.
         """
         reply: bytes | None = None
-        refused = wire.WireError("malformed")
+        refused = codec.WireError("malformed")
         who = f"pid {peer.pid}" if peer else ""
         for batch in self._batches(data, peer):
             try:
-                if isinstance(batch, wire.WireError):
+                if isinstance(batch, codec.WireError):
                     raise batch
                 if not fresh and batch.process_id not in self._processes:
                     raise LookupError("this relay is another one than before")
                 pid = peer.pid if peer else batch.identity.pid if batch.identity else 0
-                reply = self.accept(batch, wire.encode(batch) if v1.is_v1(data) else data, pid)
-            except wire.WireError as error:
+                reply = self.accept(batch, codec.encode(batch) if v1.is_v1(data) else data, pid)
+            except codec.WireError as error:
                 self.errors.note(place, error, who)
                 refused = error
                 continue
@@ -135,10 +136,10 @@ class RankIntake:
         """
         Take a batch, encoded in `data`, of a process (0: not known); return RankReply bytes.
 
-        Raises `wire.WireError` where there are too many rank processes.
+        Raises `codec.WireError` where there are too many rank processes.
         """
         if batch.process_id not in self._processes and not self._has_room():
-            raise wire.WireError("too_many_processes")
+            raise codec.WireError("too_many_processes")
         self.heard = self.clock()
         process = self._processes.setdefault(batch.process_id, _RankProcess())
         process.heard, process.reported = self.heard, True
@@ -156,20 +157,20 @@ class RankIntake:
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
-        reply = wire.RankReply(wire.VERSION, batch.process_id, process.seq, settled, self._commands, verdict)
-        return wire.encode(reply)
+        reply = wire.RankReply(codec.VERSION, batch.process_id, process.seq, settled, self._commands, verdict)
+        return codec.encode(reply)
 
-    def _refusal(self, data: bytes, why: wire.WireError) -> bytes | None:
+    def _refusal(self, data: bytes, why: codec.WireError) -> bytes | None:
         """Return the reply to a batch that is refused; None where it cannot be read whose batch it is."""
         try:
             header = _header_decoder.decode(data)
-        except wire.UNREADABLE:
+        except codec.UNREADABLE:
             return None
         process = self._processes.get(header.process_id, _RankProcess())
         settled = self.outbox.stored.get(header.process_id, -1)
         refused = {header.seq: why.reason}
-        return wire.encode(
-            wire.RankReply(wire.VERSION, header.process_id, process.seq, settled, refused=refused)
+        return codec.encode(
+            wire.RankReply(codec.VERSION, header.process_id, process.seq, settled, refused=refused)
         )
 
     def begin_round(self) -> None:
@@ -215,7 +216,7 @@ class RankIntake:
 
     def _inspect(self, process_id: str, pid: int, number: str, dump: bool) -> None:
         """Add an event on the state of a process, with its stacks for a `dump`; may take seconds."""
-        data: dict[str, wire.Value] = {
+        data: dict[str, codec.Value] = {
             "dump": number,
             "process_id": process_id,
             "state": rank_connections.state(pid),
@@ -224,12 +225,14 @@ class RankIntake:
         with self.lock:
             self.events.append(wire.Event(kind, time.time_ns(), message=text, data=data))
 
-    def _batches(self, data: bytes, peer: RankConnection | None) -> Iterable[wire.RankBatch | wire.WireError]:
+    def _batches(
+        self, data: bytes, peer: RankConnection | None
+    ) -> Iterable[wire.RankBatch | codec.WireError]:
         if v1.is_v1(data):
             return self._v1.read(data, peer.pid if peer else 0, time.time_ns())
         try:
-            return [wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)]
-        except wire.WireError as error:
+            return [codec.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)]
+        except codec.WireError as error:
             return [error]
 
     def _has_room(self) -> bool:
@@ -249,7 +252,7 @@ def _process_ended(name: str, pid: int, process: _RankProcess) -> wire.Event:
     """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
     code, before = rank_connections.exit_code(pid), process.oom_kills
     kills = rank_connections.oom_kills(process.memory_events)
-    data: dict[str, wire.Value] = {"process_id": name, "exit_code": code}
+    data: dict[str, codec.Value] = {"process_id": name, "exit_code": code}
     if kills is not None and before is not None and kills > before:
         data["oom_kills"] = kills - before
     return wire.Event("process_ended", time.time_ns(), data=data)

@@ -37,6 +37,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
 from traceml_ray.signals.nodes.sampler import SamplerThread, xid_events
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import SUFFIX, write_spool
 
@@ -82,7 +83,7 @@ class RelaySpool:
             for batch, frame in batches:
                 try:
                     self.intake.accept(batch, frame)
-                except wire.WireError as error:
+                except codec.WireError as error:
                     self.errors.note("spool", error)
             read.append(path)
         return read
@@ -93,10 +94,10 @@ class RelaySpool:
             return []
         with self.lock:
             packets, waiting = self.outbox.salvage()
-        packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
+        packed = [frame for packet in packets for frame in codec.decode(packet, wire.RelayBatch).batches]
         frames: dict[str, list[bytes]] = {}
         for frame in [*packed, *waiting]:
-            frames.setdefault(wire.decode(frame, wire.RankBatch).process_id, []).append(frame)
+            frames.setdefault(codec.decode(frame, wire.RankBatch).process_id, []).append(frame)
         # An agent's own file, which begins later or goes further, sorts after this one.
         files = {self.folder / f"{process}.0{SUFFIX}": held for process, held in frames.items()}
         for path, held in files.items():
@@ -110,7 +111,7 @@ LAST_LOOK_S = 0.2
 """How long the end waits for the last look into the files that ranks print into."""
 SPOOL_S = 1.0
 """How often a relay without a launcher looks for spool files."""
-_MOST = wire.MAX_ITEMS // 2
+_MOST = codec.MAX_ITEMS // 2
 """Events, lost rank processes or counts of dropped rows in one packet."""
 _EVENT_BYTES = 256 * 1024
 """Largest size of the events in one packet, in bytes: stacks of many processes may exceed a packet."""
@@ -172,7 +173,7 @@ class RelayCore:
         self._connections = RankConnections(path, wire.MAX_BATCH_BYTES, self._packet, self._intake.gone)
         self._spool = RelaySpool(spool, self._outbox, self._intake, self._errors, self._lock)
         self._link = AggregatorLink(transport, self._outbox, self._errors, self._replied, clock(), wall)
-        about: dict[str, wire.Value] = {"pid": os.getpid(), "incarnation": self.incarnation}
+        about: dict[str, codec.Value] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
         self._reported = 0
         """Errors that the newest packet counts."""
@@ -232,7 +233,7 @@ class RelayCore:
         Take one RankBatch, or a message of version 1, from a process of this node that calls and does not
         connect.
 
-        Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted, and LookupError
+        Returns RankReply bytes; raises `codec.WireError` for a message that is not accepted, and LookupError
         for one of a rank process that is not known here and does not begin `fresh`: Ray has restarted this
         relay, its caller has not noticed, and is to send again what may be lost.
         """
@@ -289,20 +290,20 @@ class RelayCore:
     def _packet(self, peer: RankConnection, data: bytes, cut: bool) -> None:
         try:
             if cut:
-                raise wire.WireError("too_large")
-            if wire.tag_of(data) == "finish":
-                self._begin_end(peer, wire.decode(data, wire.Finish))
+                raise codec.WireError("too_large")
+            if codec.tag_of(data) == "finish":
+                self._begin_end(peer, codec.decode(data, wire.Finish))
                 return
-            if wire.tag_of(data) == "request":
-                self._hand_on(wire.decode(data, wire.ControlRequest))
-                peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
+            if codec.tag_of(data) == "request":
+                self._hand_on(codec.decode(data, wire.ControlRequest))
+                peer.send(codec.encode(wire.Finished(codec.VERSION, "noted")))
                 return
-        except wire.WireError as error:
+        except codec.WireError as error:
             self._errors.note("packet", error, f"pid {peer.pid}")
             return
         try:
             reply = self._intake.receive(data, "packet", peer)
-        except wire.WireError:
+        except codec.WireError:
             return  # counted
         if not (v1.is_v1(data) or peer.send(reply)):  # a later reply acknowledges this one too
             self._errors.count("reply not sent")
@@ -371,7 +372,7 @@ class RelayCore:
         events, intake.events = intake.events[:most], intake.events[most:]
         requests, intake.requests = intake.requests, []
         message = wire.RelayBatch(
-            v=wire.VERSION,
+            v=codec.VERSION,
             node=self._node,
             incarnation=self.incarnation,
             seq=self._outbox.next_seq,
@@ -386,7 +387,7 @@ class RelayCore:
             of_ranks={name: encoded(output) for name, output in printed.items()},
             requests=requests,
         )
-        self._outbox.pack(wire.encode(message))
+        self._outbox.pack(codec.encode(message))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -422,7 +423,7 @@ class RelayCore:
             next(self._ending)
             if self._clock() >= self._next_sign:
                 self._next_sign = self._clock() + SIGN_S
-                self._ender.send(wire.encode(self._link.end_state))
+                self._ender.send(codec.encode(self._link.end_state))
             return
         except StopIteration as done:
             finished: wire.Finished = done.value
@@ -431,7 +432,7 @@ class RelayCore:
             finished = failed(error)
         self._ending = None
         self._link.hurry = False
-        self._ender.send(wire.encode(finished))
+        self._ender.send(codec.encode(finished))
         self.stopped = True
 
     def _steps(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
@@ -456,10 +457,10 @@ class RelayCore:
                 asked_at = link.failures if link.finish(message) else None
             yield
         self._spool.salvage()
-        return wire.Finished(wire.VERSION, "failed", "the aggregator did not answer in time")
+        return wire.Finished(codec.VERSION, "failed", "the aggregator did not answer in time")
 
 
 def _count_within(events: list[wire.Event], most_bytes: int) -> int:
     """Return how many of the first `events` take at most so many bytes; one at least."""
-    sizes = itertools.accumulate(map(wire.size_of, events))
+    sizes = itertools.accumulate(map(codec.size_of, events))
     return max(1, sum(size <= most_bytes for size in sizes))

@@ -31,6 +31,7 @@ from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.throughput.records import SIZES
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess, by_run, generations, node_key
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Part
 
@@ -327,8 +328,8 @@ class RelayIntake:
         ranks = []
         for data in batch.batches:
             try:
-                ranks.append(self.of_rank(wire.decode(data, wire.RankBatch)))
-            except wire.WireError as error:
+                ranks.append(self.of_rank(codec.decode(data, wire.RankBatch)))
+            except codec.WireError as error:
                 self.errors.note("rank batch", error, batch.node.hostname)
         of_ranks = {name: self._records(records, "process") for name, records in batch.of_ranks.items()}
         return Received(batch, ranks, self._records(batch.records, "node"), of_ranks)
@@ -348,7 +349,7 @@ class RelayIntake:
             for raw in encoded:
                 try:
                     decoded.append((kind, kind.decode(raw)))
-                except wire.WireError as error:
+                except codec.WireError as error:
                     self.errors.note(kind.lost, error)
         return decoded
 

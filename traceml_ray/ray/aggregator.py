@@ -30,6 +30,7 @@ from traceml_ray.ray.actors import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership, make
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
@@ -202,7 +203,7 @@ class Aggregator:
         the session ends. Return Finished; this actor is gone a moment later.
         """
         try:
-            return wire.encode(self._stop())
+            return codec.encode(self._stop())
         finally:
             threading.Timer(GOODBYE_S, end_myself).start()
 
@@ -219,12 +220,12 @@ class Aggregator:
         self._membership.end()
         self._core.endings.prepare_again()
         relays = self._ask_relays("end")
-        finished = wire.Finished(wire.VERSION, "written")
+        finished = wire.Finished(codec.VERSION, "written")
         try:
             if not self._core.endings.complete:
                 left = relay_folder(self._config.session, self._node_id)
                 read = self._core.ingest_spool(left) if is_private(left) else []  # the relay may hang
-                self._core.finish(wire.Finish(wire.VERSION, 0))
+                self._core.finish(wire.Finish(codec.VERSION, 0))
                 remove(read)
         except Exception as error:
             self._core.errors.note("stop", error)

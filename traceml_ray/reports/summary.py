@@ -55,7 +55,6 @@ from traceml_ray.store.results import NodeInfo, RunInfo
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import BaselineInfo, BaselineStage, Covers, SpanStatistics
 
-__all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
 SCHEMA = "traceml_ray/summary/1"
 _MAX_EXPLAINED = 50
 _MAX_EPISODES = 200

@@ -29,6 +29,7 @@ from traceml_ray.store import profiles, results, step_shapes, summary_shape
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.step_rows import MOST as MOST_ROWS
 from traceml_ray.store.step_rows import StepRows
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import UNREADABLE, Count, Int64, ready
 
@@ -293,20 +294,20 @@ class Dump(Request[None], frozen=True):
     and is refused with the reason once that one could not be made.
     """
 
-    id: wire.Name
+    id: codec.Name
 
 
 class StartProfile(Request[None], frozen=True):
     """Have steps profiled, when those asked for before are; `id` will be in the profile."""
 
-    id: wire.Name
+    id: codec.Name
     request: wire.ProfileRequest
 
 
 class StartLayers(Request[None], frozen=True):
     """Have the layers of some steps measured; `id` will be in what is measured."""
 
-    id: wire.Name
+    id: codec.Name
     request: wire.LayersRequest
 
 

@@ -19,20 +19,7 @@ import msgspec
 
 from traceml_ray.identity import RankIdentity, rank_filter
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
-from traceml_ray.wire.codec import FEW, Count, Int64, Part, ready
-from traceml_ray.wire.codec import MAX_ITEMS as MAX_ITEMS
-from traceml_ray.wire.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
-from traceml_ray.wire.codec import UNREADABLE as UNREADABLE
-from traceml_ray.wire.codec import VERSION as VERSION
-from traceml_ray.wire.codec import Message as Message
-from traceml_ray.wire.codec import Name as Name
-from traceml_ray.wire.codec import Value as Value
-from traceml_ray.wire.codec import WireError as WireError
-from traceml_ray.wire.codec import checked_size as checked_size
-from traceml_ray.wire.codec import decode as decode
-from traceml_ray.wire.codec import encode as encode
-from traceml_ray.wire.codec import size_of as size_of
-from traceml_ray.wire.codec import tag_of as tag_of
+from traceml_ray.wire.codec import FEW, Count, Int64, Message, Name, Part, Value, WireError, ready
 
 TRACE_NAME = "trace.json.gz"
 """Name of a trace's file in the folder that the rank has made for it."""

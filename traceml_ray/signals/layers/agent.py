@@ -26,6 +26,7 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.layers.records import MAX_LAYERS, OTHERS, LayerSum, LayerWindow
 from traceml_ray.signals.layers.table import MAX_MODULES, LayerTable
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 from traceml_ray.wire.messages import LayersCommand
@@ -156,7 +157,7 @@ class LayerSums:
             listed = [one for one in layers if one.name in kept]
             rest = [one for one in layers if one.name not in kept]
             made = msgspec.structs.replace(window, layers=[*listed, *_together(rest)], others=len(rest))
-            if wire.size_of(made) <= _MAX_BYTES or most < 2:
+            if codec.size_of(made) <= _MAX_BYTES or most < 2:
                 return made
             most = most * 4 // 5
 

@@ -23,8 +23,8 @@ from traceml_ray.errors import Errors, error_text, sendable
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS, MemorySample
 from traceml_ray.signals.memory.samplers import MemorySampler
-from traceml_ray.wire.codec import Part
-from traceml_ray.wire.messages import Event, Value
+from traceml_ray.wire.codec import Part, Value
+from traceml_ray.wire.messages import Event
 
 MAX_ENTRIES = 20_000
 """Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""

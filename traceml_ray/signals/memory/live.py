@@ -39,6 +39,7 @@ from traceml_ray.signals.memory.shapes import (
 )
 from traceml_ray.signals.memory.view import GetMemory, is_collective, when
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 KIND = "memory"
@@ -58,7 +59,7 @@ class MemoryEvents:
         self._reported: dict[_Key, int] = {}
         """Severity of each reported finding."""
 
-    def resume(self, data: Mapping[str, wire.Value]) -> None:
+    def resume(self, data: Mapping[str, codec.Value]) -> None:
         """Take the data of an event of this run that is stored: it is not sent again."""
         rank, severity = data.get("rank"), str(data.get("severity"))
         if data.get("finding") == "first_cause":
@@ -126,7 +127,7 @@ def _events(findings: list[MemoryFinding], now_ns: int) -> Iterable[tuple[int, w
 
 def _event(finding: MemoryFinding, now_ns: int) -> wire.Event:
     to_step = finding.evidence.get("to_step") or finding.evidence.get("step")
-    data: dict[str, wire.Value] = {
+    data: dict[str, codec.Value] = {
         "finding": finding.kind,
         "rank": finding.rank,
         "device": finding.device,
@@ -141,7 +142,7 @@ def _event(finding: MemoryFinding, now_ns: int) -> wire.Event:
 
 
 def _first(cause: FirstCause, now_ns: int) -> wire.Event:
-    data: dict[str, wire.Value] = {
+    data: dict[str, codec.Value] = {
         "finding": "first_cause",
         "rank": cause.rank,
         "device": cause.device,
