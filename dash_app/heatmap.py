@@ -11,6 +11,7 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
 from traceml_ray.document import drawing
@@ -29,7 +30,7 @@ _MOST_CHANGED = 8
 _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
 
 
-def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> list[HeatRow]:
+def rows(heat: StepColumns, verdict: Mapping[str, Any], route: Route) -> list[HeatRow]:
     """
     Return what is drawn. In the URL `order` is `cost`, or by default by node; `open` and `shut` are nodes
     that a person has opened or closed. By itself one is open where ranks are few, or the verdict names it.
@@ -38,16 +39,16 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     if route.get("order") == "cost":
         return [_linked(heat, row, route) for row in drawing.by_cost(heat, named)]
     drawn = drawing.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
-    several = heat["by"] != "node" and sum(row.first for row in drawn) > 1
+    several = heat.by != "node" and sum(row.first for row in drawn) > 1
     return [_linked(heat, row, route, several and row.first) for row in drawn]
 
 
-def _linked(heat: Mapping[str, Any], row: HeatRow, route: Route, opens: bool = False) -> HeatRow:
+def _linked(heat: StepColumns, row: HeatRow, route: Route, opens: bool = False) -> HeatRow:
     """Return a row with its links."""
     toggle = _toggle(route, row.node, row.rank is not None) if opens else None
     if row.rank is not None:
         return row._replace(href=route.to("rank", row.rank), toggle=toggle)
-    single = heat["by"] == "node" and len(row.lines) == 1
+    single = heat.by == "node" and len(row.lines) == 1
     return row._replace(href=route.to("node", row.node) if single else toggle, toggle=toggle)
 
 
@@ -118,7 +119,7 @@ def scale() -> html.Div:
     )
 
 
-def as_table(heat: Mapping[str, Any], drawn: Sequence[HeatRow], route: Route) -> Any:
+def as_table(heat: StepColumns, drawn: Sequence[HeatRow], route: Route) -> Any:
     """Return the newest columns in numbers, the worst rows first."""
     z = drawing.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
@@ -135,7 +136,7 @@ def as_table(heat: Mapping[str, Any], drawn: Sequence[HeatRow], route: Route) ->
         Column("mean", lambda index: 1 + over[index], "factor"),
         *(
             Column(f"step {last:,}", functools.partial(_cell, z[:, column]), "figures")
-            for column, last in [*enumerate(heat["last"])][-_TABLE_COLUMNS:]
+            for column, last in [*enumerate(heat.last.tolist())][-_TABLE_COLUMNS:]
         ),
     ]
     note = f"{min(len(order), _TABLE_ROWS)} of {text.count(len(order), 'row')}, the worst first."

@@ -13,7 +13,7 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.shapes import ChangedParts, StepTimes
+from traceml_ray.analysis.shapes import ChangedParts, StepColumns, StepTimes
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.document import drawing
@@ -41,9 +41,7 @@ from ..session_cache import SessionCache
 from .events import event_table
 
 
-def kpi_data(
-    times: StepTimes, columns: Mapping[str, Any], signals: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def kpi_data(times: StepTimes, columns: StepColumns, signals: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the numbers at the top, each with a sparkline."""
     return [
         {
@@ -106,18 +104,23 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
     times = run.times if whole is None else cache.ask(query.GetTimes(run.id, whole))
     signals = run.signals if whole is None else _signals(cache, run, whole)
-    columns: Mapping[str, Any] | None = cache.ask(asked)
+    columns = cache.ask(asked)
     spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
     view: dict[str, Any] = {
         "nodes": nodes(run, times),
         "events": events_of(cache, run)[:_EVENTS],
         "axis": spine,
+        "stage": asked.stage,
     }
     view["change"] = cache.ask(asked_change) if asked_change else None
-    if not times or not columns or not len(columns["first"]):
-        return {**view, "kpis": [], "heat": {"ranks": []}, "columns": {}}
-    heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**view, "kpis": kpi_data(times, columns, signals), "heat": heat, "columns": columns}
+    if not times or not columns or not len(columns.first):
+        return {**view, "kpis": [], "heat": None, "columns": None}
+    return {
+        **view,
+        "kpis": kpi_data(times, columns, signals),
+        "heat": _heatmap(run, columns),
+        "columns": columns,
+    }
 
 
 def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
@@ -137,11 +140,10 @@ def _columns(cache: SessionCache, run: RunState, route: Route) -> query.GetColum
     )
 
 
-def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the heatmap, with a row for each rank that has not reported yet, unless a row is a node."""
-    missing = missing_of(run.world, columns["ranks"], MAX_LINES)
-    heat = ordered(columns, {rank: run.node_of(rank) or _UNPLACED for rank in missing})
-    return {**heat, **{name: columns[name].tolist() for name in ("first", "last")}}
+def _heatmap(run: RunState, columns: StepColumns) -> StepColumns:
+    """Return the heatmap, with a line for each rank that has not reported yet, unless a line is a node."""
+    missing = missing_of(run.world, columns.ranks, MAX_LINES)
+    return ordered(columns, {rank: run.node_of(rank) or _UNPLACED for rank in missing})
 
 
 class _Cell(msgspec.Struct):
@@ -172,13 +174,14 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     return {"text": "\n".join([first_line, *stages])}
 
 
-def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
+def _worst(heat: StepColumns, first: int, last: int, step: int) -> int:
     """Return the slowest rank of a row of the heatmap (in a large job the first of its node) at a step."""
-    if first not in heat["ranks"] or last not in heat["ranks"] or step not in heat["first"]:
+    steps = heat.first.tolist()
+    if first not in heat.ranks or last not in heat.ranks or step not in steps:
         return first
-    lines = slice(heat["ranks"].index(first), heat["ranks"].index(last) + 1)
-    levels = heat["z"][lines, heat["first"].index(step)] + np.uint8(1)  # what is missing is 255, and now 0
-    return int(heat["ranks"][lines][levels.argmax()])
+    lines = slice(heat.ranks.index(first), heat.ranks.index(last) + 1)
+    levels = heat.z[lines, steps.index(step)] + np.uint8(1)  # what is missing is 255, and now 0
+    return heat.ranks[lines][levels.argmax()]
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
@@ -198,13 +201,17 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
-    revision, columns = str(view["session"]["run"]), view["columns"]
-    steps, frame = figures.middles(columns) if columns else [], axis.frame(view["axis"])
+    revision, frame = str(view["session"]["run"]), axis.frame(view["axis"])
+    columns: StepColumns | None = view["columns"]
+    steps, stages, skew = [], {}, {}
+    if columns is not None:
+        steps, stages = figures.middles(columns), by_stage(columns.exposed)
+        skew = {"ranks": columns.global_pct, "nodes": columns.node_pct}
     return [
         chart(
             "exposed",
             "Where a step's time goes",
-            figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision, frame),
+            figures.exposed(steps, stages, revision, frame),
             "Exposed time of each stage by step, stacked",
             route,
             series=drawing.STAGES,
@@ -212,7 +219,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
         chart(
             "timeline",
             "Step timeline",
-            figures.timeline(steps, columns, view["events"], frame),
+            figures.timeline(columns, view["events"], frame),
             "Busy time of the median and the worst rank by step",
             route,
             series={"worst": drawing.ORANGE, "median": drawing.BLUE, figures.BAND: "#3b82c466"},
@@ -222,7 +229,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             "Skew",
             figures.lines(
                 steps,
-                {"ranks": columns.get("global_pct", ()), "nodes": columns.get("node_pct", ())},
+                skew,
                 "skew %",
                 unit="%",
                 colours=(drawing.ORANGE, drawing.BLUE),
@@ -259,9 +266,9 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
     heat, names = view["heat"], html.Div(id="heat-rows")
     figure = figures.blank("No closed step yet.")
     rows: Any = html.P("No closed step yet.", className="empty")
-    if len(heat["ranks"]):
+    if heat is not None:
         drawn = heatmap.rows(heat, view["verdict"] or {}, route)
-        frame, revision = axis.frame(view["axis"]), str(view["session"]["run"])
+        frame, revision = axis.frame(view["axis"]), f"{view['session']['run']} {view['stage']}"
         figure, names = heat_figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
         if route.get("table") == "heat":
             rows = heatmap.as_table(heat, drawn, route)

@@ -126,7 +126,7 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
     if sides is None:
         return []
     titles = {side: f"{side.upper()}: {route.get(side)}" for side in SIDES}
-    empty = [one for one in sides if not (one.get("columns") and len(one["columns"]["last"]))]
+    empty = [one for one in sides if not (one.get("columns") and len(one["columns"].last))]
     if empty:
         missing = [
             one["state_text"] if one["state"] == "missing" else f"{one['session']['id']} has no step yet."
@@ -209,7 +209,7 @@ def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], rou
 def _curve(name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Chart:
     title, unit = _CURVES[name]
     lines = {
-        titles[side]: (one["columns"]["last"].tolist(), rounded(one["columns"][name]), _COLOURS[side])
+        titles[side]: (one["columns"].last.tolist(), rounded(getattr(one["columns"], name)), _COLOURS[side])
         for side, one in zip(SIDES, sides, strict=True)
     }
     figure = figures.overlaid(lines, unit, revision=f"{route.get('a')} {route.get('b')}")

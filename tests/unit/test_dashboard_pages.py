@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from dash import dcc, html
@@ -17,6 +18,7 @@ from played import Played
 from plotly.io.json import to_json_plotly
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import components, heatmap
 from traceml_ray.dash_app.app import Refresher
@@ -57,6 +59,14 @@ def pages(played: Played) -> SessionPages:
     made = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     made.poll()
     return made
+
+
+def step_columns(steps: np.ndarray, **fields: Any) -> StepColumns:
+    """Columns of one step each, all equal."""
+    ms = np.ones(len(steps))
+    by_column = {name: ms for name, kind in StepColumns.__annotations__.items() if kind == "Array"}
+    fields = {"first": steps, "last": steps, "worst_rank": np.zeros(len(steps), np.int64), **fields}
+    return StepColumns(**{**by_column, "token": [], "z": np.zeros((0, len(steps)), np.uint8), **fields})
 
 
 def sent(answer: Any) -> int:
@@ -290,7 +300,7 @@ class TestHeatmap:
         z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
         shown = np.repeat(np.arange(len(drawn)), [row.height for row in drawn])  # lines are equally high
         for row, values in zip([drawn[row_index] for row_index in shown], z, strict=True):
-            lines = np.where(heat["z"][[*row.lines]] == MISSING, -1, heat["z"][[*row.lines]].astype(int))
+            lines = np.where(heat.z[[*row.lines]] == MISSING, -1, heat.z[[*row.lines]].astype(int))
             assert (lines.max(axis=0) % 256 == values).all()
         tops = [float(label.style["top"][:-2]) for label in heatmap.gutter(drawn).children]
         assert 1 <= len(tops) <= 23 and all(b - a >= 12.9 for a, b in pairwise(tops))
@@ -326,9 +336,9 @@ class TestHeatmap:
 
     def test_order_by_cost_begins_with_the_worst_and_has_the_others_as_one_row(self) -> None:
         heat = self.heat(1024, 8)
-        heat["z"][:, :] = 127
-        heat["z"][[700, 3]] = [[254], [190]]  # more than four times, and twice as long
-        heat["z"][700, 0] = MISSING
+        heat.z[:, :] = 127
+        heat.z[[700, 3]] = [[254], [190]]  # more than four times, and twice as long
+        heat.z[700, 0] = MISSING
         drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [700]}, Route(query=(("order", "cost"),)))
         assert [row.rank for row in drawn[:3]] == [700, 3, 0] and drawn[0].named
         assert (len(drawn), drawn[-1].name, drawn[-1].href) == (41, "worst of 984 other ranks", None)
@@ -338,20 +348,19 @@ class TestHeatmap:
         assert "≥ 4.00×" in text and "1.99×" in text and "missing" in text
 
     def test_row_of_a_very_large_job_is_some_nodes(self) -> None:
-        heat = {**self.heat(1000, 1), "by": "node"}
+        heat = msgspec.structs.replace(self.heat(1000, 1), by="node")
         drawn = heatmap.rows(heat, {"label": "straggler", "nodes": ["host-7"], "ranks": [7]}, Route())
         assert len(drawn) == 200 + 4
         (named,) = (row for row in drawn if row.named)
         assert (named.name, named.href, named.rank) == ("host-7", "/node/host-7", None)
 
     @staticmethod
-    def heat(world: int, per_node: int) -> dict[str, Any]:
-        steps = [*range(5, 15)]
+    def heat(world: int, per_node: int) -> StepColumns:
+        steps = np.arange(5, 15)
         z = np.random.default_rng(world).integers(0, 256, (world, len(steps)), dtype=np.uint8)
         ranks = [*range(world)]
         nodes = [f"host-{rank // per_node}" for rank in ranks]
-        about = {"ranks": ranks, "nodes": nodes, "stage": "total", "by": "rank"}
-        return {**about, "first": steps, "last": steps, "z": z}
+        return step_columns(steps, z=z, by="rank", ranks=ranks, nodes=nodes)
 
 
 class TestParts:
@@ -391,10 +400,9 @@ class TestRoute:
 
 class TestFigures:
     def test_figure_has_a_unit_on_every_axis_or_says_why_it_is_empty(self) -> None:
-        line = {name: [1.0, 2.0] for name in ("median_ms", "p10_ms", "p90_ms", "worst_ms")}
         full = [
             figures.exposed([1, 2], {"data": [1.0, None]}),
-            figures.timeline([1, 2], {**line, "worst_rank": [0, None]}, []),
+            figures.timeline(step_columns(np.arange(1, 3)), []),
             figures.lines([1, 2], {"a": [1.0, 2.0]}, "ms"),
         ]
         for figure in full:
@@ -403,6 +411,7 @@ class TestFigures:
             figures.exposed([], {}),
             figures.lines([1], {"a": [None]}, "ms"),
             figures.lines([], {}, "ms"),
+            figures.timeline(None, []),
         ):
             assert figure["layout"]["annotations"][0]["text"]
 

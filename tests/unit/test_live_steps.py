@@ -99,7 +99,7 @@ def test_restarted_aggregator_brings_the_history_back(
     played.aggregator = aggregation(played.folder, played.clock)
     played.aggregator.judge()
     columns = asked(played.aggregator, NEWEST)
-    assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
+    assert columns.last[-1] == 1199 and len(columns.first) == 300  # the newest are there at once
     whole = query.GetTimes("job", whole=True)
     assert not asked(played.aggregator, whole).whole  # and the others are to come
     for _ in range(8):
@@ -126,7 +126,7 @@ def test_rank_in_a_new_process_restarts_its_history(tmp_path: Path) -> None:
         aggregator.judge()
     check_against_file(aggregator, tmp_path / "s")
     busy = asked(aggregator, NEWEST)
-    assert busy["first"][0] == 1 and busy["last"][-1] == 199
+    assert busy.first[0] == 1 and busy.last[-1] == 199
     assert aggregator.verdict is not None and aggregator.verdict.window_steps == 50
     aggregator.close()
 
@@ -171,10 +171,22 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
             history.add_rows([rank_rows.select(slice(done, done + count)) for rank_rows in every])
             history.advance({0, 1}, 0, 2)
             done += count
-            answer = step_numbers.columns(history, stage, between, 2, held["next"] if held else None)
+            answer = step_numbers.columns(history, stage, between, 2, held.next if held else None)
             held = joined(held, query.ask_one(lambda _, a=answer: query.encode([a]), NEWEST))
-            at_once = joined(None, step_numbers.columns(history, stage, between, 2))
-            same(held, at_once)
+            same(held, step_numbers.columns(history, stage, between, 2))
+
+
+def test_columns_that_go_on_from_others_change_nothing() -> None:
+    """Whoever asked has forgotten what it held, or another answer came first."""
+    history = StepHistory(LIMITS)
+    history.add_rows(processes(rows(30, 2)))
+    history.advance({0, 1}, 0, 2)
+    held = step_numbers.columns(history, "total", None, 2)
+    part = step_numbers.columns(history, "total", None, 2, (held.token, 20))
+    assert part.since == 20 and part.first[0] == 20 and not part.ranks
+    same(joined(held, part), held)
+    other = msgspec.structs.replace(held, token=[*held.token, 1])
+    assert joined(None, part) is None and joined(other, part) is other
 
 
 def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_over(tmp_path: Path) -> None:
@@ -234,7 +246,7 @@ def test_run_whose_steps_cannot_be_reduced_goes_on_with_later_ones(
     for _ in range(4):
         played.play(20)
     columns = asked(played.aggregator, NEWEST)
-    assert columns["first"].tolist() == list(range(40, 120))
+    assert columns.first.tolist() == list(range(40, 120))
     assert sum(played.aggregator.errors.values()) == 1 and played.aggregator.verdict is not None
 
 

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from played import Played
@@ -196,15 +197,16 @@ def test_session_without_any_step_has_a_page(tmp_path: Path) -> None:
 def test_page_of_1024_ranks_is_bounded_and_a_part_too_large_says_so(late: Path) -> None:
     shown = of(late)
     assert shown.columns is not None
-    steps, rng = len(shown.columns["first"]), np.random.default_rng(0)
-    ranks = {
-        "ranks": [*range(1024)],
-        "nodes": [f"host-{rank // 8:03}" for rank in range(1024)],
-        "z": rng.integers(0, 256, (1024, steps), np.uint8),
-    }
+    steps, rng = len(shown.columns.first), np.random.default_rng(0)
+    columns = msgspec.structs.replace(
+        shown.columns,
+        ranks=[*range(1024)],
+        nodes=[f"host-{rank // 8:03}" for rank in range(1024)],
+        z=rng.integers(0, 256, (1024, steps), np.uint8),
+    )
     event = dict.fromkeys(("time", "rank", "node", "step", "stage")) | {"kind": "note", "message": "x" * 2000}
     events = [event] * 1000
-    large = shown._replace(columns={**shown.columns, **ranks}, summary={**shown.summary, "events": events})
+    large = shown._replace(columns=columns, summary={**shown.summary, "events": events})
     data = page.render(large, late)
     assert len(data) < page.MAX_BYTES // 2
     assert "worst of host-" in Parsed(data).text

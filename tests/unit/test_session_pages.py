@@ -74,6 +74,8 @@ def _read(view: dict[str, Any]) -> list[str]:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two payloads are equal, arrays and all."""
+    if isinstance(one, msgspec.Struct):
+        one, other = msgspec.structs.asdict(one), msgspec.structs.asdict(other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, np.ndarray):
@@ -127,7 +129,7 @@ def test_board_numbers_are_those_of_the_summary(
         )
         warm = LIMITS.warmup_steps
         for stage in summary["stages"]:
-            mean = np.mean(by_stage(view["columns"]["exposed"])[stage["name"]][warm:])
+            mean = np.mean(by_stage(view["columns"].exposed)[stage["name"]][warm:])
             assert mean == pytest.approx(stage["exposed_ms"], rel=1e-3, abs=1e-3)
     assert look(stored, "header")["verdict"]["label"] == summary["verdict"]["label"]
     assert look(stored, "header")["verdict"]["rank"] == summary["verdict"]["rank"] == late
@@ -165,12 +167,12 @@ def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: 
     view = look(followed(played), "overview")
     assert (view["verdict"]["label"], view["verdict"]["rank"]) == ("straggler", 5)
     snapshot("web", *_read(view))
-    z, late = view["heat"]["z"], view["heat"]["ranks"].index(5)
-    after = np.array(view["heat"]["first"]) >= played.onset
+    z, late = view["heat"].z, view["heat"].ranks.index(5)
+    after = view["heat"].first >= played.onset
     assert (abs(ratio(z[late, after]) - 31.3 / 19.3) < 0.05).all()
     assert (np.delete(z, late, 0)[:, after] < 135).all() and (z[:, ~after] < 135).all()
-    assert set(view["columns"]["worst_rank"][after]) == {5}
-    total = view["columns"]["exposed"].sum(axis=1)
+    assert set(view["columns"].worst_rank[after]) == {5}
+    total = view["columns"].exposed.sum(axis=1)
     assert total[after].mean() == pytest.approx(33, abs=1)
     assert view["nodes"][0]["worst_rank"] == 5
     assert kpi(view, "worst") == pytest.approx(1 + 12 / 19.2, abs=0.01)  # though most of the run was well
@@ -184,13 +186,13 @@ def test_missing_rows_are_never_zero(played: Played, snapshot: Snapshot) -> None
         played.play(5, silent=(7, 2) if second >= 8 else (7,), lost=(3,) if second == 4 else ())
         pages.poll()
     heat = look(pages, "overview")["heat"]
-    z, ranks, first = heat["z"], heat["ranks"], heat["first"]
+    z, ranks, first = heat.z, heat.ranks, heat.first.tolist()
     assert (z[ranks.index(7)] == MISSING).all()
-    assert heat["nodes"][ranks.index(7)] == "no report"
+    assert heat.nodes[ranks.index(7)] == "no report"
     assert (z[ranks.index(2)][np.array(first) >= 40] == MISSING).all()
     assert (z[ranks.index(0)] != MISSING).all() and first == list(range(1, 100))
     assert (z[ranks.index(3)] == MISSING).tolist() == [20 <= step < 25 for step in first]
-    exposed = by_stage(look(pages, "overview")["columns"]["exposed"])["forward"]
+    exposed = by_stage(look(pages, "overview")["columns"].exposed)["forward"]
     assert np.isnan(exposed).tolist() == [20 <= step < 25 or step >= 40 for step in first]
     rows = {row["rank"]: row for row in look(pages, "node", node="node-0")["ranks"]}
     assert rows[2]["busy"][-1] is None and rows[1]["busy"][-1] > 0
@@ -210,7 +212,8 @@ def test_heatmap_has_the_lowest_missing_ranks_of_a_huge_job(tmp_path: Path, snap
         assert aggregator.commit()
         pages.poll()
     snapshot("web", look(pages, "header")["state_text"])
-    assert look(pages, "overview")["heat"]["ranks"] in ([], [0, 2])
+    heat = look(pages, "overview")["heat"]
+    assert heat is None or heat.ranks == [0, 2]
 
 
 def test_rows_that_come_late_are_in_their_columns(played: Played) -> None:
@@ -223,12 +226,12 @@ def test_rows_that_come_late_are_in_their_columns(played: Played) -> None:
         pages.poll()
         heat = look(pages, "overview")["heat"]
         if second == 18:
-            z = heat["z"]
+            z = heat.z
             assert (z[4:, -40:] == MISSING).all() and (z[:4] != MISSING).all()
     assert not pages.errors
     other.poll()
     one, whole = look(pages, "overview"), look(other, "overview")
-    assert (one["heat"]["z"] != MISSING).all()
+    assert (one["heat"].z != MISSING).all()
     assert all(same(one[name], whole[name]) for name in DRAWN)
 
 
@@ -330,7 +333,7 @@ def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -
     for _ in range(6):
         played.play(5)
         pages.poll()
-    assert look(pages, "overview")["heat"]["first"] == list(range(1, 30))
+    assert look(pages, "overview")["heat"].first.tolist() == list(range(1, 30))
     assert look(pages, "rank", rank=3)["rank"]["attempt"] == 1
     played.begin(job_id="second")
     for _ in range(4):
@@ -340,7 +343,7 @@ def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -
     assert (view["session"]["run"], view["step"]) == ("second", 19)
     first = look(pages, "overview", run="job")
     assert (first["session"]["run"], first["step"]) == ("job", 29)
-    assert first["heat"]["first"] == list(range(1, 30))
+    assert first["heat"].first.tolist() == list(range(1, 30))
     assert [run["id"] for run in view["session"]["runs"]] == ["job", "second"]
     none = look(pages, "overview", run="third")
     assert (none["state"], none["verdict"], none["step"]) == ("missing", None, None)
@@ -434,12 +437,12 @@ def test_one_message_a_tick_for_all_browsers(played: Played) -> None:
     asked = played.source.asked
     views = [look(pages, "overview") for _ in range(20)]
     assert played.source.asked == asked
-    assert all(view["heat"]["z"] is views[0]["heat"]["z"] for view in views)
+    assert all(view["heat"].z is views[0]["heat"].z for view in views)
     played.play(5)
     pages.poll()
     assert played.source.asked == asked + 1
-    assert views[0]["heat"]["z"].shape[1] == 24  # what was handed out stays as it was
-    assert look(pages, "overview")["heat"]["z"].shape[1] == 29
+    assert views[0]["heat"].z.shape[1] == 24  # what was handed out stays as it was
+    assert look(pages, "overview")["heat"].z.shape[1] == 29
 
 
 class Slow(PlayedSource):
@@ -477,10 +480,10 @@ def test_poll_catches_up_with_an_aggregator_far_ahead(played: Played) -> None:
     pages.poll()
     assert look(pages, "header")["step"] == 7999
     recent, run = (look(pages, "overview", **{"from": first}) for first in ("newest", 0))
-    assert recent["heat"]["first"] == list(range(7700, 8000))
-    assert (run["heat"]["first"][0], run["heat"]["last"][-1]) == (1, 7999)
-    assert 150 < len(run["heat"]["first"]) <= 300
-    assert run["heat"]["first"][1:] == [last + 1 for last in run["heat"]["last"][:-1]]
+    assert recent["heat"].first.tolist() == list(range(7700, 8000))
+    assert (run["heat"].first[0], run["heat"].last[-1]) == (1, 7999)
+    assert 150 < len(run["heat"].first) <= 300
+    assert (run["heat"].first[1:] == run["heat"].last[:-1] + 1).all()
 
 
 def test_slow_aggregator_is_not_asked_for_a_while(played: Played) -> None:
@@ -672,7 +675,7 @@ def test_sessions_are_compared_side_by_side(tmp_path: Path) -> None:
     )
     good, slow = view["sides"]
     assert (good["verdict"]["label"], slow["verdict"]["label"]) == ("healthy", "straggler")
-    assert len(good["columns"]["step_ms"]) == len(slow["columns"]["step_ms"]) > 50
+    assert len(good["columns"].step_ms) == len(slow["columns"].step_ms) > 50
     pages = SessionPages(StoredSource(tmp_path / "good"))
     page, answer = Refresher(pages).refresh("/sessions", "?a=good&b=slow", {})
     shown = json.dumps(json.loads(to_json_plotly([page, answer])), ensure_ascii=False).replace("\xa0", " ")
@@ -725,9 +728,9 @@ def test_sessions_are_listed_with_the_running_ones_first(tmp_path: Path) -> None
 def test_heatmap_above_a_thousand_ranks_has_a_row_per_node(tmp_path: Path) -> None:
     pages = followed(Played(tmp_path / "demo", 1032, per_node=8, late=1029, onset=10, gpus=0), 4)
     heat = look(pages, "overview")["heat"]
-    assert (heat["by"], heat["z"].shape, heat["nodes"][-1]) == ("node", (129, 19), "host-128")
-    assert (heat["z"][-1, 10:] > 165).all() and (heat["z"][:-1] < 135).all()
-    (last,) = heat["ranks"][-1:]
+    assert (heat.by, heat.z.shape, heat.nodes[-1]) == ("node", (129, 19), "host-128")
+    assert (heat.z[-1, 10:] > 165).all() and (heat.z[:-1] < 135).all()
+    (last,) = heat.ranks[-1:]
     cell = look(pages, "cell", ranks=[last, last], first=15, last=15)
     assert cell["text"].startswith("rank 1029: 1.6")
 
@@ -741,7 +744,7 @@ def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
     assert look(pages, "header")["session"]["id"] == "now"
     old = look(pages, "overview", session="old")
     assert (old["session"]["id"], old["state"], old["step"]) == ("old", "stored", 59)
-    assert old["verdict"]["rank"] == 1 and len(old["heat"]["first"]) == 59
+    assert old["verdict"]["rank"] == 1 and len(old["heat"].first) == 59
     assert look(pages, "rank", session="old", rank=1)["rank"]["state"] == "finished"
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database")
@@ -889,8 +892,8 @@ def test_default_range_holds_the_onset_and_stays_for_a_while(tmp_path: Path) -> 
         view = look(pages, "overview")
         first, last = view["axis"]["between"]
         assert first == 400 - 64 and last == view["step"] and view["axis"]["onset"] == 400
-        assert view["columns"]["first"][0] == first and view["columns"]["last"][-1] == last
-        assert len(view["columns"]["first"]) <= 300
+        assert view["columns"].first[0] == first and view["columns"].last[-1] == last
+        assert len(view["columns"].first) <= 300
     assert look(pages, "overview", **{"from": "newest"})["axis"]["between"] == (last - 299, last)
     played.end()
     pages.poll()
@@ -906,7 +909,7 @@ def test_range_of_the_url_is_that_of_every_chart(tmp_path: Path, page: str) -> N
     view = look(pages, page, **key, **{"from": 150, "to": 200})
     assert view["axis"]["between"] == (150, 200)
     if page == "overview":
-        assert view["columns"]["first"].tolist() == view["columns"]["last"].tolist() == list(range(150, 201))
+        assert view["columns"].first.tolist() == view["columns"].last.tolist() == list(range(150, 201))
     else:
         times = view["process" if page == "rank" else "drawn"]["t_ns"]
         seconds = [(t_ns - played.clock()) / 1e9 + 60 for t_ns in times]  # of 5 steps each

@@ -98,6 +98,59 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Mean time of each of `ranks` in each stage: (R, 6) ms; NaN without any step."""
 
 
+class StepColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """
+    What is drawn step by step, in C columns: a column is one step or, of a long run, several. A part of an
+    answer (`since` is not None) holds the columns from one step on, and says nothing of its lines.
+    """
+
+    token: list[int | str]
+    """What the columns are of. Columns of equal tokens follow each other; with another one all are new."""
+    since: int | None = None
+    """First step of a part of an answer; None where the columns are complete."""
+    first: Array
+    """First step of each column: (C,) int64."""
+    last: Array
+    """Last step of each column: (C,) int64."""
+    exposed: Array
+    """Mean exposed time of each stage in a step: (C, 6) ms."""
+    median_ms: Array
+    """Median busy time over the ranks: (C,) ms."""
+    p10_ms: Array
+    """Busy time below which a tenth of the ranks are: (C,) ms."""
+    p90_ms: Array
+    """Busy time above which a tenth of the ranks are: (C,) ms."""
+    worst_ms: Array
+    """Busy time of `worst_rank`: (C,) ms; NaN: not known."""
+    worst_rank: Array
+    """Rank with the longest busy time: (C,) int64; -1: not known."""
+    global_pct: Array
+    """By how much `worst_rank` is above the median rank: (C,) %; NaN: not known."""
+    node_pct: Array
+    """By how much the slowest node is above the fastest one: (C,) %; NaN: not known."""
+    worst_over: Array
+    """Busy time of `worst_rank` over that of the median rank: (C,); NaN: not known."""
+    step_ms: Array
+    """Mean time of a step: (C,) ms."""
+    steps_per_s: Array
+    """Steps a second: (C,); NaN: not known."""
+    waiting_pct: Array
+    """Share of their time in which ranks wait for others: (C,) %; NaN: not known."""
+    z: Array
+    """Level of each line over the median (`spread.deviations`): (lines, C) uint8."""
+    by: str = ""
+    """What a line of `z` is: "rank" or, in a large job, "node"; "" in a part of an answer."""
+    ranks: list[int] = []
+    """Rank of each line; of a node its first one. Empty in a part of an answer."""
+    nodes: list[str] = []
+    """Label of the node of each line. Empty in a part of an answer."""
+
+    @property
+    def next(self) -> tuple[list[int | str], int]:
+        """What to ask with for what is new: `token`, and the last step (-1 before the first one)."""
+        return self.token, int(self.last[-1]) if len(self.last) else -1
+
+
 class RankSteps(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The stages of one rank in K columns, each of one step or of several."""
 

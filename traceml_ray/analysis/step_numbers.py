@@ -17,6 +17,7 @@ from traceml_ray.analysis.shapes import (
     RankSteps,
     RankTimes,
     RunTimeline,
+    StepColumns,
     StepTimes,
 )
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
@@ -151,34 +152,38 @@ def columns(
     between: Between | None,
     world: int,
     since: Sequence[Any] | None = None,
-) -> dict[str, Any]:
+) -> StepColumns:
     """
     Return what is drawn step by step: the newest steps, or a part of the run (`between`) in few columns.
 
-    `since` is (`token`, a step) of an earlier answer: where the token still holds, only the columns from that
-    step on are in the answer (`since`), else all of them, and `ranks`, `nodes` and `by` say what the lines of
-    `z` are. `z` (lines, C) uint8, see `deviations`, is of `stage` or of busy time (`total`); of a large job a
-    line is a node: in each column, its slowest rank. All else is (C,), `exposed` (C, 6) ms.
+    `since` is `next` of an earlier answer: where its token still holds, the answer has only the columns from
+    that step on, else all of them. `z` is of `stage` or of busy time (`total`); of a large job a line is a
+    node: in each column, its slowest rank.
     """
     stage_index = STAGES.index(stage) if stage in STAGES else None
-    token = [*history.layout(between), stage, world]
+    token: list[int | str] = [*history.layout(between), stage, world]
     from_step = int(since[1]) if since and list(since[0]) == token else None
     made = history.columns(stage_index, between=between, since=from_step)
     by_node = len(history.ranks) + min(max(0, world - len(history.ranks)), MAX_LINES) > MAX_LINES
     ranks, nodes = history.ranks, history.nodes
     lines = [*by_name(nodes).values()] if by_node else [[place] for place in range(len(ranks))]
-    answer = {"token": token, "since": from_step, **_drawn(made, stage_index, lines, nodes, by_node)}
-    answer["worst_rank"] = np.array([*ranks, -1])[answer["worst_rank"]]
-    if from_step is None:
-        first = [places[0] for places in lines]
-        answer |= {"by": "node" if by_node else "rank", "ranks": [ranks[place] for place in first]}
-        answer["nodes"] = [nodes[place] for place in first]
-    return answer
+    answer = StepColumns(token=token, since=from_step, **_drawn(made, stage_index, lines, history, by_node))
+    if from_step is not None:
+        return answer
+    first = [places[0] for places in lines]
+    return replace(
+        answer,
+        by="node" if by_node else "rank",
+        ranks=[ranks[place] for place in first],
+        nodes=[nodes[place] for place in first],
+    )
 
 
 def _drawn(
-    made: Columns, stage: int | None, lines: list[list[int]], nodes: Sequence[str], by_node: bool
+    made: Columns, stage: int | None, lines: list[list[int]], history: StepHistory, by_node: bool
 ) -> dict[str, Any]:
+    """Return the fields of `StepColumns` that are by column."""
+    nodes: Sequence[str] = history.nodes
     count = len(made.first)
     if not lines:  # as of one rank that has no step yet
         made, nodes, by_node = made._replace(busy=np.empty((1, 0)), values=np.empty((1, 0))), [""], False
@@ -198,7 +203,7 @@ def _drawn(
         "p10_ms": low,
         "p90_ms": high,
         "worst_ms": np.where(apart.worst >= 0, made.busy[apart.worst, np.arange(count)], np.nan),
-        "worst_rank": apart.worst,
+        "worst_rank": np.array([*history.ranks, -1])[apart.worst],
         "global_pct": apart.global_skew_pct,
         "node_pct": apart.node_skew_pct,
         "worst_over": 1 + apart.global_skew_pct / 100,

@@ -11,8 +11,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, excess, level
 from traceml_ray.analysis.window import UInt8
 
@@ -187,40 +189,41 @@ class HeatRow(NamedTuple):
     """Link that opens or closes its node."""
 
 
-def ordered(columns: Mapping[str, Any], absent: Mapping[int, str]) -> dict[str, Any]:
+def ordered(columns: StepColumns, absent: Mapping[int, str]) -> StepColumns:
     """
-    Return the columns of a run (`query.GetColumns`) with their lines in order of nodes and ranks, and one for
-    each rank that is `absent` (by rank, where it belongs), unless a line is a node.
+    Return the columns of a run with their lines in order of nodes and ranks, and one for each rank that is
+    `absent` (by rank, where it belongs), unless a line is a node.
     """
-    ranks, nodes = [*columns["ranks"]], [*columns["nodes"]]
-    if columns["by"] != "node":
+    ranks, nodes = [*columns.ranks], [*columns.nodes]
+    if columns.by != "node":
         ranks += absent
         nodes += absent.values()
     order = sorted(range(len(nodes)), key=lambda index: (text.natural(nodes[index]), ranks[index]))
-    unknown = np.full((len(ranks) - len(columns["ranks"]), len(columns["first"])), MISSING, np.uint8)
-    return {
-        **columns,
-        "ranks": [ranks[index] for index in order],
-        "nodes": [nodes[index] for index in order],
-        "z": np.concatenate([columns["z"], unknown])[order],
-    }
+    unknown = np.full((len(ranks) - len(columns.ranks), len(columns.first)), MISSING, np.uint8)
+    return replace(
+        columns,
+        ranks=[ranks[index] for index in order],
+        nodes=[nodes[index] for index in order],
+        z=np.concatenate([columns.z, unknown])[order],
+    )
 
 
-def suspects(heat: Mapping[str, Any], verdict: Mapping[str, Any]) -> set[int]:
+def suspects(heat: StepColumns, verdict: Mapping[str, Any]) -> set[int]:
     """Return the lines of `heat` that a verdict names."""
-    kind = "nodes" if heat["by"] == "node" else "ranks"
+    kind = "nodes" if heat.by == "node" else "ranks"
+    lines: Sequence[int | str] = heat.nodes if heat.by == "node" else heat.ranks
     named = () if verdict.get("label") == "healthy" else (verdict.get(kind) or ())[:_MOST_NAMED]
-    return {index for index, line in enumerate(heat[kind]) if line in named}
+    return {index for index, line in enumerate(lines) if line in named}
 
 
 def by_node(
-    heat: Mapping[str, Any], named: set[int], opened: Collection[str] = (), shut: Collection[str] = ()
+    heat: StepColumns, named: set[int], opened: Collection[str] = (), shut: Collection[str] = ()
 ) -> list[HeatRow]:
     """
     Return the rows by node. A node has a row for each rank where these are few, where one of them is `named`,
     or a person has `opened` it, unless it was `shut`.
     """
-    nodes, count = heat["nodes"], len(heat["nodes"])
+    nodes, count = heat.nodes, len(heat.nodes)
     few = count <= _MOST_ROWS
     starts = [index for index in range(count) if index == 0 or nodes[index] != nodes[index - 1]]
     groups = starts if few else starts[:: -(-len(starts) // _MOST_GROUPS)]
@@ -242,30 +245,30 @@ def by_node(
     return _marked(rows, named)
 
 
-def by_cost(heat: Mapping[str, Any], named: set[int]) -> list[HeatRow]:
+def by_cost(heat: StepColumns, named: set[int]) -> list[HeatRow]:
     """Return the rows by what they cost, the others of many as one."""
-    order = np.argsort(-np.nan_to_num(excess(heat["z"]), nan=-1.0), kind="stable").tolist()
+    order = np.argsort(-np.nan_to_num(excess(heat.z), nan=-1.0), kind="stable").tolist()
     if len(order) <= _MOST_ROWS:
         return _marked([_single(heat, index)._replace(first=True) for index in order], named)
     worst = [_single(heat, index)._replace(first=True) for index in order[:_WORST]]
     rest = order[_WORST:]
-    kind = "node" if heat["by"] == "node" else "rank"
+    kind = "node" if heat.by == "node" else "rank"
     others = HeatRow(sorted(rest), f"worst of {text.count(len(rest), f'other {kind}')}", "others", first=True)
     return _marked([*worst, others], named)
 
 
-def worst(heat: Mapping[str, Any], rows: Sequence[HeatRow]) -> UInt8:
+def worst(heat: StepColumns, rows: Sequence[HeatRow]) -> UInt8:
     """Return the levels of each row, those of its worst line: (rows, C)."""
-    z = heat["z"] + np.uint8(1)  # what is missing is 255, and now 0: less than any other
+    z = heat.z + np.uint8(1)  # what is missing is 255, and now 0: less than any other
     levels: UInt8 = np.array([z[np.asarray(row.lines)].max(axis=0) for row in rows]) - np.uint8(1)
     return levels
 
 
-def _single(heat: Mapping[str, Any], index: int) -> HeatRow:
-    rank, node = heat["ranks"][index], heat["nodes"][index]
+def _single(heat: StepColumns, index: int) -> HeatRow:
+    rank, node = heat.ranks[index], heat.nodes[index]
     return (
         HeatRow((index,), node, node)
-        if heat["by"] == "node"
+        if heat.by == "node"
         else HeatRow((index,), f"rank {rank} ({node})", node, rank)
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.document import drawing
 from traceml_ray.reports.headlines import change
@@ -30,18 +31,17 @@ _DRAWN, _SAMPLES = 6, 240
 _TALL, _USUAL = 380, 300
 
 
-def _columns(ask: Ask, run: str | None) -> Any:
+def _columns(ask: Ask, run: str | None) -> StepColumns | None:
     """Return what is drawn step by step; None without any step."""
-    columns = ask(query.GetColumns(run, whole=True))
-    return columns if len(columns["first"]) else None
+    columns: StepColumns = ask(query.GetColumns(run, whole=True))
+    return columns if len(columns.first) else None
 
 
 def _ranks(ask: Ask, run: str | None) -> Figure:
     columns = _columns(ask, run)
     if columns is None:
         return figures.blank("No closed step yet.")
-    heat = {**drawing.ordered(columns, {}), "stage": "total"}
-    heat |= {name: columns[name].tolist() for name in ("first", "last")}
+    heat = drawing.ordered(columns, {})
     verdict = to_builtins(ask(query.GetVerdict(run))) or {}
     rows = drawing.by_node(heat, drawing.suspects(heat, verdict))
     figure = heat_figure(heat, rows, "", {})
@@ -61,7 +61,7 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
         "text": [
             [
                 f"{row.name}, to step {last:,}: {_over(level)}"
-                for last, level in zip(heat["last"], line, strict=True)
+                for last, level in zip(heat.last.tolist(), line, strict=True)
             ]
             for row, line in zip(rows, levels, strict=True)
             for _ in range(row.height)
@@ -75,22 +75,21 @@ def _over(level: int) -> str:
 
 
 def _steps(ask: Ask, run: str | None) -> Figure:
-    columns = _columns(ask, run)
-    return figures.timeline([] if columns is None else figures.middles(columns), columns or {}, [])
+    return figures.timeline(_columns(ask, run), [])
 
 
 def _stages(ask: Ask, run: str | None) -> Figure:
     columns = _columns(ask, run)
     if columns is None:
         return figures.exposed([], {})
-    return figures.exposed(figures.middles(columns), by_stage(columns["exposed"]))
+    return figures.exposed(figures.middles(columns), by_stage(columns.exposed))
 
 
 def _skew(ask: Ask, run: str | None) -> Figure:
     columns = _columns(ask, run)
     if columns is None:
         return figures.blank("No closed step yet.")
-    series = {"ranks": columns["global_pct"], "nodes": columns["node_pct"]}
+    series = {"ranks": columns.global_pct, "nodes": columns.node_pct}
     colours = drawing.ORANGE, drawing.BLUE
     return figures.lines(figures.middles(columns), series, "skew %", unit="%", colours=colours)
 

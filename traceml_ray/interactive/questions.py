@@ -257,8 +257,8 @@ class SessionQuestions:
         if run is None:
             return chart_data
         times = self._ask(query.GetTimes(run, True))
-        columns: Any = self._ask(query.GetColumns(run, whole=True))
-        if not len(columns["first"]):
+        columns = self._ask(query.GetColumns(run, whole=True))
+        if not len(columns.first):
             return chart_data
         silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
         return chart_data._replace(times=times, columns=drawing.ordered(columns, silent))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.shapes import ChangedParts, StepTimes
+from traceml_ray.analysis.shapes import ChangedParts, StepColumns, StepTimes
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
@@ -57,7 +57,7 @@ class ChartData(NamedTuple):
     """The answers of signals, by name."""
     times: StepTimes | None = None
     """Numbers of its steps, as of `query.GetTimes`."""
-    columns: dict[str, Any] | None = None
+    columns: StepColumns | None = None
     """What is drawn step by step, as of `query.GetColumns`, with the lines of `z` in order of nodes."""
     change: ChangedParts | None = None
     """What a step took before the onset of the verdict and since, as of `query.GetChange`."""
@@ -96,7 +96,7 @@ def read_chart_data(report: Report) -> ChartData:
         summary,
         report.signals,
         times,
-        drawing.ordered(columns, silent) if columns and len(columns["first"]) else None,
+        drawing.ordered(columns, silent) if columns and len(columns.first) else None,
         changed,
         deaths_of(facts) if facts.fact("status") not in ("finished", "stopped") else [],
         alike(facts, lambda process: process.environment),
@@ -192,7 +192,7 @@ def _by_rank(chart_data: ChartData) -> Iterator[Section]:
     if (columns := chart_data.columns) is not None:
         rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary["verdict"]))
         label = "Busy time of each rank by step, over the median of the step"
-        heat = Heat(label, columns["first"], columns["last"], rows, drawing.worst(columns, rows))
+        heat = Heat(label, columns.first, columns.last, rows, drawing.worst(columns, rows))
         yield Section(blocks=[heat], title="Busy time by rank, against the median of the step")
 
 
@@ -201,9 +201,9 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
     if (columns := chart_data.columns) is None:
         return
     episode = episode_of(chart_data.summary)
-    first, last, onset = columns["first"], columns["last"], episode["from_step"] if episode else None
+    first, last, onset = columns.first, columns.last, episode["from_step"] if episode else None
     stages = [
-        Line(name, columns["exposed"][:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
+        Line(name, columns.exposed[:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
     ]
     label = "Exposed time of each stage by step, stacked, in ms"
     stacked = StepChart(label, first, last, stages, stacked=True, onset=onset)
@@ -211,11 +211,11 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
         blocks=[stacked], title="Where a step's time goes (exposed: what the job waited for)", half=True
     )
     worst, median = (
-        Line("worst", columns["worst_ms"], drawing.ORANGE),
-        Line("median", columns["median_ms"], drawing.BLUE),
+        Line("worst", columns.worst_ms, drawing.ORANGE),
+        Line("median", columns.median_ms, drawing.BLUE),
     )
     label = "Busy time of the median and the worst rank by step, in ms"
-    band = "p10–p90", columns["p10_ms"], columns["p90_ms"]
+    band = "p10–p90", columns.p10_ms, columns.p90_ms
     timeline = StepChart(label, first, last, [worst, median], band=band, onset=onset)
     yield Section(blocks=[timeline], title="Step timeline (busy: without waiting)", half=True)
 

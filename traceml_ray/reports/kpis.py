@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.shapes import StepTimes
+from traceml_ray.analysis.shapes import StepColumns, StepTimes
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.document.model import Number
 
@@ -16,7 +16,7 @@ _SPARK = 60
 Array = np.ndarray[Any, Any]
 
 
-def kpis(times: StepTimes, columns: Mapping[str, Any], signals: Iterable[Number] = ()) -> list[Number]:
+def kpis(times: StepTimes, columns: StepColumns, signals: Iterable[Number] = ()) -> list[Number]:
     """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
     if not times.steps:
         return []
@@ -30,11 +30,11 @@ def kpis(times: StepTimes, columns: Mapping[str, Any], signals: Iterable[Number]
     median, p95 = times.median_ms, text.ms(times.p95_ms)
     every = f"the share of their time in which ranks wait for others, {steps_text}"
     shown = [
-        _kpi("median", "Step time", median, "ms", f"median; p95 {p95}", columns["step_ms"], steps_text),
-        _kpi("rate", "Throughput", times.steps_per_s, "steps/s", steps_text, columns["steps_per_s"]),
+        _kpi("median", "Step time", median, "ms", f"median; p95 {p95}", columns.step_ms, steps_text),
+        _kpi("rate", "Throughput", times.steps_per_s, "steps/s", steps_text, columns.steps_per_s),
         _kpi("goodput", "Productive time", times.productive_pct, "%", since, ()),
-        _kpi("wait", "Waiting per rank", times.waiting_pct, "%", steps_text, columns["waiting_pct"], every),
-        _kpi("worst", "Worst ÷ median rank", times.worst_over, "×", worst, columns["worst_over"], steps_text),
+        _kpi("wait", "Waiting per rank", times.waiting_pct, "%", steps_text, columns.waiting_pct, every),
+        _kpi("worst", "Worst ÷ median rank", times.worst_over, "×", worst, columns.worst_over, steps_text),
         *_idle(times),
     ]
     for one in signals:

@@ -172,7 +172,7 @@ class GetTimes(OfRun[shapes.StepTimes], frozen=True):
     last: Count | None = None
 
 
-class GetColumns(OfRun[step_shapes.StepColumns], frozen=True):
+class GetColumns(OfRun[shapes.StepColumns], frozen=True):
     """
     What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in
     few columns; `since`: the token of an earlier answer, and from which step on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,35 +12,6 @@ from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.store.results import VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class StepColumns(TypedDict, total=False):
-    """
-    What is drawn step by step, C columns: all, with what their lines are (`by`, `ranks`, `nodes`), or those
-    from step `since` on. `z` is (lines, C).
-    """
-
-    token: list[int | str]
-    since: int | None
-    first: Array
-    last: Array
-    exposed: Array
-    """(C, 6) ms."""
-    median_ms: Array
-    p10_ms: Array
-    p90_ms: Array
-    worst_ms: Array
-    worst_rank: Array
-    global_pct: Array
-    node_pct: Array
-    worst_over: Array
-    step_ms: Array
-    steps_per_s: Array
-    waiting_pct: Array
-    z: Array
-    by: str
-    ranks: list[int]
-    nodes: list[str]
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import text
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
 from traceml_ray.signals.nodes.quantities import Quantity
@@ -149,29 +150,29 @@ def exposed(
 
 
 def timeline(
-    steps: Sequence[int],
-    line: Mapping[str, Any],
+    columns: StepColumns | None,
     events: Sequence[Mapping[str, Any]],
     frame: Mapping[str, Any] | None = None,
 ) -> Figure:
     """
-    Return the step's time: median rank, worst rank, a p10–p90 band (in `line`, see
-    `analysis.step_numbers.columns`), and events as marks on the axis.
+    Return the busy time in a step: median rank, worst rank, a p10–p90 band, and events as marks on the axis.
+    `columns` is None before the first step.
     """
-    if not steps:
+    if columns is None:
         return blank("No closed step yet.")
-    ranks = {"customdata": line["worst_rank"], "hovertemplate": "%{y:.1f} ms (rank %{customdata})"}
+    steps = middles(columns)
+    ranks = {"customdata": columns.worst_rank, "hovertemplate": "%{y:.1f} ms (rank %{customdata})"}
     band = {"fill": "tonexty", "fillcolor": "rgba(59,130,196,.25)", "hoverinfo": "skip"}
-    low, high, worst, median = (rounded(line[f"{name}_ms"]) for name in ("p10", "p90", "worst", "median"))
+    low, high = rounded(columns.p10_ms), rounded(columns.p90_ms)
     traces = [
         _line("p10", steps, low, 0, BLUE, hoverinfo="skip", legendgroup=BAND),
         _line("p90", steps, high, 0, BLUE, **band, legendgroup=BAND),
-        _line("worst", steps, worst, 1.2, ORANGE, **ranks),
-        _line("median", steps, median, 1.8, BLUE, hovertemplate="%{y:.1f} ms"),
+        _line("worst", steps, rounded(columns.worst_ms), 1.2, ORANGE, **ranks),
+        _line("median", steps, rounded(columns.median_ms), 1.8, BLUE, hovertemplate="%{y:.1f} ms"),
     ]
     if marked := [e for e in events if e["step"] is not None and steps[0] <= e["step"] <= steps[-1]][:60]:
         traces.append(_event_marks(marked))
-    return figure(traces, "step", "busy ms", frame=frame, **_aligned(scale(_array(line["worst_ms"]), "ms")))
+    return figure(traces, "step", "busy ms", frame=frame, **_aligned(scale(columns.worst_ms, "ms")))
 
 
 def _aligned(layout: dict[str, Any]) -> dict[str, Any]:
@@ -376,8 +377,8 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
 
 
-def middles(columns: Mapping[str, Any]) -> list[int]:
+def middles(columns: StepColumns) -> list[int]:
     """Return the step at which a column is drawn as a point of a line."""
-    both: Array = (columns["first"] + columns["last"]) // 2
+    both: Array = (columns.first + columns.last) // 2
     steps: list[int] = both.tolist()
     return steps

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import level
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MISSING, HEIGHT, HeatRow, css
@@ -21,19 +22,22 @@ _LINE = 14
 
 
 def heat_figure(
-    heat: Mapping[str, Any], drawn: Sequence[HeatRow], revision: str, frame: Mapping[str, Any]
+    heat: StepColumns, drawn: Sequence[HeatRow], revision: str, frame: Mapping[str, Any]
 ) -> Figure:
-    """Return the heatmap; assets/heatmap.js has what a click and the mouse do from the trace's `meta`."""
+    """
+    Return the heatmap; what a person has zoomed stays so while `revision` does. assets/heatmap.js has what a
+    click and the mouse do from the trace's `meta`.
+    """
     heights = [row.height for row in drawn]
     edges = [0, *accumulate(heights)]
-    ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
+    first, last = heat.first.tolist(), heat.last.tolist()
     z = drawing.worst(heat, drawn)
     # Lines of one height: plotly.js paints others cell by cell, in twice the time.
     z = np.repeat(z, heights, axis=0)
     grey = 254.01 / 255
     trace = {
         "type": "heatmap",
-        "x": ends,
+        "x": [first[0] - 0.5, *(step + 0.5 for step in last)],
         "y0": 0.5,
         "z": {"dtype": "u1", "bdata": b64encode(z.tobytes()).decode(), "shape": f"{len(z)}, {z.shape[1]}"},
         "zmin": 0,
@@ -47,8 +51,8 @@ def heat_figure(
         "hoverinfo": "none",
         "meta": {
             "rows": [_row_details(heat, row, edge) for row, edge in zip(drawn, edges, strict=False)],
-            "first": heat["first"],
-            "last": heat["last"],
+            "first": first,
+            "last": last,
         },
     }
     lines = [edge for edge, row in zip(edges, drawn, strict=False) if edge and row.toggle]
@@ -57,7 +61,7 @@ def heat_figure(
         [trace],
         "step",
         "",
-        revision=f"{revision} {heat['stage']} {len(drawn)}",
+        revision=f"{revision} {len(drawn)}",
         frame=frame,
         hovermode="closest",
         margin={**MARGIN, "t": TOP, "b": BOTTOM},
@@ -66,11 +70,11 @@ def heat_figure(
     )
 
 
-def _row_details(heat: Mapping[str, Any], row: HeatRow, edge: int) -> dict[str, Any]:
+def _row_details(heat: StepColumns, row: HeatRow, edge: int) -> dict[str, Any]:
     """Return what the browser needs of a row: name, link, position, its rank or first and last rank."""
     ranks = [row.rank]
     if row.rank is None:
-        ranks = [heat["ranks"][line] for line in (row.lines[0], row.lines[-1])] if row.href else []
+        ranks = [heat.ranks[line] for line in (row.lines[0], row.lines[-1])] if row.href else []
     return {"name": row.name, "href": row.href, "ranks": ranks, "at": edge}
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
@@ -28,8 +29,6 @@ from .run_state import SLOW_S, RunState
 from .source import Source
 
 _MAX_KEPT = 64
-_ABOUT = ("by", "ranks", "nodes")
-"""Fields of Columns that only a complete answer has."""
 _MAX_RUNS = 3
 """Largest number of runs polled at a time: the newest, and those viewed in the last `_VIEWED_S` seconds."""
 _VIEWED_S = 60.0
@@ -221,11 +220,10 @@ class SessionPoll:
 
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return the questions as they are sent: of columns, only for those that are missing here."""
+        held = {request: self._answers.get(request, _NO_ANSWER).value for request in wanted}
         return [
-            msgspec.structs.replace(request, since=self._answers[request].value["next"])
-            if isinstance(request, query.GetColumns) and request in self._answers
-            else request
-            for request in wanted
+            replace(request, since=value.next) if isinstance(value, StepColumns) else request
+            for request, value in held.items()
         ]
 
     def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
@@ -234,7 +232,7 @@ class SessionPoll:
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
             before = self._answers.get(request, _NO_ANSWER).value
-            merged = joined(before, answer) if isinstance(request, query.GetColumns) else answer
+            merged = joined(before, answer) if isinstance(answer, StepColumns) else answer
             new |= before is None or (
                 merged is not before and query.encode([merged]) != query.encode([before])
             )
@@ -348,21 +346,21 @@ class SessionPoll:
         return before != (self.stale_since_ns, self.trouble)
 
 
-def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[str, Any]:
+def joined(before: StepColumns | None, answer: StepColumns) -> StepColumns | None:
     """
-    Return what was held `before` with what is new in `answer`, see `analysis.step_numbers.columns`. `next` is
-    `since` of the next question.
+    Return what was held `before` with what is new in `answer`: at most `MAX_BINS` columns, the newest. An
+    answer that goes on from other columns changes nothing, and the next one is complete.
     """
-    merged = {name: value for name, value in answer.items() if name not in ("token", "since")}
-    if answer["since"] is not None:
-        if before is None or before["next"][0] != answer["token"]:
-            return dict(before or {})  # it is of another one: the next answer is whole
-        keep = slice(0, int(np.searchsorted(before["last"], answer["since"])))
-        for name, value in merged.items():
-            axis = 1 if name == "z" else 0
-            old = before[name][:, keep] if axis else before[name][keep]
-            column = np.concatenate([old, value], axis)
-            merged[name] = column[:, -MAX_BINS:] if axis else column[-MAX_BINS:]
-        merged |= {name: before[name] for name in _ABOUT}
-    last = int(merged["last"][-1]) if len(merged["last"]) else -1
-    return {**merged, "next": [answer["token"], last]}
+    if answer.since is None:
+        return answer
+    if before is None or before.token != answer.token:
+        return before
+    kept = int(np.searchsorted(before.last, answer.since))
+    columns: dict[str, Any] = {}
+    for name in StepColumns.__struct_fields__:
+        old, new = getattr(before, name), getattr(answer, name)
+        if name == "z":
+            columns[name] = np.concatenate([old[:, :kept], new], axis=1)[:, -MAX_BINS:]
+        elif isinstance(new, np.ndarray):
+            columns[name] = np.concatenate([old[:kept], new])[-MAX_BINS:]
+    return replace(before, **columns)
