@@ -1,4 +1,4 @@
-"""Imports point one way: the table "Where things are" in CONTRIBUTING, from the bottom to the top."""
+"""Imports point one way: the table "Where things are" in ARCHITECTURE, from the bottom to the top."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 @functools.cache
 def _layers() -> list[list[str]]:
     """Return what each line of the table holds, the lowest first."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    table = text[text.index("| place | what is in it |") :].partition("\n\n")[0]
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text[text.index("| place | holds |") :].partition("\n\n")[0]
     lines = [line.split("|")[1] for line in table.splitlines()[2:]]
     return [[name.rstrip("/") for name in re.findall(r"`([a-z0-9_*/]+)`", line)] for line in lines]
 
@@ -89,7 +89,7 @@ def _line_of(name: str) -> int | None:
 def test_imports_point_downwards() -> None:
     lines = {name: _line_of(name) for name in MODULES}
     code = {name for name, path in MODULES.items() if path.name != "__init__.py" or _imports(name)}
-    assert {name for name in code if lines[name] is None} == {"launch"}, "CONTRIBUTING knows every module"
+    assert {name for name in code if lines[name] is None} == {"launch"}, "ARCHITECTURE knows every module"
     up = [
         f"{name} imports {module}"
         for name in MODULES

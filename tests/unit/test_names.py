@@ -21,7 +21,7 @@ VAGUE = frozenset({"found", "each", "at", "own", "of", "told", "said"})
 
 def test_no_variable_or_parameter_is_called_found_each_at_own_or_of() -> None:
     vague = [line for package in CLEANED for path in sources(package) for line in vague_names(path)]
-    assert not vague, "name the thing itself (CONTRIBUTING.md, Words):\n" + "\n".join(vague)
+    assert not vague, "name the thing itself (CONTRIBUTING.md, Habits):\n" + "\n".join(vague)
 
 
 def test_vague_names_are_seen_wherever_python_binds_one(tmp_path: Path) -> None:
