@@ -94,6 +94,18 @@ def test_calling_an_actor_does_not_import_its_work():
     assert work == {*tables, ("monitor",), ("monitor", "finish")}
 
 
+def test_a_page_of_text_imports_nothing_more_once_it_is_loaded():
+    code = """if True:
+        import sys
+        from traceml_ray.document import text
+        text.load()
+        before = set(sys.modules)
+        text.page([text.Facts(("label", "Zeit → 3 µs, 漢字")), ["a line"]])
+        assert set(sys.modules) == before, set(sys.modules) - before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_names_of_missing_frameworks_are_left_out_and_name_what_to_install(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -80,7 +80,7 @@ class Aggregator:
         self._wake = threading.Event()
         self._stopping = threading.Lock()
         self._stopped: wire.Finished | None = None
-        self._alone = False
+        self._alone = self._loaded = False
         if self._held is not None:
             socket = relay_folder(made.session, self._node_id) / "relay.sock"
             write_live(folder, Live(os.getpid(), str(socket), context.gcs_address))
@@ -105,6 +105,8 @@ class Aggregator:
                     self._core.judge()
                     took = time.monotonic() - now
                     pause = min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE))
+                    if not self._loaded and self._core.verdict:
+                        self._load_reports()
                     judge_at = now + (1.5 * COMMIT_S if self._core.pace.many_nodes else pause)
             except Exception as error:  # without this thread nothing would be stored any more
                 self._core.errors.note("beat", error)
@@ -120,6 +122,13 @@ class Aggregator:
         except Exception as error:
             self._core.errors.note("stop", error)
         end_myself()
+
+    def _load_reports(self) -> None:
+        """Load what the report needs while the job runs: the end of the job waits for the report."""
+        from traceml_ray.document import text
+
+        self._loaded = True
+        text.load()
 
     def _is_over(self) -> bool:
         return self._stopped is not None or self._core.over or self._core.fenced
