@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from traceml_ray.document.model import Bars, Block, Boxes, Column, Facts, Heat, Lines, Section, StepChart, Table
+from traceml_ray.document.model import (
+    Bars,
+    Block,
+    Boxes,
+    Column,
+    Facts,
+    Heat,
+    Lines,
+    Section,
+    StepChart,
+    Table,
+)
 from traceml_ray.text import one_line
 
 WIDTH = 100
