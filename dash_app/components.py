@@ -83,10 +83,13 @@ def link(label: str, href: str, style: str, *, on: bool = False, title: str | No
     return html.A(label, href=href, className=f"{style} on" if on else style, title=title, **current)
 
 
-def copying(label: str, copied: str, href: str) -> html.Button:
-    """Return a button that copies a text, see assets/app.js; "{link}" in it becomes the whole of `href`."""
+def copying(label: str, copied: str, href: str, title: str | None = None) -> html.Button:
+    """
+    Return a button that copies a text, see assets/app.js. "{link}" in the text becomes the whole URL of
+    `href`, with the part of the page that the address bar names.
+    """
     data: dict[str, Any] = {"data-copy": copied, "data-link": href}
-    return html.Button(label, type="button", className="chip", **data)
+    return html.Button(label, type="button", className="chip", title=title, **data)
 
 
 def spark(values: Sequence[float | None], text: str, between: tuple[float, float] | None = None) -> Any:

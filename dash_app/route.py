@@ -29,6 +29,10 @@ SCOPE = ("session", "run")
 """Query names that a link to another page keeps."""
 RANGE = ("from", "to")
 """Query names that a link to another page of the same run keeps: the range of steps."""
+TOKEN = "token"
+"""Query name of the token, which is no part of a selection: no link has it."""
+_MAX_NAMES, _MAX_VALUE = 16, 1024
+"""Largest number of query names that are read of a URL, and of characters of a value; others are ignored."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -47,7 +51,11 @@ class Route(msgspec.Struct, frozen=True):
             return None
         if page in ("rank", "step") and whole_number(key) is None:
             return None
-        query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:16] if len(v) <= 200)
+        query = tuple(
+            (name, value)
+            for name, value in parse_qsl((search or "").lstrip("?"))[:_MAX_NAMES]
+            if name != TOKEN and len(value) <= _MAX_VALUE
+        )
         return cls(page, unquote(key), query)
 
     def get(self, name: str) -> str | None:
@@ -67,8 +75,18 @@ class Route(msgspec.Struct, frozen=True):
         return url + ("?" + urlencode(given) if given else "")
 
     def here(self, **query: Any) -> str:
-        """Return the link to this page with some of the selection changed; None removes a value."""
+        """
+        Return the link to this page with some of the selection changed; None removes a value. With another
+        session or run the range of steps is removed.
+        """
         kept = dict(self.query)
         if query.keys() & {*SCOPE}:
             kept = {name: value for name, value in kept.items() if name not in RANGE}
         return self.to(self.page, self.key, **{**kept, **query})
+
+    def lasting(self, session: str | None, run: str | None) -> str:
+        """
+        Return the link to this page and its whole selection that shows the same later, to anybody: it names
+        the session and the run, which a URL without them leaves to what is newest. None: there is none.
+        """
+        return self.to(self.page, self.key, **{**dict(self.query), "session": session, "run": run})

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import cast
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from flask import Flask, Response, redirect, request
@@ -125,8 +126,11 @@ class Guard:
         origin = request.headers.get("Origin")
         if request.method == "POST" and origin is not None and _split(origin).netloc != request.host:
             return _refusal(403, "This request was made by another page.")
-        if self._token is None or (request.method, request.path) in _OPEN:
+        if (request.method, request.path) in _OPEN:
             return None
+        if self._token is None:
+            sent = request.method == "GET" and "token" in request.args  # it stays in no address bar
+            return _redirect(request.path, _query_without_token()) if sent else None
         return self._identify()
 
     def _identify(self) -> Response | None:
@@ -152,9 +156,14 @@ class Guard:
         return _ask(_WRONG, target.path, target.query)
 
     def _welcome(self, path: str, query: str) -> Response:
-        """Set the cookie, and redirect to the URL without the token."""
-        response: Response = redirect(_here(path, query), 303)  # type: ignore[assignment]
-        response.set_cookie(self._cookie, self._proof, httponly=True, samesite="Strict")
+        """
+        Set the cookie, and redirect to the URL without the token.
+
+        The cookie is not Strict, which a browser does not send where a link of another site (a chat, a
+        ticket) is followed: each of them would ask for the token again. What another site posts has none.
+        """
+        response = _redirect(path, query)
+        response.set_cookie(self._cookie, self._proof, httponly=True, samesite="Lax")
         return response
 
     def _knows(self, given: str) -> bool:
@@ -198,6 +207,10 @@ def _query_without_token() -> str:
 def _here(path: str, query: str) -> str:
     """Return a path on this server: two slashes would lead to another one."""
     return quote("/" + path.lstrip("/")) + (f"?{query}" if query else "")
+
+
+def _redirect(path: str, query: str) -> Response:
+    return cast("Response", redirect(_here(path, query), 303))
 
 
 def _ask(message: str, path: str, query: str) -> Response:

@@ -58,6 +58,7 @@ _TABS = {
     "sessions": "Sessions",
     "health": "Health",
 }
+_COPY_LINK = "Copy the link to this page with its session, run and selection; a token is not part of it"
 _MAX_ALSO = 4
 """So many findings are listed beside what is read first."""
 _ICONS = {
@@ -176,7 +177,7 @@ def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
         part(html.Nav(tabs, id="nav", **aria(label="Pages"))),
-        part(html.Div(_session(header["session"], route), id="session")),
+        part(html.Div(_session(header, route), id="session")),
         part(_verdict(header, route)),
         problem(dated(stale) if stale else None),
     ]
@@ -211,8 +212,9 @@ def _is_on(page: str, route: Route) -> bool:
     return page == above.get(route.page, route.page)
 
 
-def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return the session's name and size, and a menu of its runs where there are several."""
+def _session(header: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return the session's name and size, a menu of its runs where there are several, and a link to copy."""
+    session = header["session"]
     if not session["id"]:
         return []
     ranks, nodes = session["world_size"], session["nnodes"]
@@ -228,7 +230,15 @@ def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
             for run in reversed(runs)
         ]
         shown.append(html.Details([html.Summary(f"run {name}"), html.Div(links, className="menu")]))
+    if header["state"] != "missing":
+        shown.append(copying("Copy link", "{link}", _lasting(header, route), _COPY_LINK))
     return shown
+
+
+def _lasting(header: Mapping[str, Any], route: Route) -> str:
+    """Return the link to what is shown, as another person needs it."""
+    session = header["session"]
+    return route.lasting(route.get("session") or session["id"], session["run"])
 
 
 def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
@@ -314,11 +324,11 @@ def _others(header: Mapping[str, Any]) -> list[Finding]:
 
 
 def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
-    """Return the links below a verdict: to its evidence, to its rank, and to copy it."""
+    """Return the links below a verdict, to its evidence and its rank, and the button that copies it."""
     verdict, incident, first = header["verdict"], header["incident"], header["first"]
     if not verdict or not first or first.tone == "good":
         return []
-    view = route.here(session=header["session"]["id"], run=header["session"]["run"])
+    view = _lasting(header, route)
     why, following = f"Why: {first.why}", f"Next: {first.next}"
     steps = "" if first.subject == "steps" else f"Steps: {verdict['headline']}: {verdict['why']}"
     spent = f"Cost: {cost(incident, header['session']['gpus'])}." if incident else ""
@@ -332,7 +342,7 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
     if (page := page_of(first.subject)) is not None:
         chips.append(link(f"Open {_TABS[page].lower()}", route.to(page), "chip"))
-    return [*chips, copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
+    return [*chips, copying("Copy as text", copied, view)]
 
 
 def _range(cost_pct: Sequence[float] | None) -> str:

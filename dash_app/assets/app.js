@@ -161,7 +161,7 @@
   /* Copy what a button has; `navigator.clipboard` is there on localhost and over HTTPS alone. */
   const copy = (button) => {
     const field = document.body.appendChild(document.createElement("textarea"));
-    field.value = button.dataset.copy.replace("{link}", () => location.origin + button.dataset.link);
+    field.value = button.dataset.copy.replace("{link}", () => location.origin + button.dataset.link + location.hash);
     field.select();
     document.execCommand("copy");
     field.remove();

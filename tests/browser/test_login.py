@@ -53,7 +53,7 @@ def test_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
     until(lambda: shown(browser, "rank-title"), "the rank's page")
     assert browser.current_url == f"{url}/rank/1?run=job"
     [cookie] = browser.get_cookies()
-    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
     assert browser.execute_script("return document.cookie") == ""
 
 

@@ -397,6 +397,17 @@ class TestRoute:
         assert route.here(stage=None) == "/?run=r1"
         assert route.here(stage="forward") == "/?run=r1&stage=forward"
 
+    def test_lasting_link_has_session_run_and_all_of_the_selection_but_no_token(self) -> None:
+        off = ",".join(f"chart-of-a-long-name.series {n}" for n in range(8))
+        route = Route.parse("/rank/5", f"?from=2&to=9&step=3&off={off}&token=secret")
+        assert route is not None and "secret" not in route.here(step=4)
+        path, _, search = route.lasting("job", "r1").partition("?")
+        shown = Route.parse(path, search)
+        assert shown is not None
+        assert (shown.page, shown.key) == ("rank", "5")
+        selection = {"from": "2", "to": "9", "step": "3", "off": off, "session": "job", "run": "r1"}
+        assert dict(shown.query) == selection
+
 
 class TestFigures:
     def test_figure_has_a_unit_on_every_axis_or_says_why_it_is_empty(self) -> None:

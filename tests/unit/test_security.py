@@ -159,9 +159,15 @@ def test_token_in_the_address_is_swapped_for_a_cookie(closed: Server) -> None:
     assert (answer.status, answer.getheader("Location")) == (303, "/rank/3?run=a%26b&stage=data&stage=")
     given = answer.getheader("Set-Cookie") or ""
     assert re.search(r"; HttpOnly(;|$)", given)
-    assert re.search(r"; SameSite=Strict(;|$)", given)
+    assert re.search(r"; SameSite=Lax(;|$)", given)
     assert TOKEN not in given + answer.body
     assert "Max-Age" not in given and "Expires" not in given
+
+
+def test_token_is_taken_out_of_the_address_where_none_is_asked_for(opened: Server) -> None:
+    answer = opened.ask("GET", "/rank/3?run=a&token=of-another-dashboard")
+    assert (answer.status, answer.getheader("Location")) == (303, "/rank/3?run=a")
+    assert answer.getheader("Set-Cookie") is None
 
 
 def test_wrong_token_is_refused_even_with_a_good_cookie(closed: Server) -> None:
