@@ -252,6 +252,11 @@ class Window:
         )
 
 
+def no_values() -> Float:
+    """Return an array of no number: the default of a field whose values are not known."""
+    return np.empty(0)
+
+
 def starts_of(keys: Int64) -> Int64:
     """Return the indices (S,) in sorted `keys` at which a step begins."""
     steps = keys >> SEGMENT_BITS

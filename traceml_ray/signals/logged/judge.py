@@ -8,17 +8,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.analysis.window import Float, Int64, no_values
 from traceml_ray.signals.logged.records import MAX_NAMES, LoggedValues
 
 MOST, LEAST, BUDGET = 256, 16, 1 << 17
 """Pieces of one name of a rank process, at most and at least, and of all; of more, neighbours are joined."""
 COLUMNS = 120
 _SERIES, _FIRST, _LAST, _STEPS, _VALUE, _LOW, _HIGH, _BAD, _BAD_FIRST, _BAD_SINCE = range(10)
-
-
-def _no_values() -> Float:
-    return np.empty(0)
 
 
 def _no_steps() -> Int64:
@@ -40,7 +36,7 @@ class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     name: str
     ranks: list[int] = []
-    values: Float = msgspec.field(default_factory=_no_values)
+    values: Float = msgspec.field(default_factory=no_values)
     """(R,), newest value of each of `ranks`, finite or not."""
     steps: Int64 = msgspec.field(default_factory=_no_steps)
     """(R,), step of it."""
@@ -53,11 +49,11 @@ class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """(C,), first step of each column; empty where it is not known."""
     last: Int64 = msgspec.field(default_factory=_no_steps)
     """(C,), last step of each column."""
-    line: Float = msgspec.field(default_factory=_no_values)
+    line: Float = msgspec.field(default_factory=no_values)
     """(C,), mean over the ranks of the last finite value of each column; NaN: none was logged."""
-    lowest: Float = msgspec.field(default_factory=_no_values)
+    lowest: Float = msgspec.field(default_factory=no_values)
     """(C,), smallest finite value of each column."""
-    highest: Float = msgspec.field(default_factory=_no_values)
+    highest: Float = msgspec.field(default_factory=no_values)
     """(C,), largest finite value of each column."""
 
     @property

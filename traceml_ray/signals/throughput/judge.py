@@ -22,7 +22,7 @@ from traceml_ray import text
 from traceml_ray.analysis.roles import mixed
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_store import ALL
-from traceml_ray.analysis.window import Bool, Float, Int64, missing_of
+from traceml_ray.analysis.window import Bool, Float, Int64, missing_of, no_values
 from traceml_ray.signals.throughput.records import StepWork
 
 _Peaks = dict[str, float]
@@ -221,25 +221,21 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     why: dict[str, str] = {}
 
 
-def _no_values() -> Float:
-    return np.empty(0)
-
-
 class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
     """The same, with that of each rank and by step."""
 
     ranks: list[int] = []
-    rank_samples_per_s: Float = msgspec.field(default_factory=_no_values)
+    rank_samples_per_s: Float = msgspec.field(default_factory=no_values)
     """(R,), of each of `ranks`; NaN is not known."""
-    rank_tokens_per_s: Float = msgspec.field(default_factory=_no_values)
+    rank_tokens_per_s: Float = msgspec.field(default_factory=no_values)
     """(R,), of each of `ranks`; NaN is not known."""
-    line_steps_per_s: Float = msgspec.field(default_factory=_no_values)
+    line_steps_per_s: Float = msgspec.field(default_factory=no_values)
     """(C,), by step; empty where it is not known."""
-    line_samples_per_s: Float = msgspec.field(default_factory=_no_values)
+    line_samples_per_s: Float = msgspec.field(default_factory=no_values)
     """(C,), by step; empty where it is not known."""
-    line_tokens_per_s: Float = msgspec.field(default_factory=_no_values)
+    line_tokens_per_s: Float = msgspec.field(default_factory=no_values)
     """(C,), by step; empty where it is not known."""
-    line_mfu_pct: Float = msgspec.field(default_factory=_no_values)
+    line_mfu_pct: Float = msgspec.field(default_factory=no_values)
     """(C,), by step; empty where it is not known."""
 
 
