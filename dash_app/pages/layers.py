@@ -14,10 +14,17 @@ from traceml_ray.document import drawing
 from traceml_ray.document.drawing import icicle
 from traceml_ray.document.model import Column, Table, picked
 from traceml_ray.signals.layers.judge import Layer, Layers
-from traceml_ray.signals.layers.view import NOTHING, GetLayers, about_layers, layer_name, layers_sentences
+from traceml_ray.signals.layers.view import (
+    NOTHING,
+    GetLayers,
+    about_layers,
+    layer_columns,
+    layer_name,
+    layer_rank_columns,
+    layers_sentences,
+)
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.tables import layer_columns, layer_rank_columns
 from traceml_ray.wire.messages import MAX_LAYER_STEPS
 
 from .. import listing, profiles

@@ -11,13 +11,13 @@ from traceml_ray import text
 from traceml_ray.document.model import SIGNS, Table
 from traceml_ray.identity import RankFilter, RankFilterError, rank_filter
 from traceml_ray.signals.memory.shapes import Memory, MemoryFinding, RankMemory
-from traceml_ray.signals.memory.view import GetMemory, first_words
+from traceml_ray.signals.memory.view import GetMemory, first_words, ranks_table
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.memory_curves import COUNTERS, memory_curves
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import RUNNING
-from traceml_ray.views.tables import MEMORY_FINDINGS, collectives_table, memory_columns, memory_rows
+from traceml_ray.views.tables import MEMORY_FINDINGS, collectives_table, memory_rows
 
 from .. import axis, listing
 from ..charts import Chart, chart
@@ -44,7 +44,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     asked, wrong = _asked(route)
     ranks = [row for row in memory.ranks if row.rank in asked]
     searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
-    chosen = listing.choose(ranks, searched, _words, keys_of(memory_columns()))
+    chosen = listing.choose(ranks, searched, _words, keys_of(ranks_table(ranks).columns))
     drawn = _drawn(memory, [row.rank for row in (ranks if asked.ranges else chosen.items)])
     processes = tuple(run.ranks[rank].id for rank in drawn if rank in run.ranks)
     between = axis.time_of(spine) or ()
@@ -157,9 +157,9 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
         signs = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
         return [*signs, html.B(" first")] if first == (row.rank, row.device) else signs
 
-    heads = listing.heads(memory_columns(), keys_of(memory_columns()), route)
     shown = view["chosen"]
-    block = Table("Memory of ranks", memory_columns(), shown.items, empty="No rank is like that.")
+    block = ranks_table(shown.items)
+    heads = listing.heads(block.columns, keys_of(block.columns), route)
     rows = table(block, route, heads=heads, cells={"finding": lambda row: html.Span(anomaly(row))})
     hint = "+: growth above the rank's own settled level. "
     hint += "Hidden: what the driver counts for the process and torch's allocator does not."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_layers import measured
+from msgspec.structs import replace
 from played import Played, look
 from rich.color import ColorSystem
 from rich.text import Text
@@ -20,6 +22,7 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.output.records import Output
+from traceml_ray.signals.views import PAGES
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.terminal.panel import line, panel
@@ -144,10 +147,9 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
         look(pages, page)
     look(pages, "rank", rank=5)
     who = "top"
-    for pane in PANES[:-1]:
+    for pane in (*PANES[:-1], "layers"):
         seen(poll, Choice(pane))
-    poll.poll()
-    seen(poll, Choice("layers"))
+        poll.poll()
     assert asked["top"] and asked["top"] <= asked["web"]
 
 
@@ -178,6 +180,31 @@ def test_pane_of_layers(played: Played, snapshot: Kept) -> None:
     stored = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     stored.poll()
     assert seen(stored, choice).answers == seen(poll, choice).answers
+
+
+def test_each_page_of_signals_is_a_pane_and_shows_what_their_views_have(played: Played) -> None:
+    assert {*PAGES} <= {*PANES}
+    poll = followed(played)
+    choice = Choice("signals")
+    shown = text(seen(poll, choice), 120, 40, choice)
+    assert "[5 signals]" in shown and "THROUGHPUT" in shown and "125,033 tokens/s" in shown
+    row = next(line for line in shown.splitlines() if "│ Throughput " in line)
+    assert {*row} & {*"▁▂▃▄▅▆▇█"}, "a number has its line"
+
+
+def test_pane_of_memory_has_the_fullest_ranks_first_where_that_was_chosen(played: Played) -> None:
+    newest = seen(followed(played), Choice("memory"))
+    memory = newest.answers["memory"]
+    rows = [replace(row, used_bytes=row.total_bytes) if row.rank == 3 else row for row in memory.ranks]
+    newest = dataclasses.replace(newest, answers={"memory": replace(memory, ranks=rows)})
+
+    def ranks(choice: Choice) -> list[str]:
+        rows = text(newest, 120, 40, choice).partition("MEMORY OF RANKS")[2].splitlines()
+        return [row.split()[1] for row in rows[2:-1] if " GPU " in row]
+
+    assert ranks(Choice("memory"))[:2] == ["0", "1"]
+    by_use = Choice("memory", "time")
+    assert ranks(by_use)[0] == "3" and "the worst first" in text(newest, 120, 40, by_use)
 
 
 def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) -> None:
@@ -273,7 +300,7 @@ def _pressed(*keys: str) -> Control:
 
 def test_keys_choose_panes_order_and_rank() -> None:
     assert _pressed("3").choice.pane == "ranks" and _pressed("tab", "tab").choice.pane == "ranks"
-    assert _pressed("back_tab").choice.pane == PANES[-1] and _pressed("9").choice == Choice()
+    assert _pressed("back_tab").choice.pane == PANES[-1] and _pressed("0").choice == Choice()
     assert _pressed("s").choice.sort == "time" and _pressed("s", "s").choice.sort == "rank"
     assert _pressed("r", "1", "2", "enter").choice.rank == 12
     assert _pressed("r", "1", "2", "backspace", "enter").choice.rank == 1
@@ -336,7 +363,7 @@ def test_pane_of_health_has_the_rows_and_errors_that_next_sends_there_for(tmp_pa
     poll.poll()
     shown = text(seen(poll, Choice("health")), 100, 40, Choice("health"))
     rows = [row.strip("│ ").split() for row in shown.splitlines()]
-    assert "HEALTH OF THE MONITOR" in shown and "[8 health]" in shown
+    assert "HEALTH OF THE MONITOR" in shown and "[9 health]" in shown
     assert ["all", "200", "195", "5", "0"] in rows
     assert ["3", "rank", "0,", "sampler"] in rows and ["host-1", "alive", "0", "s", "4"] in [
         row[:5] for row in rows

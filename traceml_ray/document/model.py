@@ -107,6 +107,10 @@ class Table(NamedTuple):
     note: str = ""
     empty: str = ""
     """What a page says in its place where there is no item; a report has no empty table."""
+    badness: Callable[[Any], float] | None = None
+    """How bad an item is, where a person may have the worst ones first; None: its items have one order."""
+    spare: Sequence[str] = ()
+    """Names of the columns that a narrow face leaves out, the first of them first."""
 
     def cells(self) -> tuple[list[Column], list[list[str]]]:
         """Return the columns, without those that stay empty, and the cells of each row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from traceml_ray import text
-from traceml_ray.document.model import SIGNS, Column, Table
+from traceml_ray.document.model import SIGNS, Column, Facts, Number, Section, Table
 
 Cell = Text | str
 TONES = {
@@ -123,14 +124,20 @@ def cell_of(column: Column, item: object) -> Cell:
     return Text(sign + shown, TONES[tone]) if tone else shown
 
 
-def listed(block: Table, first: int, width: int, drop: Sequence[str] = ()) -> PaneSection:
-    """Return a long table from its row `first` on, without the columns in `drop` if it is too wide."""
+def listed(block: Table, first: int, width: int, *, worst: bool = False) -> PaneSection:
+    """
+    Return a long table from its row `first` on, without those of its `spare` columns that there is no room
+    for; with the `worst` items first, where it says which these are.
+    """
     names, rows = [column.name for column in block.columns], block.items
+    badness = block.badness if worst else None
+    if badness is not None:
+        rows = sorted(rows, key=lambda item: -badness(item))
 
     def lines(most: int) -> Sequence[Text]:
         room = max(0, most - 1)
         begin = min(first, max(0, len(rows) - room))
-        columns, left = [*block.columns], [name for name in drop if name in names]
+        columns, left = [*block.columns], [name for name in block.spare if name in names]
         cells = [[cell_of(column, row) for column in columns] for row in rows[begin : begin + room]]
         while True:
             head: list[Cell] = [Text(column.name, QUIET) for column in columns]
@@ -142,8 +149,47 @@ def listed(block: Table, first: int, width: int, drop: Sequence[str] = ()) -> Pa
             columns.pop(index)
             cells = [[*row[:index], *row[index + 1 :]] for row in cells]
 
-    note = f"from {first + 1:,} of {len(rows):,}" if first else f"{len(rows):,}"
-    return PaneSection(block.title, lines, len(rows) + 1, 2, note)
+    order = "the worst first, " if badness is not None else ""
+    note = f"{order}from {first + 1:,} of {len(rows):,}" if first else f"{order}{len(rows):,}"
+    return PaneSection(heading(block.title), lines, len(rows) + 1, 2, note)
+
+
+def heading(title: str) -> str:
+    """Return a title as a pane has it, in capitals but for what is in brackets, and after a comma."""
+    before = re.split(r"[,(]", title, maxsplit=1)[0]
+    return before.upper() + title[len(before) :]
+
+
+def paragraphs(facts: Facts, width: int) -> list[Text]:
+    """Return sentences with their labels, a paragraph each."""
+    written = (f"{label}: {sentence}" if label else sentence for label, sentence in facts.pairs)
+    return [line for one in written for line in wrap(one.replace("`", ""), width)]
+
+
+def section_panes(
+    title: str, before: Sequence[Text], sections: Sequence[Section], width: int, first: int, worst: bool
+) -> list[PaneSection]:
+    """
+    Return what a window shows of sections that belong together: what stands `before`, numbers and facts under
+    one title, then each table; the longest one from its row `first` on. See `listed` for `worst`.
+    """
+    blocks = [block for section in sections for block in section.blocks]
+    facts = [line for block in blocks if isinstance(block, Facts) for line in paragraphs(block, width)]
+    numbers = table([_number(one) for section in sections for one in section.numbers], width)
+    lines = [*before, *numbers, *facts]
+    panes = [PaneSection(heading(title), lambda most: cut(lines, most), len(lines), min(3, len(lines)))]
+    panes = panes if lines else []
+    tables = [block for block in blocks if isinstance(block, Table) and block.items]
+    longest = max(tables, key=lambda block: len(block.items), default=None)
+    for block in tables:
+        panes.append(listed(block, first if block is longest else 0, width, worst=worst))
+    return panes
+
+
+def _number(one: Number) -> list[Cell]:
+    """Return the cells of a number: its name, its value, its line, and what it is of."""
+    value = f"{one.written(one.value)} {one.unit}".strip()
+    return [one.label, Text(value, HEAD), text.sparkline(one.line.tolist()), Text(one.about, QUIET)]
 
 
 def framed(

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.document.model import Section
+from traceml_ray.document.model import Facts, Section
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.query import OfRun
@@ -109,9 +109,9 @@ class View(Generic[A]):
     polled = False
     """Whether web app and terminal ask once a tick, for its numbers and gauges."""
     overview = False
-    """Whether the overview of `top` shows what was found, in jobs in which it is asked for."""
+    """Whether the overview of `top` asks for it, in jobs in which what was found is asked for."""
     page = "signals"
-    """Name of the page of the web app that has its sections: that of all signals, or one for it."""
+    """Name of the page of the web app, and of the pane of `top`, that has it: that of all signals, or its."""
 
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""
@@ -152,3 +152,15 @@ class View(Generic[A]):
     def sections(self, answer: A) -> Sequence[Section]:
         """Return what is shown of an answer, also of one that is made of a block."""
         return ()
+
+    def details(self, answer: A) -> Sequence[Section]:
+        """
+        Return what a face shows that has room for all of a whole answer, without what was found; where
+        nothing is known, a sentence says so. A report has the `sections`.
+        """
+        return self.sections(answer)
+
+    def brief(self, answer: A) -> Facts:
+        """Return what a face shows that has a line or two for the signal."""
+        facts = (block for one in self.sections(answer) for block in one.blocks if isinstance(block, Facts))
+        return Facts(*(pair for block in facts for pair in block.pairs))

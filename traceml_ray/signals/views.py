@@ -29,6 +29,8 @@ _ALL = (
 VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
+PAGES = tuple(dict.fromkeys(view.page for view in VIEWS.values() if view.polled or view.finds is not None))
+"""Names of the pages that show signals: each is a pane of `top`."""
 
 
 def page_of(signal: str) -> str | None:

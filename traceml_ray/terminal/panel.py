@@ -1,22 +1,20 @@
 """
 A snapshot as lines: `panel` for a window, `line` for a log.
 
-The panes that fill the window: nodes, ranks, one rank, memory, events, layers, health, and the keys.
+The panes that fill the window: nodes, ranks, one rank, signals by page, events, output, health, and the keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.document.model import SIGNS, Column, Table, per_rank_columns, picked
 from traceml_ray.document.terminal import (
     HEAD,
-    MARK,
     QUIET,
     TONES,
     PaneSection,
@@ -25,13 +23,12 @@ from traceml_ray.document.terminal import (
     flow,
     framed,
     listed,
+    section_panes,
     table,
     wrap,
 )
-from traceml_ray.signals.layers.view import NOTHING, about_layers, layers_sentences
-from traceml_ray.signals.memory.view import first_words
-from traceml_ray.signals.sharding.view import sharding_facts
-from traceml_ray.signals.views import sections_of
+from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.views import PAGES, VIEWS, sections_of
 from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
 from traceml_ray.views.ranks import evidence_of, worst_first
@@ -42,10 +39,7 @@ from traceml_ray.views.tables import (
     EVENTS,
     RANK_STATE,
     RELAYS,
-    layer_columns,
-    layer_rank_columns,
     ledger_columns,
-    memory_columns,
     rank_columns,
     slowest_relays,
 )
@@ -56,13 +50,12 @@ from .snapshot import PANES, Choice, PanelState
 KEYS = {
     f"1 … {len(PANES)}, Tab": "panes",
     "↑ ↓ PgUp PgDn": "scroll",
-    "s": "ranks and layers in their order, or the slowest first",
+    "s": "ranks, nodes and layers in their order, or the slowest first",
     "r 12 Enter": "one rank alone; Esc: back",
     "p, Space": "pause",
     "?": "these keys",
     "q, Ctrl-C": "quit",
 }
-_NO_LAYERS = f"{NOTHING.replace('`', '')}."
 
 
 def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
@@ -94,8 +87,8 @@ def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
         Column("W", lambda node: node["gpu_power_w"], "whole"),
         Column("evidence", lambda node: "; ".join(evidence.get(node["label"], ())), tone=_doubt(evidence)),
     ]
-    drop = "°C", "W", "rank", "worst ms"
-    return [listed(Table(f"NODES{of_steps(snapshot)}", columns, rows), choice.scroll, width, drop)]
+    block = Table(f"Nodes{of_steps(snapshot)}", columns, rows, spare=("°C", "W", "rank", "worst ms"))
+    return [listed(block, choice.scroll, width)]
 
 
 def _lost(node: Mapping[str, Any]) -> str:
@@ -124,9 +117,9 @@ def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
     ]
     of_signals = per_rank_columns(sections_of(snapshot.signals), lambda row: row["rank"])
     order = "the slowest first" if choice.sort == "time" else "named ones first"
-    block = Table(f"RANKS{of_steps(snapshot)} (ms; {order})", [*columns, *of_signals], rows)
-    drop = *(column.name for column in of_signals), "now in", "last step", "state", "node", "role"
-    return [listed(block, choice.scroll, width, drop)]
+    spare = *(column.name for column in of_signals), "now in", "last step", "state", "node", "role"
+    title = f"Ranks{of_steps(snapshot)} (ms; {order})"
+    return [listed(Table(title, [*columns, *of_signals], rows, spare=spare), choice.scroll, width)]
 
 
 def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -155,39 +148,11 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
     return [*sections, printed, PaneSection("ITS EVENTS (UTC)", lambda most: events[:most], len(events))]
 
 
-def memory_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return what was found about the memory of the ranks, and each in numbers."""
-    memory, shards = snapshot.answers.get("memory"), _shards(snapshot, width)
-    if memory is None or not memory.ranks:
-        return [PaneSection("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1), *shards]
-    sentences = [line for sentence in first_words(memory) for line in wrap(sentence, width)]
-    for finding in memory.findings:
-        lines = wrap(f"{SIGNS[finding.severity]} {finding.why}", width, TONES[finding.severity])
-        sentences += lines if finding.why not in first_words(memory) else []
-    rows = [*memory.ranks]
-    if choice.sort == "time":
-        rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
-    drop = "samples", "hidden", "reserved +", "node", "in all"
-    return [
-        PaneSection("MEMORY", lambda most: sentences[:most], len(sentences), min(3, len(sentences))),
-        *shards,
-        listed(Table("EACH RANK", memory_columns(), rows), choice.scroll, width, drop),
-    ]
-
-
-def _shards(snapshot: PanelState, width: int) -> list[PaneSection]:
-    """Return how FSDP2 divides the model, where it does."""
-    facts = sharding_facts(snapshot.answers.get("sharding"))
-    lines = [line for _, fact in facts.pairs for line in wrap(fact, width)]
-    return [PaneSection("SHARDS", lambda most: lines[:most], len(lines), min(2, len(lines)))] if lines else []
-
-
 def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what happened, newest first."""
     columns = [*picked(EVENTS, "time"), EVENT, *picked(EVENTS, "node", "what")]
-    return [
-        listed(Table("EVENTS (UTC), newest first", columns, snapshot.events), choice.scroll, width, ["node"])
-    ]
+    block = Table("Events (UTC), newest first", columns, snapshot.events, spare=("node",))
+    return [listed(block, choice.scroll, width)]
 
 
 def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
@@ -195,29 +160,26 @@ def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneS
     return [output(snapshot, width)]
 
 
-def layers_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return which layer takes longer on a rank, and all layers in numbers."""
-    layers = snapshot.answers.get("layers")
-    if layers is None or not layers.ranks:
-        lines = wrap(_NO_LAYERS if layers is not None else "No answer yet.", width)
-        return [PaneSection("LAYERS", lambda most: lines[:most], len(lines))]
-    tone = MARK if layers.findings else ""
-    named = [line for sentence in layers_sentences(layers) for line in wrap(sentence, width, tone)]
-    about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]
-    lines = [*named, *(line for sentence in about for line in wrap(sentence, width, QUIET))]
-    places = [*range(len(layers.layers))]
-    if choice.sort == "time":
-        places.sort(key=lambda index: -(layers.layers[index].forward_ms + layers.layers[index].backward_ms))
-    columns = [*layer_columns(layers), *(layer_rank_columns(layers) if len(layers.ranks) > 1 else ())]
-    named_ranks = {one.rank for one in layers.findings}
-    ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named_ranks, -rank))
-    drop = *(f"rank {rank}" for rank in ranks), "grads", "params", "recomputed", "calls", "outputs", "class"
-    order = "; the slowest first" if choice.sort == "time" else ""
-    block = Table(f"EACH LAYER (ms a step, without those inside{order})", columns, places)
-    return [
-        PaneSection("LAYERS", lambda most: cut(lines, most), len(lines), min(3, len(lines))),
-        listed(block, choice.scroll, width, (*drop, "of model", "with inside")),
-    ]
+def signals_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
+    """Return the signals of a page: what was found, what is known of the run, and each of their tables."""
+    steps = [one for one in snapshot.findings if one.signal == "steps"]
+    worst, panes = choice.sort == "time", list[PaneSection]()
+    for name, answer in snapshot.answers.items():
+        view = VIEWS[name]
+        findings = _findings(view.findings(answer, steps, snapshot.verdict), width)
+        content = [*view.details(answer)]
+        panes += section_panes(text.words(name), findings, content, width, choice.scroll, worst)
+    return panes or [PaneSection(choice.pane.upper(), lambda _: [Text("Nothing is known yet.")], 1)]
+
+
+def _findings(findings: Sequence[Finding], width: int) -> list[Text]:
+    """Return findings in sentences, with what to do, which is said once."""
+    lines, advice = list[Text](), set[str]()
+    for one in findings:
+        sentences = " ".join([SIGNS[one.severity], one.why, *({one.next} - advice)]).replace("`", "")
+        advice.add(one.next)
+        lines += wrap(sentences, width, TONES[one.severity])
+    return lines
 
 
 def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -231,28 +193,24 @@ def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
     rows = [Text("Not known while the aggregator does not answer.")]
     if ledger is not None:
         losing = [("all", ledger), *health.losing(ledger, over)]
-        rows = [
-            *listed(Table("", ledger_columns(over), losing), 0, width, ["after the last report"]).lines(
-                1 + len(losing)
-            )
-        ]
+        block = Table("", ledger_columns(over), losing, spare=("after the last report",))
+        rows = [*listed(block, 0, width).lines(1 + len(losing))]
     errors = sorted(snapshot.health["errors"].items(), key=lambda item: -item[1])
-    relays = Table("RELAYS", RELAYS, slowest_relays(snapshot.health["relays"]))
+    relays = slowest_relays(snapshot.health["relays"])
     return [
         PaneSection("HEALTH OF THE MONITOR", lambda most: cost[:most], len(cost)),
         PaneSection("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
-        listed(Table("ERRORS, SWALLOWED AND COUNTED", ERRORS, errors), choice.scroll, width),
-        listed(relays, choice.scroll, width, ("clock", "last message")),
+        listed(Table("Errors, swallowed and counted", ERRORS, errors), choice.scroll, width),
+        listed(Table("Relays", RELAYS, relays, spare=("clock", "last message")), choice.scroll, width),
     ]
 
 
 DRAWN: dict[str, Callable[[PanelState, Choice, int], list[PaneSection]]] = {
     "nodes": nodes_pane,
     "ranks": ranks_pane,
-    "memory": memory_pane,
+    **dict.fromkeys(PAGES, signals_pane),
     "events": events_pane,
     "output": output_pane,
-    "layers": layers_pane,
     "health": health_pane,
     "help": help_pane,
 }
@@ -299,21 +257,35 @@ def _overview(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
         sections.rank_grid(snapshot, width, choice),
         sections.exposed(snapshot, width),
         sections.health(snapshot, width),
-        sections.memory(snapshot, width),
-        sections.events(snapshot, width),
         sections.signals(snapshot, width),
+        sections.events(snapshot, width),
     ]
 
 
 def _keys(choice: Choice, width: int) -> Text:
-    """Return the panes with their keys, the current one in brackets, and other keys as far as they fit."""
-    tabs = Text()
-    for number, name in enumerate(PANES, 1):
-        shown = name == choice.pane and choice.rank is None
-        tabs.append(f"[{number} {name}] " if shown else f"{number} {name} ", "bold" if shown else QUIET)
+    """
+    Return the panes with their keys, the current one in brackets, and other keys as far as they fit. In a
+    narrow window keys and names stand close, then names are cut.
+    """
+    for gap, most in ((" ", 99), ("", 99), *(("", most) for most in range(7, -1, -1))):
+        tabs = _tabs(choice, gap, most)
+        if tabs.cell_len < width - 1:
+            break
     room = width - 1 - tabs.cell_len
     more = next((more for more in ("? help q quit", "? help") if len(more) < room), "?")
     return tabs.append(more, QUIET)
+
+
+def _tabs(choice: Choice, gap: str, most: int) -> Text:
+    """Return the panes with their keys, each name in at most so many characters."""
+    tabs = Text()
+    for number, name in enumerate(PANES, 1):
+        shown = name == choice.pane and choice.rank is None
+        tabs.append("[" * shown).append(f"{number}", "bold").append(
+            f"{gap}{name[:most]}", "bold" if shown else QUIET
+        )
+        tabs.append("]" if shown else "").append("" if shown and not gap else " ")
+    return tabs
 
 
 def line(snapshot: PanelState, clock: str) -> str:

@@ -10,12 +10,23 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.document.model import SIGNS, Facts
-from traceml_ray.document.terminal import HEAD, MARK, QUIET, TONES, PaneSection, cut, fit, flow, table, wrap
+from traceml_ray.document.model import SIGNS
+from traceml_ray.document.terminal import (
+    HEAD,
+    MARK,
+    QUIET,
+    TONES,
+    PaneSection,
+    cut,
+    fit,
+    flow,
+    paragraphs,
+    table,
+    wrap,
+)
 from traceml_ray.reports.headlines import beside, line_of, part_of, tone_of
 from traceml_ray.signals.finding import Finding
-from traceml_ray.signals.memory.view import first_words, missing_words
-from traceml_ray.signals.views import sections_of, signal_numbers
+from traceml_ray.signals.views import VIEWS, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
@@ -326,48 +337,23 @@ def bar(stages: Mapping[str, float], width: int) -> Text:
     return drawn
 
 
-def memory(snapshot: PanelState, width: int) -> PaneSection:
-    """Return who uses most of what memory there is; that nothing is to be said of it, where nothing is."""
-    answer = snapshot.answers.get("memory")
-    if answer is None or not answer.ranks:
-        shown = _fullest_nodes(snapshot)
-        return PaneSection("MEMORY", lambda most: shown[:most], len(shown))
-    used = [row for row in answer.ranks if row.used_bytes is not None and row.total_bytes]
-    fullest = max(used, key=lambda row: (row.used_bytes or 0) / (row.total_bytes or 1), default=None)
-    listed = any(one.signal == "memory" and one.severity != "info" for one in snapshot.findings)
-    sentences = missing_words(answer) if listed else first_words(answer)  # else it is beside the verdict
-    lines = [line for sentence in sentences for line in wrap(sentence, width)]
-    if fullest is not None:
-        share = text.share((fullest.used_bytes or 0) / (fullest.total_bytes or 1))
-        of_all = f"{text.size(fullest.used_bytes)} of {text.size(fullest.total_bytes)}, {share}"
-        device = "host" if fullest.device is None else f"GPU {fullest.device}"
-        lines.append(Text(f"fullest: rank {fullest.rank} ({fullest.node}, {device}) {of_all}"))
-    return PaneSection("MEMORY", lambda most: [*lines[: most - 1], lines[-1]], len(lines), 1)
-
-
 def signals(snapshot: PanelState, width: int) -> PaneSection:
-    """Return in sentences what is known of the signals that are asked once a tick."""
-    pairs = [
-        pair
-        for section in sections_of(snapshot.signals)
-        for block in section.blocks
-        if isinstance(block, Facts)
-        for pair in block.pairs
-    ]
-    lines = [line for name, fact in pairs for line in wrap(f"{name}: {fact}" if name else fact, width)]
-    return PaneSection("SIGNALS", lambda most: cut(lines, most), min(len(lines), _SIGNALS), 1)
+    """Return in a line or two what is known of each signal."""
+    briefs = {name: VIEWS[name].brief(answer) for name, answer in snapshot.answers.items()}
+    lines = [line for facts in briefs.values() for line in paragraphs(facts, width)]
+    title = ", ".join(text.words(name).upper() for name, facts in briefs.items() if facts.pairs)
+    return PaneSection(title, lambda most: cut(lines, most), min(len(lines), _SIGNALS), min(len(lines), 2))
 
 
-def _fullest_nodes(snapshot: PanelState) -> list[Text]:
-    """Return the nodes with the least free memory: of a large job, ranks are on a pane of their own."""
+def _fullest_nodes(snapshot: PanelState) -> str:
+    """Return the nodes with the least free memory."""
     parts = []
     for name, words in (("mem_pct", "RAM"), ("gpu_mem_pct", "VRAM")):
         measured = [node for node in snapshot.nodes if node[name] is not None]
-        if measured:
+        if len(measured) > _WORST:  # of fewer, all may be there
             fullest = max(measured, key=lambda node: float(node[name]))
             parts.append(f"{words} {text.percent(fullest[name])} ({fullest['label']})")
-    beside = "; ranks: key 4" if snapshot.facts["memory"] else ""
-    return [Text(f"fullest: {', '.join(parts)}{beside}")] if parts else []
+    return f"fullest: {', '.join(parts)}" if parts else ""
 
 
 def health(snapshot: PanelState, width: int) -> PaneSection:
@@ -382,7 +368,8 @@ def health(snapshot: PanelState, width: int) -> PaneSection:
         drawn = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
         return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
 
-    return PaneSection("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)))
+    note = Text(_fullest_nodes(snapshot), QUIET)
+    return PaneSection("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)), note)
 
 
 def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str]:

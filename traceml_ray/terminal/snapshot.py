@@ -12,7 +12,7 @@ from traceml_ray.reports.headlines import cost, current_episode, lost, named, si
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.output.view import MOST_LINES, GetOutput
-from traceml_ray.signals.views import VIEWS, questions_on_findings
+from traceml_ray.signals.views import PAGES, VIEWS
 from traceml_ray.store import query
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.views.events import events_of, incident
@@ -32,8 +32,8 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-PANES = ("overview", "nodes", "ranks", "memory", "events", "output", "layers", "health")
-"""Panes in the order of their keys: 1, 2, …"""
+PANES = ("overview", "nodes", "ranks", *PAGES, "events", "output", "health")
+"""Panes in the order of their keys: 1, 2, …; those in the middle are of signals."""
 _EVENTS = 200
 SORTS = ("rank", "time")
 """Orders of ranks: by number, or the slowest first."""
@@ -142,16 +142,18 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
 
 
 def _answers(poll: SessionPoll, run: RunState, pane: str) -> dict[str, Any]:
-    """Return the answers of the signals that a pane shows: those on its page; on the overview `overview`."""
+    """
+    Return the answers of the signals that a pane shows, by name, as far as they have come: those of its page;
+    on the overview those that are polled, or that say that it asks for them.
+    """
     answers = {}
-    for name, question in questions_on_findings(run.id).items():
-        view = VIEWS[name]
-        shown = view.page == pane
-        if pane == PANES[0]:
-            shown = view.overview and view.every_s(run.ranks, run.world) is not None
-        if shown and (answer := poll.ask(question)) is not None:
-            answers[name] = answer
-    return answers
+    for name, view in VIEWS.items():
+        first_page = pane == PANES[0] and view.overview and view.every_s(run.ranks, run.world) is not None
+        if view.polled and pane in (PANES[0], view.page):
+            answers[name] = run.signals.get(name)
+        elif view.finds is not None and (first_page or pane == view.page):
+            answers[name] = poll.ask(view.question(run.id, **view.finds))
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:

@@ -9,9 +9,7 @@ from traceml_ray import text
 from traceml_ray.document.model import Column, Link, Table
 from traceml_ray.reports.headlines import hours_of
 from traceml_ray.reports.run_facts import moment
-from traceml_ray.signals.layers.judge import Layers
-from traceml_ray.signals.layers.view import layer_name, region_of
-from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding, RankMemory
+from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding
 from traceml_ray.stages import STAGES
 
 from .health import dropped_text
@@ -69,77 +67,6 @@ def _state_tone(row: Mapping[str, Any]) -> str:
 
 
 RANK_STATE = Column("state", _state, tone=_state_tone)
-
-
-def memory_columns() -> list[Column]:
-    """Return the columns of `Memory.ranks`: what each rank's memory has grown by above its settled level."""
-    return [
-        Column("rank", lambda row: row.rank, "figures", link=lambda row: ("rank", row.rank)),
-        Column("node", lambda row: row.node),
-        Column("memory", lambda row: "host" if row.device is None else f"GPU {row.device}"),
-        Column("samples", lambda row: row.samples, "count"),
-        Column("allocated +", lambda row: row.allocated_growth_bytes, "size"),
-        Column("reserved +", lambda row: row.reserved_growth_bytes, "size"),
-        Column("hidden", lambda row: row.gap_bytes, "size"),
-        Column("RSS +", lambda row: row.rss_growth_bytes, "size"),
-        Column("used", lambda row: row.used_bytes, "size"),
-        Column("in all", lambda row: row.total_bytes, "size"),
-        Column("runs out in", lambda row: row.forecast_s, "age", written=_forecast),
-        Column("finding", lambda row: text.words(row.anomaly or ""), tone=lambda row: row.severity or ""),
-    ]
-
-
-def _forecast(row: RankMemory) -> str:
-    if row.forecast_s is None:
-        return ""
-    steps = "" if row.forecast_steps is None else f", {text.count(row.forecast_steps, 'step')}"
-    return text.duration(row.forecast_s) + steps
-
-
-def layer_columns(layers: Layers) -> list[Column]:
-    """Return the columns of layers, by their index."""
-    rows, named = layers.layers, {(one.layer, one.rank) for one in layers.findings}
-
-    def value(name: str) -> Callable[[int], Any]:
-        return lambda index: getattr(rows[index], name)
-
-    def worst(index: int) -> str:
-        return "warning" if (rows[index].name, rows[index].worst_rank) in named else ""
-
-    again, several = any(row.recomputed for row in rows), len(layers.ranks) > 1
-    return [
-        Column("layer", lambda index: layer_name(rows[index]), "code"),
-        Column("class", lambda index: f"{rows[index].kind}{region_of(rows[index])}"),
-        Column("calls", value("calls"), "number"),
-        *([Column("recomputed", value("recomputed"), "number")] if again else []),
-        Column("forward", value("forward_ms"), "aligned"),
-        Column("backward", value("backward_ms"), "aligned"),
-        Column("with inside", value("total_ms"), "aligned"),
-        Column("of model", value("share"), "share"),
-        *([Column("largest", value("worst_ms"), "aligned", tone=worst)] if several else []),
-        *([Column("on rank", value("worst_rank"), "plain", link=_worst_link(layers))] if several else []),
-        Column("outputs", value("output_bytes"), "size"),
-        Column("params", value("parameter_bytes"), "size"),
-        Column("grads", value("gradient_bytes"), "size"),
-    ]
-
-
-def _worst_link(layers: Layers) -> Callable[[int], Link | None]:
-    ranks = [row.worst_rank for row in layers.layers]
-    return lambda index: None if (rank := ranks[index]) is None else ("rank", rank)
-
-
-def layer_rank_columns(layers: Layers) -> list[Column]:
-    """Return a column for each of some ranks: forward and backward of each layer, by its index."""
-    named = {(one.layer, one.rank) for one in layers.findings}
-
-    def of_rank(rank: int) -> Column:
-        def tone(index: int) -> str:
-            return "warning" if (layers.layers[index].name, rank) in named else ""
-
-        return Column(f"rank {rank}", lambda index: layers.per_rank_ms[rank][index], "aligned", tone=tone)
-
-    return [of_rank(rank) for rank in layers.per_rank_ms]
 
 
 def ledger_columns(over: bool) -> list[Column]:

@@ -5,7 +5,7 @@ shown of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import LayerLimits
 from traceml_ray.document.drawing import icicle
-from traceml_ray.document.model import Boxes, Column, Facts, Section, Table
+from traceml_ray.document.model import Boxes, Column, Facts, Link, Section, Table
 from traceml_ray.document.text import page
 from traceml_ray.signals.finding import Finding, key_of, known
 from traceml_ray.signals.layers.judge import LayerFinding, Layers, layers_of, of_windows
@@ -143,6 +143,67 @@ def _own(one: Mapping[str, Any]) -> float:
     return float(one["forward_ms"] + one["backward_ms"])
 
 
+def layer_columns(layers: Layers) -> list[Column]:
+    """Return the columns of layers, by their index."""
+    rows, named = layers.layers, {(one.layer, one.rank) for one in layers.findings}
+
+    def value(name: str) -> Callable[[int], Any]:
+        return lambda index: getattr(rows[index], name)
+
+    def worst(index: int) -> str:
+        return "warning" if (rows[index].name, rows[index].worst_rank) in named else ""
+
+    again, several = any(row.recomputed for row in rows), len(layers.ranks) > 1
+    return [
+        Column("layer", lambda index: layer_name(rows[index]), "code"),
+        Column("class", lambda index: f"{rows[index].kind}{region_of(rows[index])}"),
+        Column("calls", value("calls"), "number"),
+        *([Column("recomputed", value("recomputed"), "number")] if again else []),
+        Column("forward", value("forward_ms"), "aligned"),
+        Column("backward", value("backward_ms"), "aligned"),
+        Column("with inside", value("total_ms"), "aligned"),
+        Column("of model", value("share"), "share"),
+        *([Column("largest", value("worst_ms"), "aligned", tone=worst)] if several else []),
+        *([Column("on rank", value("worst_rank"), "plain", link=_worst_link(layers))] if several else []),
+        Column("outputs", value("output_bytes"), "size"),
+        Column("params", value("parameter_bytes"), "size"),
+        Column("grads", value("gradient_bytes"), "size"),
+    ]
+
+
+def _worst_link(layers: Layers) -> Callable[[int], Link | None]:
+    ranks = [row.worst_rank for row in layers.layers]
+    return lambda index: None if (rank := ranks[index]) is None else ("rank", rank)
+
+
+def layer_rank_columns(layers: Layers) -> list[Column]:
+    """Return a column for each of some ranks: forward and backward of each layer, by its index."""
+    named = {(one.layer, one.rank) for one in layers.findings}
+
+    def of_rank(rank: int) -> Column:
+        def tone(index: int) -> str:
+            return "warning" if (layers.layers[index].name, rank) in named else ""
+
+        return Column(f"rank {rank}", lambda index: layers.per_rank_ms[rank][index], "aligned", tone=tone)
+
+    return [of_rank(rank) for rank in layers.per_rank_ms]
+
+
+def all_layers_table(layers: Layers) -> Table:
+    """Return all layers in the order of the model, by their index, and rank beside rank."""
+    columns = [*layer_columns(layers), *(layer_rank_columns(layers) if len(layers.ranks) > 1 else ())]
+    named = {one.rank for one in layers.findings}
+    ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named, -rank))
+    spare = *(f"rank {rank}" for rank in ranks), "grads", "params", "recomputed", "calls", "outputs", "class"
+    return Table(
+        "Each layer (ms a step, without those inside)",
+        columns,
+        range(len(layers.layers)),
+        badness=lambda index: layers.layers[index].forward_ms + layers.layers[index].backward_ms,
+        spare=(*spare, "of model", "with inside"),
+    )
+
+
 _LIMITS = LayerLimits()
 _ASKED_RANKS = 32
 """While a larger job goes on, faces ask for its layers where they are wanted alone."""
@@ -190,6 +251,14 @@ class LayersView(View[Layers]):
     def of_block(self, block: Any) -> Layers:
         """Return the layers of a block; an older summary has none."""
         return msgspec.convert(block, ready(Layers), strict=False, str_keys=True) if block else Layers()
+
+    def details(self, answer: Layers) -> Sequence[Section]:
+        """Return that no layer takes longer on one rank, what was measured, and all layers."""
+        if not answer.ranks:
+            return [Section("model", [Facts(("", f"{NOTHING}."))], "Layers")]
+        none = [] if answer.findings else layers_sentences(answer)
+        about = [about_layers(msgspec.structs.asdict(answer)), *answer.limits]
+        return [Section("model", [Facts.listed("", [*none, *about]), all_layers_table(answer)], "Layers")]
 
     def sections(self, answer: Layers) -> Sequence[Section]:
         """Return who takes longer in which layer, and the layers that take longest."""

@@ -18,7 +18,7 @@ from traceml_ray import text
 from traceml_ray.analysis.hang import COLLECTIVE
 from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.document.model import Facts, RankColumn, Section
+from traceml_ray.document.model import Column, Facts, RankColumn, Section, Table
 from traceml_ray.identity import RankFilter
 from traceml_ray.signals.finding import MOST, Finding, key_of, known
 from traceml_ray.signals.memory import sentences
@@ -31,7 +31,7 @@ from traceml_ray.signals.memory.recordings import (
     merge,
 )
 from traceml_ray.signals.memory.sentences import GROWTH
-from traceml_ray.signals.memory.shapes import Attribution, Collective, Memory, MemoryFinding
+from traceml_ray.signals.memory.shapes import Attribution, Collective, Memory, MemoryFinding, RankMemory
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.query import OfRun
@@ -241,6 +241,50 @@ def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:
     return int(t_ns[later[0]]) if len(later) else None
 
 
+def ranks_table(rows: Sequence[RankMemory]) -> Table:
+    """Return `Memory.ranks`, or some, as a table: growth is above the settled level of a rank's memory."""
+    columns = [
+        Column("rank", lambda row: row.rank, "figures", link=lambda row: ("rank", row.rank)),
+        Column("node", lambda row: row.node),
+        Column("memory", lambda row: "host" if row.device is None else f"GPU {row.device}"),
+        Column("samples", lambda row: row.samples, "count"),
+        Column("allocated +", lambda row: row.allocated_growth_bytes, "size"),
+        Column("reserved +", lambda row: row.reserved_growth_bytes, "size"),
+        Column("hidden", lambda row: row.gap_bytes, "size"),
+        Column("RSS +", lambda row: row.rss_growth_bytes, "size"),
+        Column("used", lambda row: row.used_bytes, "size"),
+        Column("in all", lambda row: row.total_bytes, "size"),
+        Column("runs out in", lambda row: row.forecast_s, "age", written=_forecast),
+        Column("finding", lambda row: text.words(row.anomaly or ""), tone=lambda row: row.severity or ""),
+    ]
+    spare = "samples", "hidden", "reserved +", "node", "in all"
+    empty = "No rank is like that."
+    return Table("Memory of ranks", columns, rows, empty=empty, badness=_used, spare=spare)
+
+
+def _used(row: RankMemory) -> float:
+    """Return the share of its memory that a rank uses; 0 where that is not known."""
+    return (row.used_bytes or 0) / (row.total_bytes or 1)
+
+
+def _fullest(rows: Sequence[RankMemory]) -> list[str]:
+    """Return in a sentence which rank uses most of the memory that it has; nothing where none is known."""
+    known = [row for row in rows if row.used_bytes is not None and row.total_bytes]
+    if not known:
+        return []
+    row = max(known, key=_used)
+    device = "host" if row.device is None else f"GPU {row.device}"
+    used = f"{text.size(row.used_bytes)} of {text.size(row.total_bytes)}, {text.share(_used(row))}"
+    return [f"fullest: rank {row.rank} ({row.node}, {device}) {used}"]
+
+
+def _forecast(row: RankMemory) -> str:
+    if row.forecast_s is None:
+        return ""
+    steps = "" if row.forecast_steps is None else f", {text.count(row.forecast_steps, 'step')}"
+    return text.duration(row.forecast_s) + steps
+
+
 class MemoryView(View[RunMemory]):
     """See `View`."""
 
@@ -278,6 +322,21 @@ class MemoryView(View[RunMemory]):
     def of_block(self, block: Any) -> RunMemory:
         """Return the answer of a block: what was found, without numbers of ranks."""
         return msgspec.convert(block or {}, ready(RunMemory), strict=False, str_keys=True)
+
+    def details(self, answer: Memory) -> Sequence[Section]:
+        """Return who is missing, or that nothing was found, and the memory of each rank in numbers."""
+        if not answer.ranks:
+            return [Section("model", [Facts(("", "No sample of a rank's memory."))], "Memory")]
+        sentences = missing_words(answer) if answer.findings else first_words(answer)
+        return [Section("model", [Facts.listed("", sentences), ranks_table(answer.ranks)], "Memory")]
+
+    def brief(self, answer: Memory) -> Facts:
+        """Return that nothing was found, or who is missing, and whose memory is the fullest."""
+        if not answer.ranks:
+            return Facts()
+        serious = any(one.severity != "info" for one in answer.findings)  # else it is beside the verdict
+        words = missing_words(answer) if serious else first_words(answer)
+        return Facts.listed("Memory", [*words, *_fullest(answer.ranks)])
 
     def sections(self, answer: RunMemory) -> Sequence[Section]:
         """Return of which ranks nothing is known; what was found is among the findings."""
