@@ -28,7 +28,7 @@ def cost(env: Any) -> None:
     api, slots = env.api(), 1000
     api.make(slots)
 
-    def each(what: str, call: Callable[[int], object], budget_us: float) -> None:
+    def timed(what: str, call: Callable[[int], object], budget_us: float) -> None:
         took = []
         for slot in range(slots):
             began = time.perf_counter_ns()
@@ -42,11 +42,11 @@ def cost(env: Any) -> None:
             value <= budget_us,
         )
 
-    each("is the stream captured", lambda _: api.capturing(), 1.0)
-    each("record", api.record, 4.0)
+    timed("is the stream captured", lambda _: api.capturing(), 1.0)
+    timed("record", api.record, 4.0)
     env.sync()
-    each("is an event done", api.done, 4.0)
-    each("time between two", lambda slot: api.elapsed_ns(0, slot), 4.0)
+    timed("is an event done", api.done, 4.0)
+    timed("time between two", lambda slot: api.elapsed_ns(0, slot), 4.0)
     backwards = api.elapsed_ns(500, 100)
     figure(
         "time from a later to an earlier event",
@@ -56,7 +56,7 @@ def cost(env: Any) -> None:
     )
     clock = DeviceClock(api, None, env.clock, lambda: False)  # type: ignore[arg-type]
     clock.resolve(0)
-    each("mark with its event", lambda _: clock.record(), 5.0)
+    timed("mark with its event", lambda _: clock.record(), 5.0)
 
 
 def stages(env: Any) -> None:

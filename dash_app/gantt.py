@@ -78,8 +78,8 @@ def spans(step: OneStep) -> dict[str, str]:
 def figure(step: OneStep, drawn: Sequence[GanttRow]) -> figures.Figure:
     """Return the stages of each row from left to right, and in a small figure its spans under them."""
     few, row_of_rank = len(drawn) <= FEW, {row.rank: number for number, row in enumerate(drawn)}
-    mine = [index for index, rank in enumerate(step.of) if rank in row_of_rank]
-    whose = [step.of[index] for index in mine]
+    mine = [index for index, rank in enumerate(step.row_ranks) if rank in row_of_rank]
+    whose = [step.row_ranks[index] for index in mine]
     stages = np.asarray(step.stages, float)[mine].reshape(-1, len(STAGES))
     begins = _begins(whose, stages)
     traces = [

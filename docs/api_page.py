@@ -102,10 +102,10 @@ def page() -> str:
     parts = [INTRO]
     for title, files in SECTIONS.items():
         parts.append(f"## {title}\n")
-        parts += [entry(node) for path, names in files.items() for node in found(path, names)]
+        parts += [entry(node) for path, names in files.items() for node in shapes_of(path, names)]
     parts.append("## Errors\n")
-    parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
-    (settings,) = found("traceml_ray/settings.py", ("Settings",))
+    parts += [entry(node) for path, names in ERRORS.items() for node in shapes_of(path, names)]
+    (settings,) = shapes_of("traceml_ray/settings.py", ("Settings",))
     parts.append(f"## Settings\n\n{text_of(settings)}\nEach field: [settings](reference/settings.md).\n")
     return "\n".join(parts)
 
@@ -122,19 +122,23 @@ def data_page() -> str:
     for path in RESULTS:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
-    parts += [shape(node) for path, names in PARTS.items() for node in found(path, names)]
+    parts += [shape(node) for path, names in PARTS.items() for node in shapes_of(path, names)]
     parts.append("## What is found\n")
-    parts += [shape(node) for path, names in FINDINGS.items() for node in found(path, names)]
+    parts += [shape(node) for path, names in FINDINGS.items() for node in shapes_of(path, names)]
     parts.append("## What files say about memory\n")
-    parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
+    parts += [shape(node, default=False) for path, names in MEMORY.items() for node in shapes_of(path, names)]
     parts.append("## How two sessions differ\n")
-    parts += [shape(node, default=False) for path, names in COMPARISON.items() for node in found(path, names)]
+    parts += [
+        shape(node, default=False) for path, names in COMPARISON.items() for node in shapes_of(path, names)
+    ]
     parts.append("## What became of a profile\n")
-    parts += [shape(node, default=False) for path, names in PROFILES.items() for node in found(path, names)]
+    parts += [
+        shape(node, default=False) for path, names in PROFILES.items() for node in shapes_of(path, names)
+    ]
     return "\n".join(parts)
 
 
-def found(path: str, names: tuple[str, ...]) -> list[ast.ClassDef | ast.FunctionDef]:
+def shapes_of(path: str, names: tuple[str, ...]) -> list[ast.ClassDef | ast.FunctionDef]:
     """Return the definitions of `names` in a file, in that order. Raises KeyError for a missing one."""
     body = ast.parse((ROOT / path).read_text()).body
     definitions = {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
@@ -159,7 +163,7 @@ def inherited(node: ast.ClassDef) -> Iterator[ast.ClassDef]:
     """Yield the classes whose methods are listed with those of a class, without those that it has anew."""
     names = {method.name for method in methods(node)}
     for path, name in METHODS_OF[node.name]:
-        for base in found(path, (name,)):
+        for base in shapes_of(path, (name,)):
             base.body = [member for member in base.body if getattr(member, "name", "") not in names]
             yield base
 

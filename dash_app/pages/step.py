@@ -134,7 +134,7 @@ def _facts(view: Mapping[str, Any], step: OneStep) -> dict[str, Any]:
 
 def _table(view: Mapping[str, Any], step: OneStep, route: Route) -> Any:
     sums = {rank: np.zeros(len(STAGES)) for rank in step.ranks}
-    for rank, row in zip(step.of, step.stages, strict=True):
+    for rank, row in zip(step.row_ranks, step.stages, strict=True):
         sums[rank] += row
     late = dict(zip(step.ranks, step.late.tolist(), strict=True))
     spans: dict[int, list[str]] = {}

@@ -41,9 +41,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
     job.agent = SimpleNamespace(
         recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
-    job.told = {}
+    job.declared = {}
     job.logged = []
-    work = SimpleNamespace(declare=lambda **known: job.told.update(known), log=job.logged.append)
+    work = SimpleNamespace(declare=lambda **known: job.declared.update(known), log=job.logged.append)
     job.agent.collector = lambda _: work
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
@@ -261,7 +261,7 @@ def test_trainer_results_are_the_same_with_the_callback(job: Any, hugging_face: 
     assert [{*values} for values in job.logged] == [{"loss", "learning_rate", "grad_norm"}], "as without us"
     assert "traceml/late_rank" in report.rows[0], "the callbacks that report are given it"
     assert "traceml/late_rank" not in set().union(*report.rows[1:])
-    assert job.told == {"total_steps": 40}
+    assert job.declared == {"total_steps": 40}
     assert not job.instrumentation.errors
 
 
@@ -336,7 +336,7 @@ def test_lightning_logs_the_verdict_at_its_interval_without_tensors(job: Any, li
     assert [step for step, _ in trainer.rows] == [1, 3, 5, 7], "of 8 steps every second"
     assert trainer.rows[-1][1]["traceml/micro_batches"] == 2.0
     assert {type(value) for _, metrics in trainer.rows for value in metrics.values()} == {float}
-    assert job.told == {"total_steps": 8}
+    assert job.declared == {"total_steps": 8}
     assert not job.instrumentation.errors
 
 
@@ -358,7 +358,7 @@ def test_batches_are_the_steps_of_several_optimizers(job: Any, lightning: Any) -
     Manual().fit(lightning.TraceMLCallback(), 2)
     job.recorder.replay()
     assert [row["step"] for row in job.rows()] == [step for step in range(2 * loops.STEPS) for _ in range(2)]
-    assert job.told == {} and not job.instrumentation.errors
+    assert job.declared == {} and not job.instrumentation.errors
 
 
 def test_callback_raises_nothing_into_the_lightning_trainer(

@@ -54,12 +54,12 @@ def trained(steps: int, counted: bool) -> torch.Tensor:
 
 def test_flops_of_one_step_are_counted_as_by_hand_and_once(rank: Rank, count: FlopCount) -> None:
     rank.train(SKIPPED)
-    assert count.found is None and _get_current_dispatch_mode() is not None
+    assert count.measured is None and _get_current_dispatch_mode() is not None
     rank.train(1)
-    assert count.found == ModelFlops(BY_HAND, SKIPPED, "float32")
+    assert count.measured == ModelFlops(BY_HAND, SKIPPED, "float32")
     assert _get_current_dispatch_mode() is None and rank.recorder.step_hook is None
     rank.train(3)
-    assert (count.found.flops, count.why, dict(rank.patches.errors)) == (BY_HAND, "", {})
+    assert (count.measured.flops, count.why, dict(rank.patches.errors)) == (BY_HAND, "", {})
 
 
 @pytest.mark.usefixtures("count")
@@ -83,7 +83,7 @@ def test_attention_on_the_cpu_counts_as_on_a_device(rank: Rank, count: FlopCount
     scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
     rank.train(1)
     one = 2 * (2 * 8 * 8 * 4)  # a product of each of two heads
-    assert count.found is not None and count.found.flops == BY_HAND + 2 * one + 5 * one
+    assert count.measured is not None and count.measured.flops == BY_HAND + 2 * one + 5 * one
 
 
 def test_compiled_model_has_no_count_but_a_reason(
@@ -92,7 +92,7 @@ def test_compiled_model_has_no_count_but_a_reason(
     compiled = SimpleNamespace(counters={"frames": {"ok": 1}})
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", compiled)  # type: ignore[arg-type]
     rank.train(4)
-    assert count.found is None and count.why.startswith("torch.compile")
+    assert count.measured is None and count.why.startswith("torch.compile")
 
 
 def test_operation_that_torch_cannot_count_leaves_no_count(rank: Rank, count: FlopCount) -> None:
@@ -102,7 +102,7 @@ def test_operation_that_torch_cannot_count_leaves_no_count(rank: Rank, count: Fl
     rank.train(SKIPPED)
     torch.ops.ours.twice(torch.ones(2))
     rank.train(1)
-    assert count.found is None and count.why == "it would be without those of ours.twice"
+    assert count.measured is None and count.why == "it would be without those of ours.twice"
 
 
 def test_mode_of_the_script_across_steps_is_left_alone(rank: Rank, count: FlopCount) -> None:
@@ -116,7 +116,7 @@ def test_mode_of_the_script_across_steps_is_left_alone(rank: Rank, count: FlopCo
         assert _get_current_dispatch_mode() is mine
     rank.train(1)  # now it can be turned off
     assert _get_current_dispatch_mode() is None
-    assert count.found is None and "dispatch mode of its own" in count.why
+    assert count.measured is None and "dispatch mode of its own" in count.why
 
 
 @pytest.mark.parametrize("where", ["here", "in another thread"])
@@ -131,7 +131,7 @@ def test_mode_is_off_after_detach_in_the_middle(rank: Rank, count: FlopCount, wh
     else:
         _elsewhere(detach)
     rank.train(1)
-    assert _get_current_dispatch_mode() is None and count.found is None
+    assert _get_current_dispatch_mode() is None and count.measured is None
 
 
 def test_mode_is_off_after_detach_while_it_is_made(
@@ -145,7 +145,7 @@ def test_mode_is_off_after_detach_while_it_is_made(
 
     monkeypatch.setattr(agent, "_counter", meanwhile)
     rank.train(SKIPPED + 1)
-    assert _get_current_dispatch_mode() is None and count.found is None
+    assert _get_current_dispatch_mode() is None and count.measured is None
 
 
 def _elsewhere(call: Callable[[], object]) -> None:
@@ -158,7 +158,7 @@ def test_profile_and_count_of_the_same_steps_are_both_made(rank: Rank, count: Fl
     rank.ask(first_step=SKIPPED)
     rank.train(SKIPPED + 3)
     assert rank.status.state == "sending"
-    assert count.found is not None and count.found.flops == BY_HAND
+    assert count.measured is not None and count.measured.flops == BY_HAND
 
 
 def test_count_that_goes_wrong_ends_itself(
@@ -166,5 +166,5 @@ def test_count_that_goes_wrong_ends_itself(
 ) -> None:
     monkeypatch.setattr("traceml_ray.signals.throughput.agent._counter", lambda: 1 / 0)
     rank.train(4)
-    assert count.found is None and "ZeroDivisionError" in count.why
+    assert count.measured is None and "ZeroDivisionError" in count.why
     assert [*rank.patches.errors] == ["flops: ZeroDivisionError"]

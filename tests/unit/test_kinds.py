@@ -51,11 +51,11 @@ def test_record_that_was_stored_is_as_it_was_sent(record: Any, tmp_path: Path) -
     (raw,) = encoded([record])[kind.name]
     assert kind.decode(raw) == record
     writer = SessionWriter(tmp_path / "session.sqlite")
-    writer.add_record(kind, 7 if kind.of == "process" else "node-7", record)
+    writer.add_record(kind, 7 if kind.scope == "process" else "node-7", record)
     writer.commit()
     with writer.reader() as file:
         assert [(owner, one) for _, owner, one in file.records(kind)] == [
-            (7 if kind.of == "process" else "node-7", record)
+            (7 if kind.scope == "process" else "node-7", record)
         ]
     writer.close()
 

@@ -601,8 +601,8 @@ class DeviceJob(Job):
     """The same on a device, whose clock is read; layers have a second way to it."""
 
     def __init__(self) -> None:
-        self.device, self.own = FakeDevice(), FakeDevice()
-        self.own.ends = self.device.ends
+        self.device, self.layers_device = FakeDevice(), FakeDevice()
+        self.layers_device.ends = self.device.ends
         self.recorder = Recorder(StepRing(4096), self.device)
         self.patches = Instrumentation(self.recorder, Patcher())
         self.patches.install()
@@ -619,10 +619,10 @@ class DeviceJob(Job):
             self.optimizer.step()
             self.device.wait(ns)
             self.device.item()
-            self.own.now = self.device.now
+            self.layers_device.now = self.device.now
             self.recorder.replay()
             if self.use.clock is None and not self.recorder.steps.rows.first and not self.use._decided:
-                self.use.begin(self.device, lambda: self.own)
+                self.use.begin(self.device, lambda: self.layers_device)
             self.use.tick()
             self.windows += self.sampler.collect()
 
@@ -647,14 +647,14 @@ def test_times_are_those_of_the_device(on_device: DeviceJob) -> None:
 
 
 def test_device_that_fails_is_asked_no_more_and_times_are_those_of_the_host(on_device: DeviceJob) -> None:
-    on_device.own.fails = lambda name, count: name == "record" and count == 40
+    on_device.layers_device.fails = lambda name, count: name == "record" and count == 40
     on_device.train(600)
     assert on_device.patches.errors == {"layers: DeviceError": 1}
     assert on_device.windows[-1].clock == "host" and on_device.windows[-1].steps
 
 
 def test_step_that_is_captured_is_not_measured(on_device: DeviceJob) -> None:
-    on_device.own.captures = lambda count: count > 30
+    on_device.layers_device.captures = lambda count: count > 30
     on_device.train(600)
     assert on_device.patches.errors["layers: no event inside a graph capture"] > 0
     assert all(window.clock == "device" for window in on_device.windows)

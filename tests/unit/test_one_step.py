@@ -42,7 +42,7 @@ def test_step_has_the_rows_that_ranks_sent(
         played.play(1)
     (run, number), expected = data.draw(st.sampled_from([*sent.items()]))
     step = ask(played.aggregator, "step", run=run, step=number)
-    assert step.ranks == step.of == [*range(6)]
+    assert step.ranks == step.row_ranks == [*range(6)]
     np.testing.assert_allclose(step.stages, expected / MS)
     last = max(step for name, step in sent if name == run)
     assert (step.first, step.last) == (0, last)
@@ -64,11 +64,11 @@ def test_step_of_several_exchanges_has_a_row_for_each(tmp_path: Path) -> None:
         aggregator.ingest(relay.message(batch))
     aggregator.commit()
     step = ask(aggregator, "step", run=None, step=1)
-    assert step.of == [0, 0, 1, 1]
+    assert step.row_ranks == [0, 0, 1, 1]
     np.testing.assert_allclose(step.stages[:2], np.arange(12, 24).reshape(2, 6))
     assert step.arrived[0] == sum(range(12, 23)) and np.isnan(step.arrived[1])
     assert to_builtins(ask(aggregator, "step", run=None, step=3)) == {
-        "step": 3, "first": 0, "last": 2, "ranks": [], "of": [], "stages": [], "took_ms": None,
+        "step": 3, "first": 0, "last": 2, "ranks": [], "row_ranks": [], "stages": [], "took_ms": None,
         "arrived": [], "late": [], "device": [], "spans": [],
     }  # fmt: skip
     aggregator.close()

@@ -309,8 +309,8 @@ class Evidence:
         longer = float(np.median(hosts.usual[places, cause.stage] - hosts.ref[cause.stage]))
         often = hosts.late_share[places, :SYNC_WAIT].mean(axis=0)
         waits = bool(hosts.certain[cause.stage]) and often.max() >= HOSTS.late
-        late = waits or often[cause.stage] >= HOSTS.own
-        return bool(late) and longer >= HOSTS.own * float(np.median(self.series(cause)))
+        late = waits or often[cause.stage] >= HOSTS.share
+        return bool(late) and longer >= HOSTS.share * float(np.median(self.series(cause)))
 
     @property
     def mean_step_ns(self) -> float:
@@ -532,7 +532,7 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     """
     host, suspects = evidence.rows.host, evidence.persistent >= HOSTS.suspect
     lasts_ns: Float = evidence.persistent * evidence.mean_step_ns
-    suspects &= hosts.usual - hosts.ref < HOSTS.own * lasts_ns
+    suspects &= hosts.usual - hosts.ref < HOSTS.share * lasts_ns
     if host is not None and suspects.any():
         unsure = hosts.unsure(evidence.window.starts)
         follows, unknown = following(*evidence.host_steps, unsure, hosts.certain, lasts_ns, suspects)

@@ -129,7 +129,7 @@ def hosts_of(
         share = np.count_nonzero(rows) / counts.max()
         usual += np.rint(mine * share).astype(np.int64)
         ref += np.rint(middle * share).astype(np.int64)
-    at_work = certain | (late_share[paced] >= HOSTS.own).any(axis=0)
+    at_work = certain | (late_share[paced] >= HOSTS.share).any(axis=0)
     floor_ns, pace_ns = (
         row_ref[:, :SYNC_WAIT] @ (which[:SYNC_WAIT] & paced.any()) for which in (certain, at_work)
     )
@@ -214,7 +214,7 @@ def following(
     follows, unknown = np.zeros_like(suspects), np.zeros_like(suspects)
     for stage in np.flatnonzero(suspects.any(axis=0)):
         could = unsure & _BITS[stage] != 0
-        often = could.mean(axis=0) >= HOSTS.own
+        often = could.mean(axis=0) >= HOSTS.share
         candidates = np.flatnonzero(suspects[:, stage] & often)
         alone = certain[stage] and 2 * np.count_nonzero(often) <= len(often)
         taken = excess[candidates, stage] if alone else np.median(d[:, candidates, stage], axis=0)

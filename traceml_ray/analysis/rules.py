@@ -328,7 +328,7 @@ def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
     assert evidence.hosts is not None
     late = evidence.hosts.late_share
     its_own = float(late[list(cause.places), cause.stage].mean())
-    return its_own < HOSTS.own and host_bound(np.delete(late, cause.places, axis=0))
+    return its_own < HOSTS.share and host_bound(np.delete(late, cause.places, axis=0))
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, clean: bool) -> str:

@@ -159,7 +159,7 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     Share of the rows in which a device has caught up with its host, from which on it waits for
     the host.
     """
-    own: float = 0.5
+    share: float = 0.5
     """
     Share of the rows in which the host is late, or of an excess that the host causes, from which on the host
     is the cause.

@@ -87,7 +87,7 @@ class _Lines:
 
     def __init__(self, session: SessionFile, chosen: Chosen) -> None:
         self.chosen = chosen
-        self.of: dict[int, _Line] = {}
+        self.by_rank: dict[int, _Line] = {}
         self._every, self._edges, self.start_ns = 1, 0, 0
 
     def add(self, chunk: list[RankRows]) -> None:
@@ -95,7 +95,7 @@ class _Lines:
         for rank_rows in chunk:
             if rank_rows.rank not in self.chosen.ranks:
                 continue
-            line = self.of.setdefault(rank_rows.rank, _Line(rank_rows.rank, rank_rows.node))
+            line = self.by_rank.setdefault(rank_rows.rank, _Line(rank_rows.rank, rank_rows.node))
             steps = rank_rows.keys >> SEGMENT_BITS
             ends = line.length_ns + np.cumsum(rank_rows.rows[:, :N_STAGES].sum(axis=1))
             line.first = int(steps[0]) if line.first is None else line.first
@@ -109,18 +109,18 @@ class _Lines:
 
     def _thin(self) -> None:
         self._every *= 2
-        for line in self.of.values():
+        for line in self.by_rank.values():
             line.edges = {step: end for step, end in line.edges.items() if step % self._every == 0}
-        self._edges = sum(len(line.edges) for line in self.of.values())
+        self._edges = sum(len(line.edges) for line in self.by_rank.values())
 
     def align(self, ranks: dict[int, RankProcess]) -> bool:
         """Compute the offset of each rank on one axis; return False if there are no rows."""
-        if not self.of:
+        if not self.by_rank:
             return False
-        longest = max(self.of.values(), key=lambda line: (len(line.edges), -line.rank))
-        for line in self.of.values():
+        longest = max(self.by_rank.values(), key=lambda line: (len(line.edges), -line.rank))
+        for line in self.by_rank.values():
             self._compare(line, longest, ranks)
-        self.start_ns = min(int(line.offsets[0]) for line in self.of.values())
+        self.start_ns = min(int(line.offsets[0]) for line in self.by_rank.values())
         return True
 
     def _compare(self, line: _Line, reference: _Line, ranks: dict[int, RankProcess]) -> None:
@@ -136,7 +136,7 @@ class _Lines:
     def notes(self) -> list[str]:
         """Return sentences about the axis."""
         notes = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
-        alone = [line.rank for line in self.of.values() if line.alone]
+        alone = [line.rank for line in self.by_rank.values() if line.alone]
         if alone:
             notes.append(f"Ranks {alone} have no step in common with others: placed by when their rows came.")
         return notes
@@ -152,13 +152,13 @@ def _smoothed(values: Int64) -> Int64:
 
 
 def _events(lines: _Lines, session: SessionFile) -> Iterator[Event]:
-    for line in sorted(lines.of.values(), key=lambda line: line.rank):
+    for line in sorted(lines.by_rank.values(), key=lambda line: line.rank):
         yield from _names(line)
-    length = dict.fromkeys(lines.of, 0)
-    before = dict.fromkeys(lines.of, -(1 << 62))
+    length = dict.fromkeys(lines.by_rank, 0)
+    before = dict.fromkeys(lines.by_rank, -(1 << 62))
     for chunk, share in _slices(session):
         for rank_rows in chunk:
-            if rank_rows.rank in lines.of:
+            if rank_rows.rank in lines.by_rank:
                 yield from _slices_of(lines, rank_rows, length, before)
         text.advance("writing the trace", (1 + share) / 2)
 
@@ -167,7 +167,7 @@ def _slices_of(
     lines: _Lines, rank_rows: RankRows, length: dict[int, int], before: dict[int, int]
 ) -> Iterator[Event]:
     """Yield the stages of some rows; `length` and `before` are where the rank's rows, and slices, ended."""
-    line, rows = lines.of[rank_rows.rank], rank_rows.rows[:, :N_STAGES]
+    line, rows = lines.by_rank[rank_rows.rank], rank_rows.rows[:, :N_STAGES]
     steps = rank_rows.keys >> SEGMENT_BITS
     starts = length[rank_rows.rank] + np.cumsum(rows.sum(axis=1)) - rows.sum(axis=1)
     length[rank_rows.rank] += int(rows.sum())

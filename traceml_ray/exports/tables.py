@@ -262,7 +262,7 @@ _UNFOLDED: dict[str, ExportedTable] = {
 
 def _of_kind(kind: Kind[Any]) -> ExportedTable:
     """Return the table of a kind of records: a column for each field."""
-    owner = _PROCESS if kind.of == "process" else _NODE
+    owner = _PROCESS if kind.scope == "process" else _NODE
     return _UNFOLDED.get(kind.exported) or _stored(kind.table, owner | _kinds(kind.record))
 
 

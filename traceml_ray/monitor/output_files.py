@@ -44,7 +44,7 @@ class _File:
 
     key: _Key
     fd: int
-    at: int
+    offset: int
     lines: LastLines
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -53,14 +53,14 @@ class _File:
     def read(self) -> str:
         """Return what is new, the end of it where that is much."""
         size = os.fstat(self.fd).st_size
-        if size < self.at:  # it was emptied
-            self.at = 0
-        if size - self.at > _READ_BYTES:
-            self.at = size - _READ_BYTES
+        if size < self.offset:  # it was emptied
+            self.offset = 0
+        if size - self.offset > _READ_BYTES:
+            self.offset = size - _READ_BYTES
             self.lines.lose()
             self.decoder.reset()
-        data = os.pread(self.fd, _READ_BYTES, self.at)
-        self.at += len(data)
+        data = os.pread(self.fd, _READ_BYTES, self.offset)
+        self.offset += len(data)
         return _OF_RAY.sub("", self.decoder.decode(data))
 
 

@@ -343,7 +343,7 @@ class RelayIntake:
         decoded: Records = []
         for name, encoded in records.items():
             kind = KINDS.get(name)
-            if kind is None or kind.of != owner:
+            if kind is None or kind.scope != owner:
                 self.errors.count("records: unknown_kind", len(encoded))
                 continue
             for raw in encoded:

@@ -103,7 +103,7 @@ def step_of(session: SessionFile, step: int) -> OneStep:
         first=session.first_step(numbers.keys()),
         last=max((process.last_step or 0 for process in ranks.values() if process.stored), default=None),
         ranks=order,
-        of=[rank for rank, _ in lines],
+        row_ranks=[rank for rank, _ in lines],
         stages=np.array([row for _, row in lines], float).reshape(-1, N_STAGES),
         took_ms=max((float(rows_of_rank[rank].sum()) for rank in order), default=None),
         arrived=arrived,

@@ -55,7 +55,7 @@ class Kind(Generic[R]):
     """Of the session file."""
     exported: str
     """Name of its file in an export."""
-    of: Literal["process", "node"] = "process"
+    scope: Literal["process", "node"] = "process"
     keep: Literal["all"] | int = "all"
     """`all`: every record, in order of arrival; a number: so many of each process, see `slot`."""
     slot: Callable[[R], int] = field(default=lambda _: 0)
@@ -81,7 +81,7 @@ class Kind(Generic[R]):
     @property
     def owner(self) -> str:
         """The column that says whose a record is: the number of a rank process, or the id of a node."""
-        return "process" if self.of == "process" else "node_id"
+        return "process" if self.scope == "process" else "node_id"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:

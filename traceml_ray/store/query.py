@@ -348,7 +348,7 @@ class Answered(msgspec.Struct):
     """As many answers as there were requests, or what went wrong."""
 
     version: str
-    of: str = ""
+    folder: str = ""
     """The session's folder."""
     answers: list[msgspec.Raw] = []
     error: str = ""
@@ -372,7 +372,7 @@ def ask(
         names = ", ".join(sorted({type(request).__name__ for request in requests}))
         why = f"it is of traceml-ray {answered.version}, this is {__version__}"
         if answered.version == __version__:
-            why = f"{answered.of}: the session file is damaged"
+            why = f"{answered.folder}: the session file is damaged"
         raise QueryError(f"the answer to {names} cannot be read ({error}): {why}") from None
 
 

@@ -64,7 +64,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 @dataclass
 class _Copy:
     folder: tempfile.TemporaryDirectory[str]
-    of: tuple[tuple[int, ...], ...]
+    state: tuple[tuple[int, ...], ...]
     """The state of the files that it was made of."""
     path: Path
 
@@ -81,7 +81,7 @@ class _Copies:
         with self._lock:
             path = path.absolute()
             known = self._made.pop(path, None)
-            if known is not None and known.of != _state(path):
+            if known is not None and known.state != _state(path):
                 known.folder.cleanup()
                 known = None
             copy = self._made[path] = known or _copy(path)

@@ -45,7 +45,7 @@ class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Last step whose rows are kept one by one; None if there is none yet."""
     ranks: list[int]
     """Ranks that have this step: R numbers, ascending."""
-    of: list[int]
+    row_ranks: list[int]
     """Rank of each of the n rows; a rank has one row for each exchange of the step, in order."""
     stages: Array
     """Time of each row in each stage: (n, 6) ms."""

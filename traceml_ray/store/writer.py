@@ -38,7 +38,7 @@ _APPENDED = (
     *(kind.table for kind in KINDS.values() if kind.keep == "all"),
 )
 _REPLACED_LISTS = tuple(kind.table for kind in KINDS.values() if kind.keep != "all")
-OF_NODES = {"clock", *(kind.table for kind in KINDS.values() if kind.of == "node")}
+OF_NODES = {"clock", *(kind.table for kind in KINDS.values() if kind.scope == "node")}
 """What of these comes after the end of the session is left out."""
 
 

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from traceml_ray.store.profiles import StoredProfile, change, read_profile
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import Difference, RecordingError, difference
@@ -44,8 +46,7 @@ def main() -> int:
     path = Path(sys.argv[1])
     os.nice(10)
     stored = StoredProfile(path, read_profile(path))
-    stored.profile.found = explain(stored)
-    change(path, stored.profile)
+    change(path, msgspec.structs.replace(stored.profile, found=explain(stored)))
     return 0
 
 

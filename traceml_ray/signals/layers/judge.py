@@ -147,7 +147,7 @@ def layers_of(ranks: Sequence[RankLayers], limits: LayerLimits) -> Layers:
     windows = [window for rank in ranks for window in rank.windows]
     waits = any(window.waits for window in windows)
     findings = [] if waits else _findings(table, limits)
-    total = np.nanmedian(np.nansum(table.own, axis=1))
+    total = np.nanmedian(np.nansum(table.own_ms, axis=1))
     return Layers(
         ranks=[rank.rank for rank in ranks],
         steps=min(sum(window.steps for window in rank.windows) for rank in ranks),
@@ -210,7 +210,7 @@ class _Table:
             for row, rank in enumerate(ranks):
                 places = [positions[one.name, one.kind] for one in rank.sums]
                 self.columns[name][row, places] = rank.columns[name]
-        self.own = self.columns["forward"] + self.columns["backward"]
+        self.own_ms = self.columns["forward"] + self.columns["backward"]
         names = {one.name: index for index, one in enumerate(self.sums.values()) if one.kind != OTHERS}
         self.parents = [
             None if one.kind == OTHERS else _parent(one.name, names) for one in self.sums.values()
@@ -229,11 +229,11 @@ class _Table:
     def layers(self, model_ms: float) -> list[Layer]:
         """Return the layers in the order of the model."""
         middle = {name: _median(column) for name, column in self.columns.items()}
-        total = _median(self.total(self.own))
+        total = _median(self.total(self.own_ms))
         several = len(self.ranks) > 1
         layers = []
         for index, (key, parent) in enumerate(zip(self.sums, self.parents, strict=True)):
-            own_ms = self.own[:, index]
+            own_ms = self.own_ms[:, index]
             worst = int(np.nanargmax(own_ms))
             sizes = [one for rank in self.ranks for one in rank.sums if (one.name, one.kind) == key]
             layers.append(
@@ -260,10 +260,10 @@ class _Table:
     def some_ranks(self, findings: Sequence[LayerFinding]) -> dict[int, list[float | None]]:
         """Return the times of some ranks: those that were found, then those that take longest."""
         named = {finding.rank for finding in findings}
-        longest = np.nansum(self.own, axis=1)
+        longest = np.nansum(self.own_ms, axis=1)
         order = sorted(range(len(self.ranks)), key=lambda r: (self.ranks[r].rank not in named, -longest[r]))
         kept = sorted(order[:_SHOWN_RANKS], key=lambda row: self.ranks[row].rank)
-        return {self.ranks[r].rank: [None if v != v else float(v) for v in self.own[r]] for r in kept}
+        return {self.ranks[r].rank: [None if v != v else float(v) for v in self.own_ms[r]] for r in kept}
 
 
 def _largest(values: Iterable[int | None]) -> int | None:
@@ -294,7 +294,7 @@ def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
     enough = [sum(window.steps for window in rank.windows) >= limits.steps for rank in table.ranks]
     if sum(enough) < 2:
         return []
-    own_ms, total, error = table.own, table.total(table.own), table.total(table.columns["error"])
+    own_ms, total, error = table.own_ms, table.total(table.own_ms), table.total(table.columns["error"])
     findings = []
     for row, rank in enumerate(table.ranks):
         others = np.array(enough)

@@ -43,7 +43,7 @@ _NEXT = [
 class _Grower:
     """The earliest growth of a rank in an incident."""
 
-    at: RankFindings
+    place: RankFindings
     counter: Counter
     rise: Rise
     delta: float
@@ -56,13 +56,13 @@ class _Grower:
     @property
     def is_proven(self) -> bool:
         """Whether chance (a random walk) hardly grows so: it came at once, or goes on as leaks do."""
-        return self.rise.end == "step" or bool(self.at.growths)
+        return self.rise.end == "step" or bool(self.place.growths)
 
     def error_ns(self, other: _Grower) -> int:
         """Return how far the time between two onsets may be off: clocks, sampling, noise."""
-        same = self.at.node == other.at.node != ""
-        clocks = 0 if same else self.at.bound_ns + other.at.bound_ns
-        sampling = max(self.at.interval_ns, other.at.interval_ns)
+        same = self.place.node == other.place.node != ""
+        clocks = 0 if same else self.place.bound_ns + other.place.bound_ns
+        sampling = max(self.place.interval_ns, other.place.interval_ns)
         return clocks + sampling + round(math.hypot(self.rise.spread_ns, other.rise.spread_ns))
 
     def testifies(self, first: _Grower) -> bool:
@@ -123,7 +123,7 @@ def first_cause(
                 onset = _onset(together, alike if shared else {}, expected)
                 onsets.append((_gravity(together), onset))
                 continue
-            growers = sorted([*growers, *later], key=lambda one: (one.at_ns, one.at.rank))
+            growers = sorted([*growers, *later], key=lambda one: (one.at_ns, one.place.rank))
             if len(growers) == 1 and growers[0].rise.end == "over":
                 continue  # a cache that has filled, say: the incident is listed, and nothing goes on
             cause = _cause(growers, set(alike), all_of, expected, limits)
@@ -141,7 +141,7 @@ def _small_growth(
     cannot be told from the first by time, or began before it (None: when is not known), and those that began
     later.
     """
-    first, counted = growers[0], {one.at.rank for one in growers}
+    first, counted = growers[0], {one.place.rank for one in growers}
     least = limits.near_growth * first.delta
     alike: dict[int, _Grower | None] = {}
     later: dict[int, _Grower] = {}
@@ -159,7 +159,7 @@ def _small_growth(
 
 def _gravity(growers: Sequence[_Grower]) -> _Gravity:
     """Return how grave it is that these grew: by the findings on their memory, then the growth, then time."""
-    findings = [finding for one in growers for finding in one.at.findings]
+    findings = [finding for one in growers for finding in one.place.findings]
     worst = max((_SEVERITIES.index(finding.severity) for finding in findings), default=-1)
     return worst, max(one.delta for one in growers), -growers[0].at_ns
 
@@ -167,7 +167,7 @@ def _gravity(growers: Sequence[_Grower]) -> _Gravity:
 def _clusters(all_of: Sequence[RankFindings], limits: MemoryLimits) -> list[list[_Grower]]:
     """Return the incidents of the run: of each, one growth of each rank, the earliest first."""
     grown = [_Grower(place, counter, rise, rise.delta) for place in all_of for counter, rise in place.rises]
-    grown.sort(key=lambda one: (one.at_ns, one.at.rank, one.counter))
+    grown.sort(key=lambda one: (one.at_ns, one.place.rank, one.counter))
     clusters: list[list[_Grower]] = []
     for one in grown:
         if not clusters or one.at_ns - clusters[-1][-1].at_ns > limits.cluster_s * 1e9:
@@ -179,12 +179,12 @@ def _clusters(all_of: Sequence[RankFindings], limits: MemoryLimits) -> list[list
 def _earliest_of_ranks(cluster: list[_Grower]) -> list[_Grower]:
     by_rank: dict[int, _Grower] = {}
     for one in cluster:
-        known = by_rank.get(one.at.rank)
+        known = by_rank.get(one.place.rank)
         if known is None:
-            by_rank[one.at.rank] = one
+            by_rank[one.place.rank] = one
         elif one.delta > known.delta:
-            by_rank[one.at.rank] = _Grower(known.at, known.counter, known.rise, one.delta)
-    return sorted(by_rank.values(), key=lambda one: (one.at_ns, one.at.rank))
+            by_rank[one.place.rank] = _Grower(known.place, known.counter, known.rise, one.delta)
+    return sorted(by_rank.values(), key=lambda one: (one.at_ns, one.place.rank))
 
 
 def _together(growers: list[_Grower]) -> list[_Grower]:
@@ -201,7 +201,7 @@ def _together(growers: list[_Grower]) -> list[_Grower]:
 
 def _onset(together: list[_Grower], alike: Mapping[int, _Grower | None], expected: int) -> CollectiveOnset:
     first, most = together[0], max(together, key=lambda one: one.delta)
-    ranks = sorted({one.at.rank for one in together} | alike.keys())
+    ranks = sorted({one.place.rank for one in together} | alike.keys())
     who = "all ranks" if len(ranks) == expected else text.ranks(ranks)
     what = COUNTERS[most.counter]
     others = [*together[1:], *alike.values()]
@@ -236,9 +236,9 @@ def _cause(
     )
     coverage = _coverage_of_growth(all_of, first) / expected
     return FirstCause(
-        rank=first.at.rank,
-        node=first.at.node,
-        device=first.at.device,
+        rank=first.place.rank,
+        node=first.place.node,
+        device=first.place.device,
         at_ns=first.at_ns,
         lead_ns=lead,
         lead_bound_ns=error,
@@ -253,7 +253,7 @@ def _cause(
 
 def _coverage_of_growth(all_of: Sequence[RankFindings], first: _Grower) -> int:
     """Return how many ranks were observed, after their warm-up, when the first one began to grow."""
-    near = 2 * first.at.interval_ns + first.at.bound_ns
+    near = 2 * first.place.interval_ns + first.place.bound_ns
     return len(
         {
             place.rank
@@ -268,7 +268,7 @@ def _confidence(
     first: _Grower, leads: float, witnessed: bool, coverage: float, limits: MemoryLimits
 ) -> Confidence:
     """Return how sure it is; `leads` is the lead in error bounds, before others that grew, if `witnessed`."""
-    settled = first.at.certain or _flat_s(first) >= limits.settled_s
+    settled = first.place.certain or _flat_s(first) >= limits.settled_s
     if coverage < limits.low_coverage or leads < limits.low_lead or not settled:
         return "low"
     if not (first.is_proven or witnessed):
@@ -283,7 +283,7 @@ def _confidence(
 
 def _flat_s(first: _Grower) -> float:
     """Return for how long it had its own level before it grew."""
-    return 0.0 if first.at.span is None else (first.at_ns - first.at.span[0]) / 1e9
+    return 0.0 if first.place.span is None else (first.at_ns - first.place.span[0]) / 1e9
 
 
 def _why_first(
@@ -297,7 +297,7 @@ def _why_first(
 ) -> str:
     since = "" if first.rise.step is None else f" from step {first.rise.step:,} on"
     what = f"{COUNTERS[first.counter]} grew by {text.size(first.delta)}{since}"
-    who = where(first.at.rank, first.at.node, first.at.device)
+    who = where(first.place.rank, first.place.node, first.place.device)
     unseen = expected - round(coverage * expected)
     seen = f" ({text.count(unseen, 'rank')} not observed then)" if unseen else ""
     if lead is None or error is None:

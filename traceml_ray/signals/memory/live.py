@@ -312,7 +312,7 @@ class _Run:
     """State of the judging of one run."""
 
     judged: dict[Place, list[RankFindings]] = field(default_factory=dict)
-    at: dict[Place, int] = field(default_factory=dict)
+    n_judged: dict[Place, int] = field(default_factory=dict)
     """Number of samples judged, by place."""
     queue: deque[Place] = field(default_factory=deque)
     """Places still to be judged in the current round."""
@@ -481,7 +481,7 @@ class LiveMemory:
         """Return the places of a run that have samples which were not judged."""
         with self._writers:
             places = [place for process in ranks.processes for place in self._of_process.get(process, ())]
-            return [place for place in places if self._kept[place].taken != state.at.get(place)]
+            return [place for place in places if self._kept[place].taken != state.n_judged.get(place)]
 
     def _judge(self, state: _Run, ranks: Ranks, place: Place) -> None:
         process, device = place
@@ -501,7 +501,7 @@ class LiveMemory:
             columns=columns,
             bound_ns=bound_ns,
         )
-        state.at[place] = taken
+        state.n_judged[place] = taken
         state.judged[place] = rank_findings(series, MEMORY)
 
     def _compare(self, state: _Run, ranks: Ranks) -> Memory:

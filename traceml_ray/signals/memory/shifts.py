@@ -29,7 +29,7 @@ _LONG = 8
 class Shift:
     """A step that is held, or a gradual rise that has ended."""
 
-    at: int
+    start: int
     """Index of the first sample that is higher."""
     from_ns: int
     """Time of the last sample before it."""
@@ -162,13 +162,13 @@ def _level(track: Track, growing: Ramp | None, steps: list[Shift], rim: int) -> 
     if growing is not None:
         rising: Float = growing.slope * np.maximum(after.s - after.s[growing.first], 0.0)
         return rising + median(after.x - rising)
-    ends = sorted({step.at - track.settled for step in steps if step.at > track.settled})
+    ends = sorted({step.start - track.settled for step in steps if step.start > track.settled})
     level = np.empty(len(after.x))
     for begin, end in zip([0, *ends], [*ends, len(level)], strict=True):
         level[begin:end] = median(after.x[begin:end])
     for step in steps:
-        if step.last_at > step.at:  # a rise that took its time has no level
-            first, last = (max(n - track.settled, 0) for n in (step.at - rim, step.last_at + rim))
+        if step.last_at > step.start:  # a rise that took its time has no level
+            first, last = (max(n - track.settled, 0) for n in (step.start - rim, step.last_at + rim))
             level[first:last] = after.x[first:last]
     return level
 
@@ -188,7 +188,7 @@ def _shift(track: Track, levels: Float, rises: Float, tops: list[int], w: int, n
         first = last = low + 1 + int(np.argmax(np.diff(track.x[low : low + 2 * w])))
     level = float(levels[low])
     return Shift(
-        at=first,
+        start=first,
         from_ns=int(track.t_ns[first - 1]),
         at_ns=int(track.t_ns[first]),
         end_ns=int(track.t_ns[last]),

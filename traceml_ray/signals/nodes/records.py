@@ -74,7 +74,7 @@ NODE = Kind(
     "samples of nodes",
     table="node_sample",
     exported="node_samples",
-    of="node",
+    scope="node",
     bundle="seconds",
     index="node_id, id",
 )

@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     """A parameter: this rank's part of it, and the whole."""
 
     name: str
-    own: int
+    own_bytes: int
     full: int
     dtypes: tuple[str, str, str]
     offloaded: bool
@@ -169,10 +169,10 @@ class Shards(Collector):
         self._groups, self._on_cpu = _process_groups(groups), largest.device.type == "cpu"
         return Sharding(
             groups=len(groups),
-            shard_bytes=sum(part.own for part in parts),
+            shard_bytes=sum(part.own_bytes for part in parts),
             full_bytes=sum(part.full for part in parts),
-            offloaded_bytes=sum(part.own for part in parts if part.offloaded),
-            gradient_bytes=sum(part.own for part in parts if part.trains),
+            offloaded_bytes=sum(part.own_bytes for part in parts if part.offloaded),
+            gradient_bytes=sum(part.own_bytes for part in parts if part.trains),
             shards=_shards(mesh_info),
             position=int(getattr(mesh_info, "shard_mesh_rank", 0)),
             replicas=int(getattr(mesh_info, "replicate_mesh_size", 1)),
@@ -181,7 +181,8 @@ class Shards(Collector):
             dtypes=_dtypes(parts),
             resharded=dict(Counter(map(_resharded, groups))),
             uneven=[
-                UnevenShard(part.name, part.rows, part.own_rows, part.own) for part in uneven[:_MAX_NAMED]
+                UnevenShard(part.name, part.rows, part.own_rows, part.own_bytes)
+                for part in uneven[:_MAX_NAMED]
             ],
             uneven_count=len(uneven),
             optimizer_bytes=_optimizer_bytes([*self._of.traffic.optimizers]),
@@ -207,7 +208,7 @@ def _part(fsdp_parameter: Any, group: Any) -> _Part:
     name = getattr(fsdp_parameter, "_param_fqn", None) or fsdp_parameter._module_info.param_name
     return _Part(
         name=sendable(str(name))[-_MAX_NAME_CHARS:],
-        own=local.numel() * local.element_size(),
+        own_bytes=local.numel() * local.element_size(),
         full=parameter.numel() * parameter.element_size(),
         dtypes=(_named(stored), _named(computed), _named(reduced)),
         offloaded=bool(getattr(fsdp_parameter, "offload_to_cpu", False)),

@@ -251,7 +251,7 @@ def _rank(sharding: Sharding) -> ShardsOfRank:
     """Return what a rank holds, and what its steps move on average."""
     steps = sharding.steps
 
-    def each(total: int, unit: float = 1.0) -> float | None:
+    def per_step(total: int, unit: float = 1.0) -> float | None:
         return total / steps / unit if steps else None
 
     def waited(total: int | None) -> float | None:
@@ -260,11 +260,11 @@ def _rank(sharding: Sharding) -> ShardsOfRank:
     return ShardsOfRank(
         **{name: getattr(sharding, name) for name in _HELD},
         steps=steps,
-        gathered_bytes=each(sharding.gathered_bytes),
-        gathers=each(sharding.gathers),
-        reduced_bytes=each(sharding.reduced_bytes),
-        reductions=each(sharding.reductions),
-        all_reduced_bytes=each(sharding.all_reduced_bytes),
+        gathered_bytes=per_step(sharding.gathered_bytes),
+        gathers=per_step(sharding.gathers),
+        reduced_bytes=per_step(sharding.reduced_bytes),
+        reductions=per_step(sharding.reductions),
+        all_reduced_bytes=per_step(sharding.all_reduced_bytes),
         gather_wait_ms=waited(sharding.gather_wait_ns),
         reduce_wait_ms=waited(sharding.reduce_wait_ns),
         unsharded_peak_bytes=sharding.unsharded_peak_bytes if steps else None,

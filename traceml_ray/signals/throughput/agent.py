@@ -58,7 +58,7 @@ class FlopCount:
     """
 
     def __init__(self, recorder: Recorder, errors: Errors) -> None:
-        self.found: ModelFlops | None = None
+        self.measured: ModelFlops | None = None
         self.why = ""
         """Why there is no count."""
         self._recorder, self._errors = recorder, errors
@@ -116,7 +116,7 @@ class FlopCount:
         self.why = _cannot() or mode.why()
         steps, total = position[0] - self._began, mode.get_total_flops()
         if total and not self.why:
-            self.found = ModelFlops(total // steps, self._began, mode.dtypes.most_common(1)[0][0])
+            self.measured = ModelFlops(total // steps, self._began, mode.dtypes.most_common(1)[0][0])
         self.why = self.why or ("" if total else "no operation with known FLOPs")
 
     def _exit(self) -> bool:
@@ -323,7 +323,7 @@ class WorkReport(Collector):
 
     def _facts(self) -> dict[str, Any]:
         """Return what is known besides."""
-        counted = self.flops.found
+        counted = self.flops.measured
         if self._wanted and self.flops.why:
             self._missing["flops"] = self.flops.why
         counted_facts = {} if counted is None else {
