@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from api_page import found, meaning_of_docstring, shape, table
+from api_page import meaning_of_docstring, shape, shapes_of, table
 
 from traceml_ray import cli
 from traceml_ray.commands.help import EXAMPLES, EXIT_CODES, STARTING
@@ -58,7 +58,7 @@ def settings_page() -> str:
     shapes = [
         shape(node, default=True).replace("###", "##", 1)
         for path, names in SETTINGS.items()
-        for node in found(path, names)
+        for node in shapes_of(path, names)
     ]
     return "\n".join([intro, *shapes])
 
