@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from played import Played
+from played import HOST, Played
 
 import traceml_ray
 from traceml_ray.interactive.html import scoped
 from traceml_ray.interactive.plots import PLOTS
-from traceml_ray.stages import STAGES
+from traceml_ray.stages import DATA, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionError
 
@@ -157,6 +157,21 @@ class TestSteps:
         assert len(parts) > 3
         keys = {pair for part in parts for pair in zip(part.step.tolist(), part.rank.tolist(), strict=True)}
         assert len(keys) == sum(map(len, parts)) == 8 * 300
+
+    def test_times_of_the_host_are_not_known_in_rows_on_its_clock(self, tmp_path: Path) -> None:
+        played = Played(tmp_path / "demo", 2, per_node=2, late=None, device=True)
+        played.clock_from = 30
+        for _ in range(3):
+            played.play(20)
+        with traceml_ray.open(played.folder) as session:
+            steps = session.steps()
+            earlier = session.steps(0, 19)
+        assert steps.host_ns is not None and steps.host_ns.shape == (120, 6)
+        known = steps.step >= 40  # the first batch that has no row before step 30
+        assert np.isnan(steps.host_ns[~known]).all()
+        assert steps.host_ns[known].tolist() == [[1e6 * ms for ms in HOST]] * 40
+        assert steps.host_data_ns[-1] == 1e6 * HOST[DATA]
+        assert earlier.host_ns is None and "host_data_ns" not in earlier.columns
 
     def test_an_unknown_column_is_named(self, session: Any) -> None:
         with pytest.raises(AttributeError, match="no column 'dat_ns'; there are: step, rank"):

@@ -121,17 +121,13 @@ def joined(parts: Sequence[StepRows]) -> StepTable:
     order = np.lexsort((columns["rank"], columns["segment"], columns["step"]))
     host = None
     if any(part.host_ns is not None for part in parts):
-        host = np.concatenate([_host(part) for part in parts])[order]
+        host = np.concatenate([_host_of(part) for part in parts])[order]
     sorted_columns = {name: column[order] for name, column in columns.items()}
     return StepTable(**sorted_columns, host_ns=host, folded=parts[-1].folded)
 
 
-def _host(part: StepRows) -> Array:
-    host = np.full(part.stages_ns.shape, np.nan)
-    if part.host_ns is not None:
-        known = part.on_device == 1
-        host[known] = part.host_ns[known]
-    return host
+def _host_of(part: StepRows) -> Array:
+    return np.full(part.stages_ns.shape, np.nan) if part.host_ns is None else part.host_ns
 
 
 def chosen_ranks(ranks: str | int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...] | None:

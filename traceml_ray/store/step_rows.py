@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,13 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     stages_ns: Array
     """(n, 6) int64 ns, in the order of `traceml_ray.stages.STAGES`."""
     host_ns: Array | None
-    """(n, 6) int64 ns, the same on the host's clock where a row is on its device's; None: no row is."""
-    on_device: Array
-    """(n,) uint8, 1 where a row is on its device's clock: elsewhere `host_ns` is not known, and 0."""
+    """(n, 6) float64 ns on the clock of the host, NaN: not known; None where no row has a device clock."""
     cursor: int
     """What to go on with."""
     end: bool
     """Nothing more is stored."""
     folded: int
     """Older rows of these ranks that are kept as sums only."""
-    last_step: int | None
-    """The newest step of these ranks."""
 
 
 def read_step_rows(
@@ -74,15 +71,12 @@ def read_step_rows(
         if count >= most:
             cursor = chunk_id
             break
-    shown = [processes[rank] for rank in wanted.values()]
     folded_rows = file.folded_counts()
-    folded = sum(folded_rows.get(process.id, 0) for process in shown)
     return StepRows(
         **_columns(chunks, first, last),
         cursor=cursor,
         end=cursor >= top,
-        folded=folded,
-        last_step=max((p.last_step for p in shown if p.last_step is not None), default=None),
+        folded=sum(folded_rows.get(process, 0) for process in wanted),
     )
 
 
@@ -95,20 +89,24 @@ def _overlaps(keys: bytes, first: int, last: int | None) -> bool:
 def _columns(chunks: list[tuple[int, tuple[bytes, ...]]], first: int, last: int | None) -> dict[str, Any]:
     lengths = [len(chunk[0]) // 8 for _, chunk in chunks]
     keys, flags, stages = (b"".join(chunk[part] for _, chunk in chunks) for part in range(3))
-    device = [bool(chunk[3]) for _, chunk in chunks]
-    host = b"".join(
-        chunk[3] or bytes(8 * N_STAGES * n) for (_, chunk), n in zip(chunks, lengths, strict=True)
-    )
     key = np.frombuffer(keys, "<i8")
     step = key >> SEGMENT_BITS
     inside = step >= first if last is None else (step >= first) & (step <= last)
-    host_ns = np.frombuffer(host, "<i8").reshape(-1, N_STAGES)[inside]
+    host = [chunk[3] for _, chunk in chunks]
     return {
         "rank": np.repeat(np.array([rank for rank, _ in chunks], "<i8"), lengths)[inside],
         "step": step[inside],
         "segment": (key & (1 << SEGMENT_BITS) - 1)[inside],
         "flags": np.frombuffer(flags, np.uint8)[inside],
         "stages_ns": np.frombuffer(stages, "<i8").reshape(-1, N_STAGES)[inside],
-        "host_ns": host_ns if any(device) else None,
-        "on_device": np.repeat(np.array(device, np.uint8), lengths)[inside],
+        "host_ns": _host_ns(host, lengths)[inside] if any(host) else None,
     }
+
+
+def _host_ns(host: list[bytes], lengths: list[int]) -> Array:
+    """Return the times on the host's clock of batches with so many rows each: (n, 6); NaN: not known."""
+    host_ns = np.full((sum(lengths), N_STAGES), np.nan)
+    for rows, end, n in zip(host, accumulate(lengths), lengths, strict=True):
+        if rows:
+            host_ns[end - n : end] = np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)
+    return host_ns
