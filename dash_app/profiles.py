@@ -93,9 +93,9 @@ def field(tag: str, **properties: Any) -> Content:
     return Content("", [tag, properties])
 
 
-def session_of(route: Route, mark: str = "?") -> str:
+def session_of(route: Route) -> str:
     """Return the part of a URL that selects the session."""
-    return f"{mark}session={quote(name)}" if (name := route.get("session")) else ""
+    return f"?session={quote(name)}" if (name := route.get("session")) else ""
 
 
 def file_link(profile: Profile, name: str, route: Route, shown: str) -> html.A:

@@ -181,11 +181,11 @@ def cluster_token(environ: Mapping[str, str]) -> str | None:
     return find_token(environ)[0] or None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free on `host` right now, outside those that Ray's workers take."""
+def free_port() -> int:
+    """Return a TCP port that is free on this machine right now, outside those that Ray's workers take."""
     while True:
         with socket.socket() as probe:
-            probe.bind((host, 0))
+            probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
         if port not in _RAY_PORTS:
             return port

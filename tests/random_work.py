@@ -35,13 +35,8 @@ _VARIES = ((FORWARD, BACKWARD), (FORWARD, BACKWARD), (FORWARD,), (DATA,), (BACKW
 _STAGES = ((POST_SYNC,), (DATA,), (PREPARE,), (FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
 
 
-def random_run(seed: int) -> Played:
-    """Return the run of a seed: always the same one."""
-    return random_job(seed)[0]
-
-
 def random_job(seed: int) -> tuple[Played, str]:
-    """Return the run of a seed, and what kind of run it is by the truth about it."""
+    """Return the run of a seed, always the same one, and what kind of run it is by the truth about it."""
     rng = np.random.default_rng((_JOBS, seed))
     work, rare = random_work(rng)
     run = play(work, random_causes(rng, work, seed), seed)

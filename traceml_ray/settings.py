@@ -320,9 +320,9 @@ def of_driver(settings: Settings | None, fields: Mapping[str, object]) -> dict[s
     return {name: getattr(loaded, name) for name in loaded.__struct_fields__ if name in names}
 
 
-def check_session_name(name: str, where: str = "session") -> str:
+def check_session_name(name: str) -> str:
     """Return `name` if a session can be called so (it names a folder, too), or raise SettingError."""
-    return str(table(Settings)["session"].checked(name, where))
+    return str(table(Settings)["session"].checked(name, "session"))
 
 
 _THRESHOLD = "TRACEML_THRESHOLD_"

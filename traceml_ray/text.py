@@ -65,16 +65,16 @@ def value(number: float | None) -> str:
     return NA if number is None else f"{number:,.4g}".replace("-", "−")
 
 
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS, _MOST_BARS = "▁▂▃▄▅▆▇█", 24
 
 
-def sparkline(values: Sequence[float | None], most: int = 24) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """
-    Return values as bars, the lowest one for the smallest value, at most so many: of more, each is the mean
+    Return values as bars, the lowest one for the smallest value, at most 24: of more, each is the mean
     of neighbours. A gap where nothing is known; nothing where fewer than two values are.
     """
     finite = [one if one is not None and math.isfinite(one) else None for one in values]
-    count = min(most, len(finite))
+    count = min(_MOST_BARS, len(finite))
     parts = [finite[len(finite) * n // count : len(finite) * (n + 1) // count] for n in range(count)]
     known = [[one for one in part if one is not None] for part in parts]
     means = [sum(part) / len(part) if part else None for part in known]

@@ -224,10 +224,6 @@ class Run:
         """Wait until rows of every rank are stored."""
         until(lambda: sum(map(bool, self.stored())) >= RANKS, "rows of every rank", UP_S)
 
-    def wait_stored(self, rows: int) -> None:
-        """Wait until so many rows are stored."""
-        until(lambda: sum(self.stored()) >= rows, f"{rows} rows stored", UP_S)
-
     def drive(self) -> None:
         """Do the harm, stop by stop, and let training go on to its end."""
         if self.case.fault is not None:

@@ -315,9 +315,7 @@ def reason_of(
     return Reason(what=what, share=share, **facts)
 
 
-def reason_of_more(
-    work: Int64, amounts: Mapping[str, Float], named: Bool, *, least: float = _MORE
-) -> Reason | None:
+def reason_of_more(work: Int64, amounts: Mapping[str, Float], named: Bool) -> Reason | None:
     """
     Return what larger batches explain of what some ranks work longer than the others in every step; None
     where their batches are not larger, or only by chance, explain a tenth at most, or are not known of most
@@ -327,7 +325,6 @@ def reason_of_more(
         work: forward and backward of each rank in each step, ns (S, R).
         amounts: as for `reason_of`.
         named: which ranks work longer (R,).
-        least: by which share their batches must be larger.
     """
     work, amounts = _where_seen(work, amounts)
     longer = _times(work.astype(np.float64), named) - 1
@@ -342,7 +339,7 @@ def reason_of_more(
     what: ReasonKind = "samples" if by_name.get("samples", 0.0) >= by_name.get("tokens", 0.0) else "tokens"
     times = by_name[what]
     share = min(1.0, (times - 1) / longer)
-    if times - 1 < least or share < _IN_PART:
+    if times - 1 < _MORE or share < _IN_PART:
         return None
     shares = {name: min(1.0, max(0.0, (ratio - 1) / longer)) for name, ratio in by_name.items()}
     return Reason(

@@ -18,7 +18,6 @@ from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.text import advance
 
-FORMATS = ("parquet", "csv", "perfetto")
 TRACE_SUFFIX = ".perfetto.json.gz"
 
 
@@ -38,7 +37,7 @@ def export(
 
     Args:
         folder: of the session.
-        kind: one of `FORMATS`.
+        kind: parquet, csv or perfetto.
         out: folder of the tables, made where there is none, or the trace; files of that name are replaced.
         chosen: which ranks and steps; of tables other than `steps` there is all.
         run: of the trace, its id or name; None: the newest.

@@ -124,11 +124,6 @@ def _with_own_keys(findings: Sequence[Finding]) -> list[Finding]:
     return unique
 
 
-def explaining(findings: Iterable[Finding], key: str | None) -> list[Finding]:
-    """Return those of `findings` that may explain the one of that `key`."""
-    return [one for one in findings if key is not None and one.explains == key]
-
-
 def known(values: Mapping[str, Any]) -> dict[str, Value]:
     """Return those of `values` that are known, as evidence."""
     return {name: value for name, value in values.items() if value is not None}

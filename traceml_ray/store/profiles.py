@@ -11,7 +11,7 @@ import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -31,7 +31,6 @@ State = Literal["asked", "armed", "recording", "sending", "captured", "refused",
 State of one rank. asked: the command is on its way. armed: it waits for the first step. refused: it cannot
 record, and nothing was recorded. failed: it was recorded and is lost.
 """
-STATES: tuple[State, ...] = get_args(State)
 OVER: tuple[State, ...] = ("captured", "refused", "failed")
 
 

@@ -307,7 +307,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     Number of completely recorded steps of the rank; 0: the trace has no steps, the numbers cover all of it.
     """
     step_ms: float
-    other_step_ms: float
     waiting_ms: float
     """Waiting time of the rank, in ms a step: in collectives and for its device."""
     other_waiting_ms: float
@@ -367,7 +366,6 @@ def compare(rank: int, rank_spent: Spent, others: dict[int, Spent], stage: str |
         stage=stage,
         steps=rank_spent.steps,
         step_ms=rank_spent.step_ns / 1e6,
-        other_step_ms=_median(times.step_ns for times in others.values()),
         waiting_ms=rank_spent.waiting_ns / 1e6,
         other_waiting_ms=_median(times.waiting_ns for times in others.values()),
         operations=operations,

@@ -15,7 +15,7 @@ from pathlib import Path
 from traceml_ray.files import read_file, write_file
 
 SUFFIX = ".spool"
-_MAX_BYTES = 1 << 30
+_MAX_BYTES, _MAX_FRAME_BYTES = 1 << 30, 1 << 20
 _LENGTH = struct.Struct("<I")
 
 
@@ -31,7 +31,7 @@ def add_to_spool(path: Path, frames: Iterable[bytes]) -> None:
         file.write(b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
 
 
-def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:
+def read_spool(path: Path) -> list[bytes]:
     """Return the whole frames of `path`; stops at a cut or absurd frame. Raises OSError."""
     data = read_file(path, _MAX_BYTES)
     frames: list[bytes] = []
@@ -39,7 +39,7 @@ def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:
     while position + _LENGTH.size <= len(data):
         (length,) = _LENGTH.unpack_from(data, position)
         position += _LENGTH.size
-        if length > max_frame or position + length > len(data):
+        if length > _MAX_FRAME_BYTES or position + length > len(data):
             break
         frames.append(data[position : position + length])
         position += length

@@ -205,8 +205,6 @@ _FIRST_EVERY = 8
 MAX_EVERY = 1024
 _FIRST_WINDOW_S, _MAX_WINDOW_S = 5.0, 600.0
 """A window is twice as long as the one before, so that a long run has few, and a short one has some."""
-_RANKS = 64
-"""With more ranks than these the longest window is longer, too."""
 _SETTLE_S = 0.05
 """Longest wait of the training thread for its own marks."""
 _UNBOUNDED = 1 << 62

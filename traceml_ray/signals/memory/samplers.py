@@ -240,9 +240,7 @@ def host_pids(root: Path = Path("/")) -> bool:
         return False
 
 
-def own_bytes(
-    processes: list[tuple[int, int | None]], least: int, known: bool, pid: int | None = None
-) -> tuple[int | None, str]:
+def own_bytes(processes: list[tuple[int, int | None]], least: int, known: bool) -> tuple[int | None, str]:
     """
     Return what this process has on a device, or None and why that is not known.
 
@@ -250,9 +248,8 @@ def own_bytes(
         processes: (pid, bytes) of those that compute on the device, on which this process has a context.
         least: torch has reserved so much there: who has less is another one.
         known: pids are those that this process knows, see `host_pids`; elsewhere it is told by being alone.
-        pid: of this process.
     """
-    pid = pid or os.getpid()
+    pid = os.getpid()
     mine = [process for process in processes if process[0] == pid] if known else processes
     if len(mine) != 1:
         return None, _NO_PIDS

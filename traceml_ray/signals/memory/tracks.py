@@ -186,11 +186,11 @@ def hinge(t: Float, y: Float, began: float, error: float) -> tuple[float, float]
     return float(tried[best]), min(float(max(high - tried[best], tried[best] - low)), error)
 
 
-def steps_share(y: Float, depth: int = 2) -> float:
-    """Return the share of the variance of y that up to `2**depth - 1` steps explain."""
+def steps_share(y: Float) -> float:
+    """Return the share of the variance of y that up to three steps explain."""
     around = y - y.mean()
     total = float(around @ around)
-    return _between(y, depth) / total if total > 0 else 0.0
+    return _between(y, 2) / total if total > 0 else 0.0
 
 
 def _between(y: Float, depth: int) -> float:
