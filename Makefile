@@ -48,7 +48,7 @@ help:
 	@echo "make api     the reference pages of docs/, written anew from the sources"
 	@echo "make docs    the documentation as a site, build/site/index.html; broken links are errors"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
-	@echo "make results  every benchmark of benchmarks/RESULTS.md in full, one after the other (hours); ONLY='scale.py soak.py'"
+	@echo "make results  every benchmark in full, one after the other (hours), and the page benchmarks/RESULTS.md; ONLY='scale.py soak.py'"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
 	@echo "make compat  the tests on the oldest and on the newest torch and Ray, each in a .venv-… of its own"
@@ -140,7 +140,7 @@ fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/unit -m hypothesis --timeout=0 $(PYTEST_ARGS)
 
-# Hours. What fails is said at the end; figures are in build/results/.
+# Hours. The outputs are in build/results/; the tables go into benchmarks/results.json, and the page is made of these.
 results: $(INSTALLED)
 	@$(PY) benchmarks/results.py build/results $(ONLY)
 

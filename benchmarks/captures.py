@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-from figures import Figure, machine, table
+from figures import Figure, machine, publish_figures, table
 from overhead import (  # type: ignore[import-not-found]
     RANK,
     Training,
@@ -189,7 +189,9 @@ def main() -> None:
         rounds = [rank.round(number, number % 2 == 0) for number in range(args.rounds)]
         check(rank.agent.instrumentation)
         rank.agent.channel.close()
-    print(where, table(figures(rounds), args.markdown), sep="\n\n")
+    measured = figures(rounds)
+    print(where, table(measured, args.markdown), sep="\n\n")
+    publish_figures("captures", measured)
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

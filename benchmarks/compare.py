@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures import Figure, machine, table
+from figures import Figure, machine, publish_figures, table
 
 from traceml_ray.reports.comparison import Comparison, compare, render_comparison
 
@@ -128,7 +128,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = arguments.keep or Path(folder)
         made = measure(out, arguments.runs, arguments.steps)
-        print(table(report(out, *made), arguments.markdown))
+        figures = report(out, *made)
+        print(table(figures, arguments.markdown))
+        named = [one._replace(what=f"{one.part}: {one.what}") for one in figures]
+        publish_figures("comparison", named)
 
 
 if __name__ == "__main__":

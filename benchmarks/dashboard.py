@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import answering, machine
+from figures import answering, machine, publish
 from played import Played
 from plotly.io.json import to_json_plotly
 
@@ -76,7 +76,12 @@ def main() -> None:
 
             played.end()
             pages.poll()
-            interactions(pages)
+            medians, slowest = zip(*((p50, most) for _, p50, most in interactions(pages)), strict=True)
+            rows = [
+                (f"{len(medians)} interactions, medians", f"{min(medians):.0f} to {max(medians):.0f} ms"),
+                ("the same, slowest rounds", f"{min(slowest):.0f} to {max(slowest):.0f} ms"),
+            ]
+            publish("interactions", ("what", "measured"), rows)
             return
         server(played, pages, arguments.ticks)
         if arguments.browser:
@@ -99,6 +104,7 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
     print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
     print("|---|---|---|---|---|---|---|")
     polls: list[float] = []
+    rows = []
     spent, server_ms = answering(played.source), dict[str, float]()
     for page in PAGES:
         refresher, seen, times, sizes, cpu = Refresher(pages), dict[str, Any](), [], [], []
@@ -121,6 +127,9 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
         server_ms[page] = float(np.median(cpu[1:]))
         took, first = f"{p50:.1f} ms | {p95:.1f} ms", f"{sizes[0][0]:.0f} kB"
         print(f"| {page} | {took} | {first} | {small:.1f} kB | {large:.1f} kB | {whole:.0f} kB |")
+        rows.append((page, f"{p50:.0f} / {p95:.0f} ms", first, f"{small:.1f} kB"))
+    head = ("page", "refresh in the server, p50 / p95", "first payload, gzip", "payload of a refresh, gzip")
+    publish("web", head, rows)
     p50, p95 = np.percentile(polls, [50, 95])
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part")
     times = ", ".join(f"{page} {ms:.1f} ms" for page, ms in server_ms.items())
@@ -131,7 +140,8 @@ def browser(played: Played, pages: SessionPages, refreshes: int, paths: Sequence
     """Measure what the pages cost a browser."""
     from browser.measure import measure  # tests/browser
 
-    measure(pages, lambda: played.play(STEPS_A_SECOND), refreshes, paths)
+    head = ("page", "layout shift", "main thread a refresh", "longest task", "seen after, p50")
+    publish("browser", head, measure(pages, lambda: played.play(STEPS_A_SECOND), refreshes, paths))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import machine
+from figures import machine, publish
 from simulated_device import Job, windows
 from simulated_jobs import (
     COSTLY,
@@ -172,6 +172,29 @@ def _described(number: int, job: Job, ratio: float) -> str:
     return f"#{number} host/device {ratio:.2f}, {job.ranks} ranks, {waits}, {several}"
 
 
+def published(lines: Iterable[tuple[str, SummedSteps]]) -> list[tuple[str, str, str, str]]:
+    """Return the rows of RESULTS.md: printed lines, added up by what sets the pace of the job."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    columns = FAULTS.partition("\n")[0].count("|")
+    for line, totals in lines:
+        pace = "host-bound" if "host-bound" in line else "device-bound"
+        if line.count("|") == columns:
+            others = totals.abstains + totals.healthy
+            new = [totals.rank, totals.costs, others, totals.wrong]
+            key = pace, "fault"
+        elif "alone" in line or "noise" in line:  # of another method, and of another noise
+            continue
+        else:
+            unnamed = sum(totals.labels[kind] for kind in ("healthy", "accounting_only", "imbalance"))
+            new = [0, 0, unnamed, totals.labels.total() - unnamed]
+            key = pace, "without a fault"
+        counts[key] = [a + b for a, b in zip(counts.get(key, [0] * 4), new, strict=True)]
+    return [
+        (f"{pace}, {what}", f"{rank:,} of {costs:,}" if costs else "", f"{others:,}", f"{wrong:,}")
+        for (pace, what), (rank, costs, others, wrong) in counts.items()
+    ]
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -191,10 +214,15 @@ def main() -> None:
         print("\n".join(times(8192)))
         return
     lines = held_out(args.jobs, args.seed, args.steps) if args.held_out else tables(args.seeds)
+    rows = []
     for line, totals in lines:
         print(line, flush=True)
+        if totals is not None:
+            rows.append((line, totals))
         if args.notes and totals is not None:
             print("\n".join(f"    {note}" for note in totals.notes))
+    head = ("simulated windows", f"cost ≥ {COSTLY:.0%}: right by rank", "no rank named", "wrong rank")
+    publish("device_held_out" if args.held_out else "device", head, published(rows))
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

@@ -41,6 +41,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from figures import publish  # type: ignore[import-not-found]
 from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.evidence import chain
@@ -460,6 +461,7 @@ def simpler_table(faults: list[Case], quiet: list[Case]) -> str:
         above = pct(one["place"] == 1 and one["best"] > bar for one in results)
         rows.append((name, *hits, alarms, f"{bar:.1%}", above))
     head = f"method | top-1 | top-2 | balanced windows ≥ 5 % | threshold for {wrong} of them | top-1 above it"
+    publish("simpler", head.split(" | "), rows)
     return markdown(head, rows)
 
 
@@ -484,6 +486,7 @@ def singles_table(singles: list[Case]) -> str:
         rows.append((who, len(faults), *hits, f"{alarms} of {len(quiet)}"))
     lines = [f"- {case['what']}: {OURS} {case[OURS]}, TraceML {case['TraceML']}" for case in singles]
     head = "one fault a run | n | stage and rank | rank | a rank blamed where nothing is"
+    publish("traceml", head.split(" | "), rows)
     return markdown(head, rows) + "\n\n" + "\n".join(lines)
 
 
@@ -502,11 +505,33 @@ def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[s
     return lines or ["- nothing"]
 
 
+def published(faults: list[Case], specials: list[Case], quiet: list[Case], alarms: list[Case]) -> None:
+    """Publish what the launches come to: single faults by size, other scenarios, balanced windows."""
+    rows: list[Sequence[object]] = []
+    for share in sorted({case["share"] for case in faults}):
+        cases = [case for case in faults if case["share"] == share]
+        right = f"{sum(case['right'] for case in cases)} of {len(cases)}"
+        live = spread((case["live_s"] for case in cases), 1)
+        timely = pct(map(in_time, cases))
+        rows.append(
+            (f"faults of {share:.0%}", right, live, timely, sum(case["live_wrong"] for case in cases))
+        )
+    if specials:
+        right = f"{sum(case['right'] for case in specials)} of {len(specials)}"
+        rows.append(("other scenarios", right, "", "", sum(case["live_wrong"] for case in specials)))
+    named = sum(window["label"] == "straggler" for window in quiet)
+    rows.append(("balanced windows that name a rank", "", "", "", f"{named} of {len(quiet)}"))
+    rows.append(("live verdicts that name a rank then", "", "", "", len(alarms)))
+    head = ("planted", "right by rank and stage", "named live after, s: median / p90 / worst", "in time")
+    publish("faults", (*head, "wrong names"), rows)
+
+
 def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan: Plan) -> str:
     """Return everything, as Markdown."""
     planted, quiet, alarms = ([case for one in scored for case in one[what]] for what in scored[0])
     faults = [case for case in planted if case["kind"] == "fault"]
     specials = [case for case in planted if case["kind"] != "fault"]
+    published(faults, specials, quiet, alarms)
     base = np.median([case["base_ms"] for case in quiet])
     labels = Counter(window["label"] for window in quiet)
     mixed = sum((case["parts"] for case in faults), Counter())
@@ -567,6 +592,18 @@ def busy(args: argparse.Namespace) -> None:
                 [undisturbed(run)] if kind == "healthy" else [busy_fault(run, one) for one in run.planted]
             )
     print("\n\n".join([machine(), *filter(None, [healthy_table(healthy), busy_table(faults)])]))
+    quiet = sum(not case["named"] for case in healthy)
+    live = spread((case["live_s"] for case in faults), 1) if faults else ""
+    publish(
+        "faults_busy",
+        ("runs", "measured"),
+        [
+            ("healthy runs in which nobody is named", f"{quiet} of {len(healthy)}"),
+            ("faults that are named right", f"{sum(case['right'] for case in faults)} of {len(faults)}"),
+            ("named after, s: median / p90 / worst", live),
+            ("wrong names", sum(case["wrong"] for case in faults)),
+        ],
+    )
     if args.out:
         args.out.write_text(json.dumps({"healthy": healthy, "faults": faults}, indent=1))
 

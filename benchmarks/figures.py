@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+FILE = "TRACEML_FIGURES"
+"""Environment variable with the file that `publish` appends to."""
 
 
 class Figure(NamedTuple):
@@ -64,6 +69,31 @@ def _release(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def publish(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *notes: str) -> None:
+    """
+    Append a table of RESULTS.md, as a line of JSON, to the file that `TRACEML_FIGURES` names; without one do
+    nothing. `results.py` sets the variable and reads the file.
+
+    Args:
+        name: of the table in `page.py`.
+        columns: their heads.
+        rows: cells of each row; all are written as text.
+        notes: sentences below the table.
+    """
+    path = os.environ.get(FILE)
+    if not path:
+        return
+    cells = [[str(cell) for cell in row] for row in rows]
+    entry = {"table": name, "machine": machine(), "columns": [*columns], "rows": cells, "notes": [*notes]}
+    with open(path, "a", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def publish_figures(name: str, figures: Iterable[Figure]) -> None:
+    """Publish figures as a table of what was measured, the value and its budget."""
+    publish(name, ("what", "measured", "budget"), [(one.what, one.value, one.budget) for one in figures])
 
 
 def table(figures: list[Figure], markdown: bool) -> str:

@@ -17,7 +17,7 @@ import time
 import timeit
 from typing import Any
 
-from figures import Figure, machine, table
+from figures import Figure, machine, publish_figures, table
 from overhead import gpt_training, medians, middle, settle_down
 
 from traceml_ray.agent.device_use import DeviceUse
@@ -132,6 +132,7 @@ def main() -> None:
     print("measuring layers …", file=sys.stderr, flush=True)
     figures = [*measure(args.quick), *measure_idle(args.quick)]
     print(where, table(figures, args.markdown), sep="\n\n")
+    publish_figures("layers", figures)
 
 
 if __name__ == "__main__":

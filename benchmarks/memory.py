@@ -17,10 +17,12 @@ import resource
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from figures import Figure, machine, table
+from figures import Figure, machine, publish, publish_figures, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -121,6 +123,19 @@ def families(seeds: int) -> list[Figure]:
     ]
 
 
+def summed(figures: Iterable[Figure]) -> list[tuple[str, str]]:
+    """Return the rows of RESULTS.md: the outcomes of all families together, and those with a wrong one."""
+    counts, wrong = Counter[str](), list[str]()
+    for one in figures:
+        outcomes_of_family = [part.split(" ", 1) for part in one.value.split(", ") if part]
+        counts.update({outcome: int(count) for count, outcome in outcomes_of_family})
+        if any(outcome == "wrong" and int(count) for count, outcome in outcomes_of_family):
+            wrong.append(f"{one.what} ({one.value})")
+    every = sum(counts.values())
+    rows = [(outcome, f"{count:,} of {every:,}") for outcome, count in counts.most_common()]
+    return [*rows, ("families with a wrong answer", "; ".join(wrong) or "none")]
+
+
 def _samples(rank: int, n: int) -> list[MemorySample]:
     made = series(rank, n)
     names = [name for name in made.columns if name in FIELDS]
@@ -163,6 +178,10 @@ def main() -> None:
     if args.live and not args.families:
         figures += live(args.live, args.seconds)
     print(table(figures, args.markdown))
+    if args.families:
+        publish("families", ("what", "measured"), summed(figures))
+    else:
+        publish_figures("memory", figures)
 
 
 if __name__ == "__main__":

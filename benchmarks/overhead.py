@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from figures import Figure, machine, table
+from figures import Figure, machine, publish_figures, table
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
@@ -522,6 +522,7 @@ def main() -> None:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
         figures += PARTS[name](args.quick)
     print(where, table(figures, args.markdown), sep="\n\n")
+    publish_figures("overhead", figures)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
+from figures import publish
 from simulated_pipeline import Pipeline, Slow, elapsed_ms, windows
 
 from traceml_ray.analysis.verdict import DEFAULTS, judge_window
@@ -62,6 +63,8 @@ def judge(jobs: int, seed: int) -> None:
                     right = verdict.ranks == (slow.rank,) and STAGES[stage] in verdict.stages
                     named = "right rank and stage" if right else "WRONG"
                     counts[kind, verdict.label if verdict.rank is None else named] += 1
+    rows = [(*key, f"{count:,}") for key, count in sorted(counts.items())]
+    publish("roles", ("fault", "verdict", "windows"), rows)
     for (kind, what), count in sorted(counts.items()):
         print(f"{kind:12} {what:22} {count:6,}")
 

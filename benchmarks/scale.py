@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 import ray
-from figures import machine
+from figures import machine, publish
 from ray_cluster import actor_processes, fake_cluster
 
 from traceml_ray.identity import RankIdentity
@@ -209,11 +209,16 @@ def main() -> None:
     args = parser.parse_args()
     rows = "rows of a device's clock" if args.device else "rows of the CPU's clock"
     print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each, {rows}\n")
-    print("| ranks | cores used | memory | answer p50 / p99 | named after | rows lost | player behind |")
+    head = ("ranks", "cores used", "memory", "answer p50 / p99", "named after", "rows lost", "player behind")
+    print(f"| {' | '.join(head)} |")
     print("|---|---|---|---|---|---|---|")
+    rows_of_table = []
     with fake_cluster(nodes=1, cpus=1):
         for ranks in args.ranks:
-            print(run(ranks, args.seconds, args.calls, args.rows, args.device, args.memory), flush=True)
+            line = run(ranks, args.seconds, args.calls, args.rows, args.device, args.memory)
+            print(line, flush=True)
+            rows_of_table.append([cell.strip() for cell in line.strip("| ").split("|")])
+    publish("scale_device" if args.device else "scale", head, rows_of_table)
 
 
 if __name__ == "__main__":

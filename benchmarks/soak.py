@@ -38,6 +38,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import psutil
+from figures import publish  # type: ignore[import-not-found]
 from overhead import machine, until  # type: ignore[import-not-found]
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -604,6 +605,8 @@ def main() -> int:
     print("\n".join(results[0][0]), *("\n".join(lines) for lines, _ in results[1:]), sep="\n\n")
     bars = [bar for _, part in results for bar in part]
     print("\n" + "\n".join(f"{'ok  ' if bar.ok else 'MISS'}  {bar.what}: {bar.measured}" for bar in bars))
+    rows = [(bar.what, bar.measured, "yes" if bar.ok else "**no**") for bar in bars]
+    publish("soak", ("what", "measured", "met"), rows)
     return 0 if all(bar.ok for bar in bars) else 1
 
 

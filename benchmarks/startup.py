@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from figures import Figure, machine, table
+from figures import Figure, machine, publish_figures, table
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 RANKS = 2
@@ -182,6 +182,7 @@ def main() -> None:
     if args.only != "idle":
         figures += full(pairs, seconds)
     print(where, table(figures, args.markdown), sep="\n\n")
+    publish_figures("startup", figures)
 
 
 if __name__ == "__main__":

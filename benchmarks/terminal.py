@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import answering, machine
+from figures import answering, machine, publish
 from played import Played
 from rich.color import ColorSystem
 from rich.console import Console, Group
@@ -52,8 +52,12 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         gc.collect()
         gc.freeze()
+        rows = []
         for size, pane in SHOWN:
-            print(measure(played, size, Choice(pane), arguments.ticks))
+            line = measure(played, size, Choice(pane), arguments.ticks)
+            print(line)
+            rows.append([cell.strip() for cell in line.strip("| ").split("|")][:3])
+    publish("terminal", (f"window, {n:,} ranks", "pane", "CPU of a redraw"), rows)
 
 
 def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -> str:

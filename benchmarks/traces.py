@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 from faults import LIMITS, SPECIALS, Plan, launch, markdown, said, say  # type: ignore[import-not-found]
 from faults import planned as plan_of
+from figures import publish
 from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.verdict import judge_window
@@ -190,6 +191,16 @@ def main() -> None:
         for one in results
     ]
     print(machine())
+    same = sum(one.rows == one.trace for one in results)
+    apart = max((one.worst for one in results), default=0.0)
+    publish(
+        "traces",
+        ("what", "measured", "budget"),
+        [
+            ("captures in which rows and traces name the same", f"{same} of {len(results)}", "all"),
+            ("largest difference of a stage, of the step", f"{apart:.1%}", f"{MOST_APART:.0%}"),
+        ],
+    )
     print(markdown("planted | steps | step | furthest apart, of the step | from rows | from traces", rows))
     sys.exit(any(one.worst > MOST_APART or one.rows != one.trace for one in results))
 

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import machine
+from figures import machine, publish
 from judged_work import (
     COSTLY,
     FREE,
@@ -313,6 +313,22 @@ def summary(total: Score, calm: Score) -> Iterable[str]:
         )
 
 
+def published(total: Score) -> list[tuple[str, str]]:
+    """Return the rows of RESULTS.md."""
+    return [
+        (f"whole runs ({OUTCOMES[result]})", share(count, total.runs))
+        for result, count in total.outcomes.most_common()
+    ] + [
+        (
+            f"causes that cost {COSTLY:.0%} or more: named over the whole run",
+            share(total.named, total.needed),
+        ),
+        ("the same, named live", share(total.live_named, total.live_needed)),
+        ("live verdicts (one a stride) that name a healthy rank", share(total.wrong_strides, total.strides)),
+        ("single windows that name a healthy rank", share(total.wrong_windows, total.windows)),
+    ]
+
+
 def main() -> None:
     """Judge the families; print the tables."""
     parser = argparse.ArgumentParser(
@@ -341,6 +357,10 @@ def main() -> None:
     what = f"{args.random} random jobs" if args.random else f"{len(names)} families"
     print(f"{machine()}; {what}, seeds {seeds[0]} to {seeds[-1]}, {took:.0f} s\n")
     print(report(scores, modes, args.families))
+    total = Score()
+    for _, score in scores:
+        total.add(score)
+    publish("random_jobs" if args.random else "families_of_work", ("what", "measured"), published(total))
     if args.notes:
         print("\n".join(["", *(f"- {note}" for _, score in scores for note in score.notes)]))
 

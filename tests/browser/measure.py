@@ -86,8 +86,11 @@ _ACTS = {
 """What a person does, on the page that the one before has left."""
 
 
-def interactions(pages: SessionPages, times: int = 5) -> None:
-    """Do what a person does on the overview of a session that is over; print how long until nothing moves."""
+def interactions(pages: SessionPages, times: int = 5) -> list[tuple[str, float, float]]:
+    """
+    Do what a person does on the overview of a session that is over; print how long until nothing moves, and
+    return it: the interaction, its median, the slowest (ms).
+    """
     with opened(pages) as (browser, url):
         screen(browser, 1800)  # the whole overview is in sight, and drawn
         took: dict[str, list[float]] = {name: [] for name in _ACTS}
@@ -101,8 +104,9 @@ def interactions(pages: SessionPages, times: int = 5) -> None:
                 took[name].append(browser.execute_async_script(_SETTLED.replace("ACT", act)))
             screen(browser, 1800)
     print("\n| interaction | p50 | most |\n|---|---|---|")
-    for name, all_ms in took.items():
-        print(f"| {name} | {statistics.median(all_ms):.0f} ms | {max(all_ms):.0f} ms |")
+    rows = [(name, statistics.median(all_ms), max(all_ms)) for name, all_ms in took.items()]
+    print("\n".join(f"| {name} | {p50:.0f} ms | {most:.0f} ms |" for name, p50, most in rows))
+    return rows
 
 
 def screen(browser: webdriver.Chrome, height: int) -> None:
@@ -126,8 +130,14 @@ def opened(pages: SessionPages) -> Iterator[tuple[webdriver.Chrome, str]]:
             server.close()
 
 
-def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths: Sequence[str]) -> None:
-    """Open each page, and again; play and look so many times. Print what that took."""
+def measure(
+    pages: SessionPages, play: Callable[[], Any], refreshes: int, paths: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """
+    Open each page twice, and play `refreshes` times. Print what that took, and return for each page the
+    layout shift, the main thread of a refresh, the longest task, and the median until a refresh is seen.
+    """
+    rows: list[tuple[str, ...]] = []
     with opened(pages) as (browser, url):
         wait = WebDriverWait(browser, 60, 0.02, ignored_exceptions=(Exception,))
 
@@ -174,11 +184,13 @@ def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths:
                 "|",
                 flush=True,
             )
+            rows.append((path, f"{shift(browser):.3f}", spent[0], f"{longest:.0f} ms", f"{p50:.0f} ms"))
         print("\n| after refreshes of the last page | heap, MB | DOM nodes | listeners |\n|---|---|---|---|")
         for number in (0, 1, 2):
             refresh(_MEMORY if number else 0)
             heap, nodes, listeners = _held(browser)
             print(f"| {number * _MEMORY} | {heap:.1f} | {nodes} | {listeners} |")
+    return rows
 
 
 def _held(browser: webdriver.Chrome) -> tuple[float, int, int]:

@@ -375,6 +375,14 @@ def main() -> int:
         failed += bool(problems)
         print(row(case, watched, problems), flush=True)
     print(f"\n{len(here) - failed} of {len(here)} cases right, {len(chosen) - len(here)} not run")
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    from figures import publish
+
+    counts = [
+        ("cases right", f"{len(here) - failed} of {len(here)}"),
+        ("cases not run", len(chosen) - len(here)),
+    ]
+    publish("frameworks", ("what", "measured"), counts)
     if args.docs:
         before = args.docs.read_text().split(MARK)[0]
         args.docs.write_text(before + MARK + page(args.keep))

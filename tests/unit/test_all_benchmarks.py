@@ -1,8 +1,11 @@
-"""`benchmarks/results.py` runs what RESULTS.md names, and nothing that is not there."""
+"""`benchmarks/results.py` runs what RESULTS.md names, and RESULTS.md is made of what benchmarks publish."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +15,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+figures, page = importlib.import_module("figures"), importlib.import_module("page")
 _SPEC = importlib.util.spec_from_file_location("all_benchmarks", ROOT / "benchmarks" / "results.py")
 assert _SPEC is not None and _SPEC.loader is not None
 results = importlib.util.module_from_spec(_SPEC)
@@ -51,10 +57,103 @@ def test_a_failure_is_counted_and_the_others_run(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(results.Benchmark, "arguments", arguments)
     benchmarks = [results.Benchmark("bad", "a.py --quick"), results.Benchmark("good", "b.py")]
-    assert results.run_all(tmp_path, benchmarks) == 1
+    (tmp_path / "stored.json").write_text("{}")
+    assert results.run_all(tmp_path, benchmarks, tmp_path / "stored.json", tmp_path / "page.md") == 1
     assert (tmp_path / "01-a.py.md").read_text() == "a.py --quick\n"
     rows = (tmp_path / "index.md").read_text().splitlines()[2:]
     assert [row.split(" | ")[-1] for row in rows] == ["1 |", "0 |"]
+
+
+def test_page_is_made_of_the_stored_tables() -> None:
+    assert page.rendered(page.stored()) == RESULTS, "run `python benchmarks/page.py`"
+
+
+def test_published_table_replaces_the_older_one_and_is_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import figures; figures.publish('scale', ('ranks', 'cores'), [(8, 0.5)], 'No row was lost.')"
+
+    def arguments(one: Any) -> list[str]:
+        path = f"import sys; sys.path.append({str(ROOT / 'benchmarks')!r}); "
+        return [sys.executable, "-c", path + script + f"; sys.exit({one.section!r} == 'bad')"]
+
+    monkeypatch.setattr(results.Benchmark, "arguments", arguments)
+    stored, written = tmp_path / "stored.json", tmp_path / "page.md"
+    old = {"command": "old.py", "machine": "", "columns": ["ranks"], "rows": [["7"]], "notes": []}
+    page.write({"scale": old, "nodes": old}, stored)
+    assert results.run_all(tmp_path, [results.Benchmark("Scale", "scale.py")], stored, written) == 0
+    assert page.stored(stored)["scale"]["rows"] == [["8", "0.5"]] and page.stored(stored)["nodes"] == old
+    text = written.read_text()
+    assert "from the middle on. `scale.py`. commit " in text
+    assert "\nranks | cores\n---|---\n8 | 0.5\n\nNo row was" in text
+    assert "exit status" not in text
+    assert results.run_all(tmp_path, [results.Benchmark("bad", "scale.py")], stored, written) == 1
+    assert "The benchmark ended with exit status 1." in written.read_text()
+
+
+def test_table_without_a_place_on_the_page_is_an_error() -> None:
+    entry = {"command": "", "machine": "", "columns": ["a"], "rows": [], "notes": []}
+    with pytest.raises(KeyError, match=r"no section of page\.py shows nowhere"):
+        page.rendered({"nowhere": entry})
+
+
+def test_every_published_table_has_a_place_on_the_page() -> None:
+    sources = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests/chaos/conftest.py"]
+    sources.append(ROOT / "tests/frameworks/run.py")
+    calls = (
+        call
+        for source in sources
+        for call in re.findall(r"publish(?:_figures)?\(\s*([^,]+),", source.read_text())
+    )
+    published = {name for call in calls for name in re.findall(r'"(\w+)"', call)}
+    shown = {one.name for section in page.SECTIONS.values() for one in section}
+    assert published - shown == set() and {"overhead", "chaos", "soak", "web", "families"} <= published
+
+
+def test_without_the_variable_nothing_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(figures.FILE, raising=False)
+    figures.publish("scale", ["a"], [["1"]])
+    monkeypatch.setenv(figures.FILE, str(tmp_path / "out.json"))
+    figures.publish_figures("scale", [figures.Figure("part", "a step", "5 µs", "≤ 10 µs")])
+    [line] = (tmp_path / "out.json").read_text().splitlines()
+    assert json.loads(line)["rows"] == [["a step", "5 µs", "≤ 10 µs"]]
+
+
+def test_output_of_compat_is_read() -> None:
+    versions = "commit 1a2b3c, 2026-11-27: EPYC, 2 cores, load 1; Linux 6.18, Python 3.12.3, torch {}, ray {}"
+    lines = [
+        "=== 2 failed, 1200 passed, 3 skipped in 300.12s (0:05:00) ===",
+        "== 30 passed in 61.00s ==",
+        versions.format("2.4.0", "2.51.0"),
+        "1300 passed, 1 warning in 290.5s (0:04:50)",
+        versions.format("2.15.0", "2.60.0"),
+    ]
+    tables: dict[str, Any] = {}
+    page.update(tables, "compat", results.of_tests("\n".join(lines)))
+    rows = tables["compat"]["rows"]
+    assert rows[0] == ["Linux 6.18, Python 3.12.3, torch 2.4.0, ray 2.51.0", "1,230", "2"]
+    assert rows[1][1:] == ["1,300", "0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "table"),
+    [
+        ("role_tables.py 1", "roles"),
+        ("verdicts.py --only quiet --seeds 1 --whole", "families_of_work"),
+        ("memory.py --ranks 100 --samples 200 --live 0", "memory"),
+        ("memory.py --families 1", "families"),
+    ],
+)
+def test_short_run_publishes_its_table(command: str, table: str, tmp_path: Path) -> None:
+    """Those that start no processes; the others publish by the same calls."""
+    out = tmp_path / "out.json"
+    asked = results.Benchmark("", command).arguments()
+    subprocess.run(asked, cwd=ROOT, env={**os.environ, figures.FILE: str(out)}, check=True, timeout=120)
+    tables: dict[str, Any] = {}
+    page.update(tables, command, out.read_text().splitlines())
+    assert [*tables] == [table] and tables[table]["rows"] and table in page.stored()
+    assert all(len(row) == len(tables[table]["columns"]) for row in tables[table]["rows"])
+    assert page.rendered(tables)
 
 
 def test_unknown_name_is_refused() -> None:
