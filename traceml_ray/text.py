@@ -65,25 +65,30 @@ def value(number: float | None) -> str:
     return NA if number is None else f"{number:,.4g}".replace("-", "−")
 
 
-_BARS, _MOST_BARS = "▁▂▃▄▅▆▇█", 24
+_BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float | None]) -> str:
+def sparkline(
+    values: Sequence[float | None], most: int = 24, between: tuple[float, float] | None = None
+) -> str:
     """
-    Return values as bars, the lowest one for the smallest value, at most 24: of more, each is the mean
-    of neighbours. A gap where nothing is known; nothing where fewer than two values are.
+    Return values as bars, at most so many: of more, each is the mean of neighbours. The lowest and highest
+    bar stand for the ends of the scale `between`; None: for the smallest and largest bar. A gap where nothing
+    is known; nothing where fewer than two values are.
     """
     finite = [one if one is not None and math.isfinite(one) else None for one in values]
-    count = min(_MOST_BARS, len(finite))
+    count = min(most, len(finite))
     parts = [finite[len(finite) * n // count : len(finite) * (n + 1) // count] for n in range(count)]
     known = [[one for one in part if one is not None] for part in parts]
     means = [sum(part) / len(part) if part else None for part in known]
     there = [mean for mean in means if mean is not None]
     if len(there) < 2:
         return ""
-    low, span = min(there), (max(there) - min(there)) or 1.0
-    top = len(_BARS) - 1
-    return "".join(" " if mean is None else _BARS[round(top * (mean - low) / span)] for mean in means)
+    low, high = between or (min(there), max(there))
+    top, span = len(_BARS) - 1, (high - low) or 1.0
+    return "".join(
+        " " if mean is None else _BARS[round(top * min(1.0, max(0.0, (mean - low) / span)))] for mean in means
+    )
 
 
 def unit(value: float | None, name: str, digits: int | None = None) -> str:

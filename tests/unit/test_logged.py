@@ -357,6 +357,7 @@ def test_pages_have_the_newest_value_and_gauges_leave_out_what_is_not_finite(tmp
 
 def test_sparkline_is_bars_between_the_extremes() -> None:
     assert sparkline([0, 1, None, NAN, 7]) == "▁▂  █" and sparkline([1.0]) == "" and sparkline([]) == ""
+    assert sparkline([1, 2, 9], between=(0, 4)) == "▃▅█", "what is beyond the scale ends at its edge"
     assert sparkline([*range(48)]) == "▁▁▂▂▂▃▃▃▃▄▄▄▅▅▅▆▆▆▆▇▇▇██"
     assert value(12345.678) == "1.235e+04" and value(None) == "n/a"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from terminal_screen import TerminalScreen
 
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.document.drawing import time_scale
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.output.records import Output
 from traceml_ray.signals.views import PAGES
@@ -29,6 +32,7 @@ from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.screen import Screen
 from traceml_ray.terminal.snapshot import PANES, Choice, PanelState, take_snapshot
 from traceml_ray.terminal.top import Control, Keys, press
+from traceml_ray.views.ranks import busy_lines
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.wire import messages as wire
@@ -270,9 +274,41 @@ def test_pane_of_ranks_is_in_the_order_that_was_chosen(job: SessionPoll) -> None
 
     by_rank, by_time = Choice("ranks"), Choice("ranks", "time")
     assert column(by_rank, 1) == [rank for rank in range(16) if rank != 5]
-    busy = column(by_time, -9)
+    busy = column(by_time, -10)
     assert len(busy) == 15 and busy == sorted(busy, reverse=True)
     assert column(Choice("ranks", scroll=4), 1, 20)[0] == 3  # the named one is above them
+
+
+def test_line_by_step_shows_who_became_slower_and_when(job: SessionPoll) -> None:
+    for width in (80, 120):
+        choice = Choice("ranks")
+        rows = text(seen(job, choice), width, 40, choice).partition("÷ med")[2].splitlines()[1:17]
+        lines = {row.split()[1]: {*row} & {*"▁▂▃▄▅▆▇█"} for row in rows if "▲" not in row}
+        late = next(row for row in rows if "▲ 5" in row)
+        assert "▁▇██████" in late, "step 35 is the tenth of the newest 64"
+        assert len(lines) == 15 and {*map(tuple, lines.values())} == {("▁",)}, "noise is drawn flat"
+
+
+@pytest.mark.parametrize("width", [60, 79, 80, 100, 120, 200])
+def test_head_has_the_time_of_the_newest_steps_where_there_is_room(job: SessionPoll, width: int) -> None:
+    head = text(seen(job), width, 24).splitlines()[1]
+    assert "SESSION demo" in head and "STEP 89" in head
+    assert ("▁▇██████" in head) == (width in (79, 80)) and ("STEP TIME 32.7 ms ▁" in head) == (width > 80)
+    assert "…" not in head or width < 79
+
+
+def test_line_of_a_large_job_is_left_out_where_its_lines_are_nodes() -> None:
+    columns = SimpleNamespace(by="node", z=np.zeros((2, 8), np.uint8), ranks=[0, 8])
+    assert busy_lines(columns, 8) is None and busy_lines(None, 8) is None  # type: ignore[arg-type]
+    line = busy_lines(SimpleNamespace(by="rank", z=np.array([[127, 255, 254]]), ranks=[3]), 2)  # type: ignore[arg-type]
+    assert line is not None and line(3) == [None, pytest.approx(4.0)] and line(0) == []
+
+
+def test_scale_of_times_keeps_noise_flat_and_one_spike_off_the_scale() -> None:
+    assert time_scale(np.array([20.0, 20.3, np.nan])) == (20.0, 25.0)
+    low, high = time_scale(np.array([10.0] * 98 + [20.0] + [900.0])) or (0, 0)
+    assert low == 10.0 and high < 40.0
+    assert time_scale(np.array([np.nan])) is None
 
 
 def test_keys_are_read_whatever_the_pieces_in_which_they_come() -> None:

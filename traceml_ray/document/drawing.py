@@ -48,6 +48,8 @@ _CHARS = 150
 """That fit across one."""
 _DEPTHS = ("rgba(107,119,133,.35)", "rgba(59,111,196,.4)", "rgba(27,150,150,.4)")
 """Of boxes, by how deep they lie."""
+_FLAT = 0.25
+"""Changes of a time by less than this share are drawn as small ones."""
 _SPIKE = 3.0
 """A value this many times over the 98th percentile does not set the scale."""
 Array = np.ndarray[Any, Any]
@@ -95,6 +97,19 @@ def cap(values: Array) -> float | None:
     values = values[np.isfinite(values)]
     usual = float(np.percentile(values, 98)) if len(values) else 0.0
     return 1.25 * usual if usual > 0 and values.max() > _SPIKE * usual else None
+
+
+def time_scale(values: Array) -> tuple[float, float] | None:
+    """
+    Return the ends of a scale of times on which noise looks flat: from the smallest value to the largest one,
+    or to where `cap` ends it, and at least a quarter above the smallest. None where nothing is known.
+    """
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    low = float(known.min())
+    high = cap(known) or float(known.max())
+    return low, max(high, (1 + _FLAT) * low)
 
 
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[Bar]:

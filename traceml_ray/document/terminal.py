@@ -6,13 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.cells import cell_len
 from rich.text import Text
 
 from traceml_ray import text
+from traceml_ray.document.drawing import time_scale
 from traceml_ray.document.model import SIGNS, Column, Facts, Number, Section, Table
 
 Cell = Text | str
+Scale = tuple[float, float] | None
 TONES = {
     "good": "green", "notice": "yellow", "warning": "bold yellow", "critical": "bold red",
     "info": "", "unsure": "",
@@ -115,8 +118,14 @@ class PaneSection:
     """Note at the right of the section's title."""
 
 
-def cell_of(column: Column, item: object) -> Cell:
-    """Return the cell of an item, with its sign and colour."""
+LINE = 8
+"""Characters of a line by step among other cells."""
+
+
+def cell_of(column: Column, item: object, scale: Scale = None) -> Cell:
+    """Return the cell of an item, with its sign and colour; `scale`: that of a line."""
+    if column.unit == "line":
+        return text.sparkline(column.value(item) or (), LINE, scale)
     tone = column.tone(item) if column.tone else ""
     gap = " " * (column.unit != "aligned")  # there are many columns of these in a window
     shown = text.clock(column.value(item)) if column.unit == "date" else column.cell(item)
@@ -138,7 +147,12 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
         room = max(0, most - 1)
         begin = min(first, max(0, len(rows) - room))
         columns, left = [*block.columns], [name for name in block.spare if name in names]
-        cells = [[cell_of(column, row) for column in columns] for row in rows[begin : begin + room]]
+        shown = rows[begin : begin + room]
+        scales = [_scale(column, shown) for column in columns]
+        cells = [
+            [cell_of(column, row, scale) for column, scale in zip(columns, scales, strict=True)]
+            for row in shown
+        ]
         while True:
             head: list[Cell] = [Text(column.name, QUIET) for column in columns]
             right = [index for index, column in enumerate(columns) if column.number]
@@ -152,6 +166,13 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
     order = "the worst first, " if badness is not None else ""
     note = f"{order}from {first + 1:,} of {len(rows):,}" if first else f"{order}{len(rows):,}"
     return PaneSection(heading(block.title), lines, len(rows) + 1, 2, note)
+
+
+def _scale(column: Column, items: Sequence[object]) -> Scale:
+    """Return the scale that the lines of a column share; None for any other column."""
+    if column.unit != "line":
+        return None
+    return time_scale(np.array([one for item in items for one in column.value(item) or ()], dtype=float))
 
 
 def heading(title: str) -> str:

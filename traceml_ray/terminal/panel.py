@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from traceml_ray import text
+from traceml_ray.document.drawing import time_scale
 from traceml_ray.document.model import SIGNS, Column, Table, per_rank_columns, picked
 from traceml_ray.document.terminal import (
     HEAD,
@@ -29,9 +31,9 @@ from traceml_ray.document.terminal import (
 )
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import PAGES, VIEWS, sections_of
-from traceml_ray.terminal.sections import bar, event_cells, legend, of_steps, output
+from traceml_ray.terminal.sections import DRAWN_STEPS, bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
-from traceml_ray.views.ranks import evidence_of, worst_first
+from traceml_ray.views.ranks import busy_lines, evidence_of, worst_first
 from traceml_ray.views.state import OVER
 from traceml_ray.views.tables import (
     ERRORS,
@@ -110,14 +112,26 @@ def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
     suspects = (snapshot.verdict or {}).get("suspects") or ()
     late = {(suspect["rank"], suspect["stage"]) for suspect in suspects}
+    quiet = [stage for stage in ("prepare", "post_sync") if stage not in {name for _, name in late}]
     columns = [
         column
-        for column in rank_columns(any(row["role"] for row in rows), late)
+        for column in rank_columns(
+            any(row["role"] for row in rows), late, busy_lines(snapshot.columns, DRAWN_STEPS)
+        )
         if column.name not in ("local rank", "GPU", "exit code")  # these are on its page
     ]
     of_signals = per_rank_columns(sections_of(snapshot.signals), lambda row: row["rank"])
     order = "the slowest first" if choice.sort == "time" else "named ones first"
-    spare = *(column.name for column in of_signals), "now in", "last step", "state", "node", "role"
+    spare = (
+        *(column.name for column in of_signals),
+        "now in",
+        "last step",
+        "state",
+        *quiet,
+        "node",
+        "by step",
+        "role",
+    )
     title = f"Ranks{of_steps(snapshot)} (ms; {order})"
     return [listed(Table(title, [*columns, *of_signals], rows, spare=spare), choice.scroll, width)]
 
@@ -137,6 +151,10 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
     }
     shown = flow([Text(f"{name} ").append(value, HEAD) for name, value in facts.items()], width)
     state = cell_of(RANK_STATE, row)
+    if lines := busy_lines(snapshot.columns, DRAWN_STEPS):
+        values = lines(row["rank"])
+        drawn_line = text.sparkline(values, width // 3, time_scale(np.array(values, dtype=float)))
+        shown.append(Text("÷ median rank by step ").append(drawn_line, HEAD))
     shown.insert(0, Text("state ").append_text(state if isinstance(state, Text) else Text(state, HEAD)))
     sections = [PaneSection(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
     if row["stages"]:

@@ -10,9 +10,11 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.document.drawing import time_scale
 from traceml_ray.document.model import SIGNS
 from traceml_ray.document.terminal import (
     HEAD,
+    LINE,
     MARK,
     QUIET,
     TONES,
@@ -38,6 +40,10 @@ from .snapshot import Choice, PanelState
 
 MOST_CELLS = 32
 """Largest number of ranks in the grid; of a larger job it shows the slowest."""
+DRAWN_STEPS = 64
+"""Number of the newest steps that a line is of."""
+_MOST_DRAWN = 32
+"""Largest number of characters of the line of the whole job."""
 _LABEL = 9
 _FIRST = 3
 """Parts of the verdict that have a line in any case: what, why, next."""
@@ -87,30 +93,52 @@ def _size(snapshot: PanelState, ranks: int | None, nodes: int | None) -> str:
 
 
 def head(snapshot: PanelState, width: int) -> list[Text]:
-    """Return the session, its step, its skew and the straggler, on one line."""
+    """Return the session, its step, its skew, the straggler, and what a step takes, on one line."""
     label = snapshot.verdict["label"] if snapshot.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
     straggler = text.ranks(snapshot.named) if kind == "finding" and snapshot.named else text.NA
     straggler = "none" if kind == "healthy" else "none yet" if kind == "watching" else straggler
-    step = text.NA if snapshot.step is None else f"{snapshot.step:,}"
-    skew = number(snapshot.times.skew_pct) if snapshot.times else None
     facts = {
         "SESSION": text.one_line(snapshot.facts["id"]),
-        "STEP": step,
-        "GLOBAL SKEW": text.percent(skew),
+        "STEP": text.NA if snapshot.step is None else f"{snapshot.step:,}",
+        "GLOBAL SKEW": text.percent(number(snapshot.times.skew_pct) if snapshot.times else None),
         "STRAGGLER": straggler,
     }
-    used = sum(len(name) + len(value) + 4 for name, value in facts.items()) - 3
+    step_ms = text.ms(snapshot.times.median_ms) if snapshot.times else text.NA
+    drawn = _step_line(snapshot, LINE)
+    wide = bool(drawn) and _room(facts, width) >= len(f" │ STEP TIME {step_ms}{drawn}")
+    if wide:
+        facts["STEP TIME"] = f"{step_ms}{drawn}"
+    elif _room(facts, width, _SHORT) >= len(drawn):
+        facts["STEP"] += drawn
     for name, value in rates(snapshot).items():  # as many as there is room for
-        if (used := used + len(name) + len(value) + 4) <= width:
+        if _room(facts, width) >= len(f" │ {name} {value}"):
             facts[name] = value
-    rest = sum(len(name) + len(value) + 4 for name, value in facts.items()) - len(facts["SESSION"]) - 3
-    facts["SESSION"] = fit(facts["SESSION"], max(_SHORT, width - rest)).plain.rstrip()
+    if wide:
+        facts["STEP TIME"] = step_ms + _step_line(snapshot, min(_MOST_DRAWN, LINE + _room(facts, width)))
+    session = facts["SESSION"]
+    facts["SESSION"] = fit(session, max(_SHORT, len(session) + min(0, _room(facts, width)))).plain.rstrip()
     line = Text()
     for name, value in facts.items():
         named = MARK if name == "STRAGGLER" and kind == "finding" else HEAD
         line.append(" │ " if line else "", QUIET).append(f"{name} ").append(value, named)
     return [line]
+
+
+def _room(facts: Mapping[str, str], width: int, session: int | None = None) -> int:
+    """Return how many cells are left beside facts; `session`: where that name is cut to so many."""
+    cut_off = max(0, len(facts["SESSION"]) - session) if session else 0
+    return width - sum(len(name) + len(value) + 4 for name, value in facts.items()) + 3 + cut_off
+
+
+def _step_line(snapshot: PanelState, most: int) -> str:
+    """Return how long the newest steps took as bars, after a space; nothing where there is no room."""
+    if snapshot.columns is None or most < LINE:
+        return ""
+    step_ms = snapshot.columns.step_ms
+    newest = step_ms if snapshot.state in RUN_OVER else step_ms[-DRAWN_STEPS:]
+    bars = text.sparkline(newest.tolist(), most, time_scale(newest))
+    return f" {bars}" if bars else ""
 
 
 def rates(snapshot: PanelState) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.shapes import StepTimes
+from traceml_ray.analysis.shapes import StepColumns, StepTimes
 from traceml_ray.reports.headlines import cost, current_episode, lost, named, sign_of, tone_of, wasted
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.output.last_lines import LastOutput
@@ -77,6 +77,8 @@ class PanelState:
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
     """First and last step of `times`, `nodes` and `rows`; None: the newest steps, or all."""
+    columns: StepColumns | None = None
+    """What is drawn of the newest steps, or of all of a run that is over; None while nothing is known."""
     signals: Mapping[str, Any] = field(default_factory=dict)
     """The answers of signals that are polled, by name."""
     nodes: Sequence[Mapping[str, Any]] = ()
@@ -129,6 +131,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         findings=findings,
         times=times,
         steps=steps,
+        columns=poll.ask(query.GetColumns(run.id)),
         signals=run.signals,
         nodes=nodes(run, times),
         named=run.named["ranks"],

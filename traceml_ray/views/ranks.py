@@ -6,10 +6,11 @@ The nodes of a run: the times of their ranks, and how busy and how full they are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from traceml_ray.analysis.shapes import StepTimes
+from traceml_ray.analysis.shapes import StepColumns, StepTimes
+from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -94,6 +95,29 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
         "role": process.work,
         "state": process.end or (going if rank in reporting else "silent"),
     }
+
+
+def busy_lines(columns: StepColumns | None, most: int) -> Callable[[int], list[float | None]] | None:
+    """
+    Return what returns the busy time of a rank over that of the median rank, in each of the newest `most`
+    columns; None where the lines of `columns` are nodes, or nothing is known.
+    """
+    if columns is None or columns.by != "rank" or not columns.z.size:
+        return None
+    index_of_rank = {rank: index for index, rank in enumerate(columns.ranks)}
+    levels = columns.z[:, -most:]
+
+    def line(rank: int) -> list[float | None]:
+        index = index_of_rank.get(rank)
+        if index is None:
+            return []
+        known = levels[index] != MISSING
+        return [
+            value if there else None
+            for value, there in zip(ratio(levels[index]).tolist(), known.tolist(), strict=True)
+        ]
+
+    return line
 
 
 _NODE_TIMES = "median_ms", "worst_ms", "skew_pct", "slower_pct"

@@ -16,10 +16,14 @@ from .health import dropped_text
 from .ranks import NAMED, SERVES, SILENT
 
 
-def rank_columns(roles: bool, suspects: Collection[tuple[int, str]]) -> list[Column]:
+def rank_columns(
+    roles: bool,
+    suspects: Collection[tuple[int, str]],
+    line: Callable[[int], Sequence[float | None]] | None = None,
+) -> list[Column]:
     """
     Return the columns of `ranks.rank_rows`. `roles`: whether ranks do different work; `suspects`: who is
-    late, in which stages.
+    late, in which stages; `line`: of `ranks.busy_lines`.
     """
 
     def stage(name: str) -> Column:
@@ -40,6 +44,7 @@ def rank_columns(roles: bool, suspects: Collection[tuple[int, str]]) -> list[Col
         Column("now in", lambda row: row["open_stage"], "name"),
         Column("busy", lambda row: row["busy_ms"], "aligned"),
         Column("÷ med", lambda row: row["over"], "factor"),
+        *([Column("by step", lambda row: line(row["rank"]), "line")] if line else []),
         *map(stage, STAGES),
     ]
 
