@@ -36,8 +36,8 @@ from traceml_ray.views.values import whole_number
 
 from . import listing, shell
 from .charts import Chart
-from .components import Content
-from .pages import PAGES, has_nothing, start
+from .elements import Content
+from .pages import PAGES, has_nothing, start_layout
 from .route import SCOPE, Route
 from .session_pages import SessionPages
 
@@ -148,10 +148,10 @@ class Refresher:
 
     def _made(self, route: Route, _version: int, instead: str, _timezone: str) -> _Page:
         """Return a page. If `instead`, a state, is set: the one that explains why it is empty."""
-        module = start if instead else PAGES[route.page]
-        layout = module.layout(self._session.view(route), route)
+        make = start_layout if instead else PAGES[route.page].layout
+        layout = make(self._session.view(route), route)
         parts = _parts(layout)
-        around = module.__name__, instead, route.key, route.select(*SCOPE), sorted(parts)
+        around = make.__module__, make.__name__, instead, route.key, route.select(*SCOPE), sorted(parts)
         key = f"{zlib.crc32(repr(around).encode()):x}"
         before = self._newest.get((route, instead))
         page = _Page(key, html.Div(layout, id="view", key=key), parts, _sums(parts), _grown(before, parts))

@@ -26,8 +26,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import rounded, whole_number
 
 from .charts import CLICKED, numbers
-from .components import aria, link, part
-from .document import table
+from .elements import aria, link, part, table
 from .route import Route
 from .session_cache import SessionCache
 

@@ -12,8 +12,7 @@ from traceml_ray.document.model import Column, Table
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.views import figures
 
-from .components import Content, aria, link, panel_head, part, plain
-from .document import table
+from .elements import Content, aria, link, panel_head, part, plain, table
 from .route import Route
 
 _MOST_OFF = 8

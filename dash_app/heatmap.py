@@ -19,7 +19,7 @@ from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MARKS, HEIGHT, HeatR
 from traceml_ray.document.model import Column, Table
 from traceml_ray.views.heat_figure import BOTTOM, TOP
 
-from .document import table
+from .elements import table
 from .route import Route
 
 _LEAST_HEIGHT, _ROW = 66, 22

@@ -18,7 +18,7 @@ from traceml_ray.text import natural
 from traceml_ray.views import timezone
 from traceml_ray.views.values import whole_number
 
-from .components import aria, link
+from .elements import aria, link
 from .route import Route
 
 PER_PAGE = 100

@@ -40,8 +40,8 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-from . import profiles
-from .components import Content, aria, copying, dated, link, marked, part
+from .elements import Content, aria, copying, dated, link, marked, part
+from .pages import profiles
 from .pages.node import evidence_link
 from .route import Route
 from .session_cache import SessionCache
@@ -304,7 +304,8 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
     """Return which operation makes a rank late, and a link to the profile that says so."""
     if profile is None:
         return None
-    return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
+    to_profile = profiles.profile_link(profile, route, "Profile")
+    return [html.B("By operation "), *marked(profile.found[0]), " ", to_profile]
 
 
 def _beside(one: Finding, route: Route) -> html.P:

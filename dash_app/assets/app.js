@@ -112,7 +112,7 @@
     if (part) revealed = location.href;
   };
 
-  /* Return `[tag, properties, ...children]` as an element of React: Content in components.py has the figures. */
+  /* Return `[tag, properties, ...children]` as an element of React: Content in elements.py has the figures. */
   const element = (content) => {
     if (!Array.isArray(content)) return content ?? null;
     const [tag, props, ...children] = content;

@@ -1,17 +1,21 @@
 """
-The pages, one a file: `data(cache, run, route)` is what a page shows, `layout(view, route)` draws it, where
-`view` is that data and `shell.data`. Where there is no run to show, `start` stands in for most of them.
+The pages by name. Of each, `data(cache, run, route)` returns what it shows, and `layout(view, route)` draws
+that: `view` has the data and the header of all pages (`shell.data`). Where there is no run to show,
+`start_layout` stands in for most of them.
 
-Parts (`components.part`) and graphs have an id: while a page stays, a browser is sent those that changed.
+Parts (`elements.part`) and graphs have an id: while a page stays, a browser is sent those that changed.
 What is around them depends on the node or rank and on which parts there are, on nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from dash import dcc, html
+
+from ..elements import link, part
+from ..route import Route
 from . import (
     events,
     health,
@@ -19,7 +23,6 @@ from . import (
     memory,
     node,
     overview,
-    profile,
     profiles,
     rank,
     ranks,
@@ -28,29 +31,86 @@ from . import (
     step,
 )
 
-PAGES: dict[str, ModuleType] = {
-    "overview": overview,
-    "node": node,
-    "rank": rank,
-    "ranks": ranks,
-    "step": step,
-    "layers": layers,
-    "memory": memory,
-    "signals": signals,
-    "profiles": profiles,
-    "profile": profile,
-    "events": events,
-    "sessions": sessions,
-    "health": health,
+
+class PageFunctions(NamedTuple):
+    """The two functions that make a page."""
+
+    data: Callable[..., dict[str, Any]]
+    """Returns what the page shows, of the session's cache, the run and the route."""
+    layout: Callable[[Mapping[str, Any], Route], Any]
+    """Returns its elements, of the data with the header, and of the route."""
+
+
+PAGES = {
+    "overview": PageFunctions(overview.data, overview.layout),
+    "node": PageFunctions(node.data, node.layout),
+    "rank": PageFunctions(rank.data, rank.layout),
+    "ranks": PageFunctions(ranks.data, ranks.layout),
+    "step": PageFunctions(step.data, step.layout),
+    "layers": PageFunctions(layers.data, layers.layout),
+    "memory": PageFunctions(memory.data, memory.layout),
+    "signals": PageFunctions(signals.data, signals.layout),
+    "profiles": PageFunctions(profiles.data, profiles.layout),
+    "profile": PageFunctions(profiles.one_data, profiles.one_layout),
+    "events": PageFunctions(events.data, events.layout),
+    "sessions": PageFunctions(sessions.data, sessions.layout),
+    "health": PageFunctions(health.data, health.layout),
 }
 DATA: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: page.data for name, page in PAGES.items()},
     "cell": overview.cell,
     "side": sessions.side,
 }
+"""What a view is made of, by its name: that of a page, or of what a page asks for besides."""
 
 
 def has_nothing(page: str, header: Mapping[str, Any]) -> bool:
-    """Return whether `start` stands in for a page: there is no run to show on it."""
+    """Return whether `start_layout` stands in for a page: there is no run to show on it."""
     without_run = ("sessions",) if header["state"] == "missing" else ("sessions", "health")
     return header["session"]["run"] is None and page not in without_run
+
+
+_OFFERED = 24
+"""Largest number of other sessions or runs offered if one cannot be read."""
+_WAYS = {
+    "In place of torchrun": "python -m traceml_ray.launch --nproc-per-node 4 train.py",
+    "On a Ray cluster, in the driver": "session = traceml_ray.start()\nTorchTrainer(…).fit()",
+    "In any Ray actor or task": "traceml_ray.attach()",
+    "Under any other launcher": "traceml-ray run -- accelerate launch train.py",
+}
+
+
+def start_layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements that stand in for a page while there is no run to show on it."""
+    if view["state"] == "missing":
+        return _others(view, route)
+    if view["state"] in ("finished", "stored"):
+        return html.Div(html.H1("No rank has reported in this session"))
+    if view["state"] == "unwatched":
+        return html.Div(html.H1("No live monitor"))
+    if view["state"] == "starting":
+        hint = html.P("This page updates when the monitor is running.", className="hint")
+        return html.Div([html.H1("The monitor is starting"), hint])
+    if view["state"] != "empty":
+        hint = html.P("This page updates after the first step.", className="hint")
+        return html.Div([html.H1("The run is starting"), hint])
+    ways = [html.Div([html.H2(way), html.Pre(code)], className="panel") for way, code in _WAYS.items()]
+    hint = html.P("This page updates when a session runs.", className="hint")
+    return html.Div([html.H1("Start a session"), hint, html.Div(ways, className="grid two")])
+
+
+def _others(view: Mapping[str, Any], route: Route) -> html.Div:
+    """Return links to other sessions or runs if the requested one cannot be read."""
+    what, name = view["missing"], view["session"]["id"]
+    newest = dcc.Link("the newest run of this dashboard's own session", href="/")
+    links = [
+        link(other, route.to("overview", **{"run": None, what: other}), "chip")
+        for other in view["others"][:_OFFERED]
+    ]
+    every = dcc.Link("all sessions", href=route.to("sessions", session=None, run=None))
+    others = html.Div(
+        [html.P(["Others to look at: ", newest, ", ", every, "."]), html.Nav(links, className="chips")]
+    )
+    return html.Div(
+        [html.H1(f"{what.capitalize()} {name} cannot be read"), part(html.Div(others, id="others"))]
+    )

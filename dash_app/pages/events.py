@@ -25,8 +25,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import EVENTS, episode_columns
 
 from .. import listing
-from ..components import aria, panel, part, rank_link, step_link
-from ..document import table
+from ..elements import aria, panel, part, rank_link, step_link, table
 from ..route import Route
 from ..session_cache import SessionCache
 

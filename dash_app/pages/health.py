@@ -13,8 +13,7 @@ from traceml_ray.views import health
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import ERRORS, RELAYS, ledger_columns, slowest_relays
 
-from ..components import facts, panel, part
-from ..document import table
+from ..elements import facts, panel, part, table
 from ..route import Route
 from ..session_cache import SessionCache
 

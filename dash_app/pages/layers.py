@@ -27,10 +27,9 @@ from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
 from traceml_ray.wire.messages import MAX_LAYER_STEPS
 
-from .. import listing, profiles
+from .. import listing
 from ..charts import chart
-from ..components import aria, marked, panel, part, rank_link, trail
-from ..document import keys_of, table
+from ..elements import aria, form_field, keys_of, marked, panel, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -90,7 +89,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 def _form(view: Mapping[str, Any], route: Route) -> html.Form:
     """Return the form that has the layers of some steps measured."""
     given = {"name": "steps", "type": "number", "min": 1, "max": MAX_LAYER_STEPS, "required": True}
-    steps = profiles.field(
+    steps = form_field(
         "input",
         id="layers-steps",
         defaultValue=route.get("steps") or "20",
@@ -104,7 +103,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
         [
             html.Div(fields, className="fields"),
             html.P(hint, className="hint"),
-            profiles.field("input", type="hidden", name="run", value=view["of_run"]),
+            form_field("input", type="hidden", name="run", value=view["of_run"]),
             html.Button("Measure layers"),
         ],
         id="layers-form",

@@ -21,8 +21,7 @@ from traceml_ray.views.tables import MEMORY_FINDINGS, collectives_table, memory_
 
 from .. import axis, listing
 from ..charts import Chart, chart
-from ..components import marked, panel, part, trail
-from ..document import keys_of, table
+from ..elements import keys_of, marked, panel, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 from . import events, signals

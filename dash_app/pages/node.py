@@ -23,8 +23,7 @@ from traceml_ray.views.values import as_dict, by_rank, number, rounded
 
 from .. import axis
 from ..charts import Chart, chart
-from ..components import aria, died, facts, link, panel, part, trail
-from ..document import table
+from ..elements import aria, died, facts, link, panel, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 

@@ -34,8 +34,7 @@ from traceml_ray.wire.codec import ready
 
 from .. import axis, heatmap
 from ..charts import CLICKED, Chart, chart, numbers
-from ..components import Content, aria, link, meter, node_link, panel, part, spark
-from ..document import table
+from ..elements import Content, aria, link, meter, node_link, panel, part, spark, table
 from ..route import Route
 from ..session_cache import SessionCache
 from .events import event_table

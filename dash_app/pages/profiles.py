@@ -1,35 +1,140 @@
-"""What torch's profiler recorded: the profiles there are, the one being made, and how to ask for one."""
+"""
+What torch's profiler recorded: the page of all profiles (`data`, `layout`) with those there are, the one
+being made, and the form that asks for one; the page of one (`one_data`, `one_layout`) with what a rank does
+more of than others, every operation of every rank, and the traces; what other pages show of profiles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
-from dash import html
+from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.document.model import Table, picked
 from traceml_ray.launchers.profile_request import so_far
-from traceml_ray.reports.profiles import RANKS, most_cost, profile_columns, reasons
+from traceml_ray.reports.profiles import (
+    OPERATIONS,
+    RANKS,
+    difference_tables,
+    most_cost,
+    profile_columns,
+    reasons,
+)
 from traceml_ray.store import query
-from traceml_ray.store.profiles import ProfileInfo, RankProfile
+from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles, RankProfile
+from traceml_ray.traces.breakdown import MOST, Breakdown
+from traceml_ray.traces.difference import MEDIAN, Difference
+from traceml_ray.traces.key_averages import Operation
+from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
-from traceml_ray.wire.messages import MAX_PROFILE_STEPS
+from traceml_ray.views.values import whole_number
+from traceml_ray.wire.messages import MAX_PROFILE_STEPS, OPTIONS, ProfileRequest
 
-from .. import profiles
-from ..components import aria, panel, part
-from ..document import table
+from .. import listing
+from ..elements import aria, facts, form_field, keys_of, link, marked, panel, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 
-_MORE = {
+PATH = "/profiles"
+"""URL of forms and downloads: `/profiles`, `/profiles/<id>/<file>`."""
+TRACE, TABLE = "trace.json.gz", "operations.csv"
+_EVENT = "profile"
+FIELDS = ("ranks", "steps", *OPTIONS)
+"""Field names of the form."""
+_MOST_OFFERED = 8
+"""Largest number of ranks preselected in the form when no rank is suspected."""
+
+
+def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
+    """
+    Return the profiles of the session, the newest first. While it runs they are asked for when an event of
+    the run says that there is another one.
+    """
+    announced = {event.data.get("profile") for event in run.events if event.kind == _EVENT}
+    if not announced and not cache.source.stored:
+        return []
+
+    def is_final(profiles: Profiles) -> bool:
+        there = {info.profile.id: info.profile for info in profiles.done}
+        explained = all(one.found or one.suspect is None for one in there.values())
+        return announced <= there.keys() and explained
+
+    listed = cache.ask(query.GetProfiles(), is_final)
+    return [*reversed(listed.done)] if listed else []
+
+
+def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], since: int) -> Profile | None:
+    """Return the newest profile that explains why a rank is late in the episode from step `since` on."""
+    for info in newest_first(cache, run) if verdict["rank"] is not None else ():
+        one = info.profile
+        first = -1 if one.first_step is None else one.first_step
+        if one.run == run.id and one.suspect == verdict["rank"] and one.found and first >= since:
+            return one
+    return None
+
+
+def profile_link(profile: Profile, route: Route, shown: str = "") -> dcc.Link:
+    """Return a link to the page of a profile."""
+    return dcc.Link(shown or profile.id, href=route.to("profile", profile.id))
+
+
+def _ranks_of(profile: Profile) -> str:
+    """Return whose traces there are: "ranks 1, 5"."""
+    return text.ranks(rank.rank for rank in profile.captured) if profile.captured else "no rank"
+
+
+def _offered(run: RunState) -> str:
+    """Return the ranks that are most likely wanted: the suspect and a median one, else all up to 8."""
+    suspect = run.named["ranks"][:1]
+    times = run.times
+    if suspect and times and len(times.ranks) > 1:
+        order = sorted(zip(times.busy_ms.tolist(), times.ranks, strict=True))
+        others = [rank for _, rank in order if rank not in run.named["ranks"]]
+        if others:
+            return text.ranges([suspect[0], others[(len(others) - 1) // 2]]).replace(" ", "")
+    return "all" if run.world <= _MOST_OFFERED else f"0-{_MOST_OFFERED - 1}"
+
+
+def request_of(values: Mapping[str, Any]) -> ProfileRequest:
+    """Return what a form or a URL asks for. Raises ValueError, which says what is wrong."""
+    given: dict[str, Any] = {name: values.get(name) not in (None, "", "0") for name in OPTIONS}
+    given |= {"ranks": str(values.get("ranks") or "all"), "run": values.get("run") or None}
+    steps = str(values.get("steps") or "3").strip()
+    if not (steps.isascii() and steps.isdecimal()):
+        raise ValueError(f"{steps[:20]!r} is no number of steps")
+    return ProfileRequest.checked({**given, "steps": int(steps[:9])})
+
+
+def _session_of(route: Route) -> str:
+    """Return the part of a URL that selects the session."""
+    return f"?session={quote(name)}" if (name := route.get("session")) else ""
+
+
+def _file_link(profile: Profile, name: str, route: Route, shown: str) -> html.A:
+    """Return a link that downloads a file of a profile."""
+    saved = f"{profile.session}-{profile.id}-{name}"
+    return html.A(shown, href=f"{PATH}/{quote(profile.id)}/{name}{_session_of(route)}", download=saved)
+
+
+def _removal(profile: Profile, route: Route) -> html.Details:
+    """Return a button that removes a profile, one click away from where it could be hit by chance."""
+    button = html.Button("Remove it for good", className="chip")
+    action = f"{PATH}/{quote(profile.id)}/remove{_session_of(route)}"
+    form = html.Form(button, action=action, method="post", **aria(label=f"Remove profile {profile.id}"))
+    return html.Details([html.Summary("Remove this profile …"), form])
+
+
+_OPTION_WORDS = {
     "memory": "what each operation allocates",
     "stacks": "Python functions; makes steps several times longer",
     "shapes": "the shapes of its inputs",
 }
 _RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
 """Pattern for the form's field of ranks in the browser; the server parses the text itself."""
-_MOST = 100
+_MOST_LISTED = 100
 _COSTS = (
     "start, stop, export: for how long training stood still, on the rank where that was longest; a step: all "
     "of it, for each step recorded."
@@ -44,13 +149,13 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     answer = cache.ask(query.GetProfiles())
     wrong = ""
     try:
-        profiles.request_of(dict(route.query))
+        request_of(dict(route.query))
     except ValueError as error:
         wrong = str(error)
     return {
-        "done": [*reversed(answer.done)][:_MOST] if answer else None,
+        "done": [*reversed(answer.done)][:_MOST_LISTED] if answer else None,
         "now": answer.now if answer else None,
-        "ranks": route.get("ranks") or profiles.offered(run),
+        "ranks": route.get("ranks") or _offered(run),
         "wrong": wrong,
         "names": {entry.id: entry.name for entry in cache.runs},
         "of_run": run.id,
@@ -86,9 +191,9 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
     ]
     more = [
         html.Label([_box(name, route), html.Span([html.B(name), f": {what}"])], htmlFor=f"profile-{name}")
-        for name, what in _MORE.items()
+        for name, what in _OPTION_WORDS.items()
     ]
-    run = profiles.field("input", type="hidden", name="run", value=view["of_run"])
+    run = form_field("input", type="hidden", name="run", value=view["of_run"])
     return html.Form(
         [
             html.Div(fields, className="fields"),
@@ -99,7 +204,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
             html.Button("Profile these steps"),
         ],
         id="profile-form",
-        action=profiles.PATH,
+        action=PATH,
         method="post",
         **aria(label="Profile the steps to come"),
     )
@@ -108,14 +213,12 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
 def _labelled(name: str, *properties: Mapping[str, Any]) -> html.Label:
     id = f"profile-{name.lower()}"
     given = {key: value for group in properties for key, value in group.items()}
-    return html.Label([html.Span(name), profiles.field("input", id=id, **given)], htmlFor=id)
+    return html.Label([html.Span(name), form_field("input", id=id, **given)], htmlFor=id)
 
 
 def _box(name: str, route: Route) -> Any:
     on = route.get(name) not in (None, "", "0")
-    return profiles.field(
-        "input", id=f"profile-{name}", name=name, type="checkbox", value="1", defaultChecked=on
-    )
+    return form_field("input", id=f"profile-{name}", name=name, type="checkbox", value="1", defaultChecked=on)
 
 
 def _cost(done: Sequence[ProfileInfo] | None) -> str:
@@ -129,7 +232,7 @@ def _cost(done: Sequence[ProfileInfo] | None) -> str:
     if newest is None:
         return what
     took = [f"{name} {text.ms(most_cost(newest, name))}" for name in ("start", "stop", "export")]
-    extent = f"{text.count(newest.n_steps, 'step')} of {profiles.ranks_of(newest)}"
+    extent = f"{text.count(newest.n_steps, 'step')} of {_ranks_of(newest)}"
     return f"{what} The newest one, of {extent}, cost a rank at most: {', '.join(took)}."
 
 
@@ -140,7 +243,7 @@ def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
     if done and not done[0].captured:
         shown.append(html.P(f"Nothing was captured: {reasons(done[0])}.", className="sev critical"))
     elif done:
-        shown.append(html.P(["The profile is there: ", profiles.link(done[0], route), "."]))
+        shown.append(html.P(["The profile is there: ", profile_link(done[0], route), "."]))
     elif asked and not (now and asked in now.requests):
         shown.append(html.P("Asked for; it begins when the aggregator has told all ranks."))
     if now:
@@ -164,3 +267,208 @@ def _rows(view: Mapping[str, Any], route: Route) -> Any:
     note = _COSTS if view["done"] else ""
     empty = "None yet. A straggler that lasts is profiled without being asked."
     return table(Table("Profiles", columns, view["done"], note, empty), route)
+
+
+_TOP = 15
+"""Largest number of operations shown of a difference."""
+_MOST_CHIPS = 16
+_MORE = "What one rank does more of than others"
+_PERFETTO = (
+    "Open the trace of all ranks at ui.perfetto.dev (Open trace file): it is read in your browser and sent "
+    "nowhere. All ranks are on one clock; arrows lead from the rank that came last to a collective to those "
+    "that waited. Trace and CSV are made when they are asked for, which takes some seconds."
+)
+
+
+def one_data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
+    """
+    Return one profile. In the URL `of`, `beside` and `stage` choose what is compared, `kind` and the names of
+    `listing` which operations are listed.
+    """
+    answer = cache.ask(query.GetProfiles())
+    info = next((info for info in answer.done if info.profile.id == route.key), None) if answer else None
+    made = cache.breakdowns.get(info) if info else None
+    shown: dict[str, Any] = {"info": info, "known": answer is not None, "made": made}
+    if info is None or not isinstance(made, Breakdown):
+        return shown
+    kind = route.get("kind")
+    rows = [operation for operation in made.operations if kind in (None, operation.kind)]
+    return {
+        **shown,
+        "difference": _difference(info.profile, made, route),
+        "kinds": {
+            name: sum(operation.kind == name for operation in made.operations) for name in _kinds(made)
+        },
+        "chosen": listing.choose(rows, route, _words, keys_of(OPERATIONS)),
+    }
+
+
+def _kinds(made: Breakdown) -> list[str]:
+    return list(dict.fromkeys(operation.kind for operation in made.operations))
+
+
+def _words(operation: Operation) -> str:
+    rank = "" if operation.rank is None else f"rank {operation.rank}"
+    return " ".join(
+        filter(None, (operation.name, operation.kind, rank, operation.node, operation.input_shapes))
+    )
+
+
+def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference | None:
+    """Return what is compared: what the URL says, else the suspect or the slowest rank with the median."""
+    rank, beside = _sides(profile, made, route)
+    stage = route.get("stage")
+    return None if rank is None else made.difference(rank, beside, None if stage == "all" else stage)
+
+
+def _sides(profile: Profile, made: Breakdown, route: Route) -> tuple[int | None, int | Literal["median"]]:
+    ranks = {rank_times.rank for rank_times in made.ranks}
+    rank, beside = whole_number(route.get("of")), whole_number(route.get("beside"))
+    if rank not in ranks:
+        rank = profile.suspect if profile.suspect in ranks else made.slowest()
+    return rank, beside if beside in ranks and beside != rank and beside is not None else MEDIAN
+
+
+def one_layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    info: ProfileInfo | None = view["info"]
+    way = trail(route, ("profiles", route.to("profiles")), (route.key, None))
+    if info is None:
+        why = "There is no such profile: it has been removed." if view["known"] else "Not known yet."
+        return html.Div([way, part(html.Div([html.H1("Profile"), html.P(why)], id="profile-missing"))])
+    profile, made = info.profile, view["made"]
+    title = f"Profile of {_ranks_of(profile)}, {profile.extent}"
+    body: list[Any] = [
+        way,
+        html.H1(title),
+        facts("profile-facts", _facts(info)),
+        *(
+            [part(html.P(_explanation(profile), id="profile-found", className="callout"))]
+            if profile.found
+            else []
+        ),
+    ]
+    if not isinstance(made, Breakdown):
+        state = f"▲ Its traces cannot be read: {made}." if made else "Its traces are being read …"
+        body.append(part(html.P(state, id="profile-state", role="status", className="panel")))
+    else:
+        body += [_compared(view, route)]
+    body.append(_traces(info, route))
+    return html.Div([*body, *([_operations(view, route)] if isinstance(made, Breakdown) else [])])
+
+
+def _explanation(profile: Profile) -> list[Any]:
+    sentences = (sentence[:1].upper() + sentence[1:] for sentence in profile.found)
+    return [html.B("Why, by operation: "), *marked(" ".join(sentences))]
+
+
+def _facts(info: ProfileInfo) -> dict[str, Any]:
+    profile = info.profile
+    more = [name for name in OPTIONS if getattr(profile, name)]
+    bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
+    return {
+        f"asked for ({timezone.abbreviation()})": timezone.date(profile.time),
+        "why": profile.why,
+        "recorded also": ", ".join(more) or "nothing",
+        **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),
+        "size": text.size(info.bytes),
+    }
+
+
+def _compared(view: Mapping[str, Any], route: Route) -> Any:
+    """Return what one rank does more of than others, and the choice of both."""
+    made, difference = view["made"], view["difference"]
+    profile: Profile = view["info"].profile
+    rank, beside = _sides(profile, made, route)
+    if rank is None:
+        alone = "Only one rank was captured: there is nothing to compare it with."
+        return panel(_MORE, part(html.P(alone, id="profile-compared", className="empty")))
+    ranks = [rank_times.rank for rank_times in made.ranks]
+    others = {"the median of the others": None} | {
+        f"rank {other}": str(other) for other in ranks if other != rank
+    }
+    chips = [
+        _chips(route, "of", {f"rank {number}": str(number) for number in ranks}, "Rank", str(rank)),
+        _chips(route, "beside", others, "Beside", None if beside == MEDIAN else str(beside)),
+        _chips(
+            route,
+            "stage",
+            {"all of the step": None} | {stage: stage for stage in made.stages()},
+            "Stage",
+            route.get("stage"),
+        ),
+    ]
+    return panel(_MORE, part(html.Div([*chips, *_differing(difference, route)], id="profile-compared")))
+
+
+def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str, chosen: str | None) -> Any:
+    """Return links to choices, `chosen` among them; of very many the first ones."""
+    shown = dict([*values.items()][:_MOST_CHIPS])
+    shown |= {label: value for label, value in values.items() if value == chosen}
+    links = [
+        link(label, route.here(**{name: value}), "chip", on=value == chosen) for label, value in shown.items()
+    ]
+    nav = html.Nav(links, className="chips", **aria(label=label))
+    return html.Div([html.Span(label, **aria(hidden="true")), nav], className="choice")
+
+
+def _differing(difference: Difference | None, route: Route) -> list[Any]:
+    if difference is None:
+        return [html.P("That was not recorded of both.", className="empty")]
+    sentences = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in difference.sentences]
+    shown = difference_tables(difference, _TOP)
+    return [
+        html.Div(sentences, className="said"),
+        *(
+            part_of
+            for block in shown
+            if block.items
+            for part_of in (html.H3(marked(block.title)), table(block, route))
+        ),
+    ]
+
+
+def _operations(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the table of all operations of all ranks."""
+    made, chosen = view["made"], view["chosen"]
+    cells = [[column.cell(operation) for column in OPERATIONS] for operation in made.operations]
+    columns = [column for column, *values in zip(OPERATIONS, *cells, strict=True) if any(values)]
+    heads = listing.heads(columns, keys_of(columns), route)
+    block = Table("Operations", columns, chosen.items, empty="No operation is like that.")
+    rows = table(block, route, heads=heads)
+    kinds = {f"all kinds {len(made.operations):,}": None} | {
+        f"{kind} {n:,}": kind for kind, n in view["kinds"].items()
+    }
+    what = "Times in ms, of all calls of the recorded steps together; self: without the operations inside it."
+    if made.n_operations > len(made.operations):
+        what += f" The {MOST:,} longest of {made.n_operations:,}; the CSV file has all."
+    body = [listing.chips(route, "kind", kinds, "Kind"), rows, listing.pages(chosen, route, "operation")]
+    head = html.Div(
+        [html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row"
+    )
+    hint = part(html.P([what, *_problems(made)], id="profile-hint", className="hint"))
+    return html.Section([head, hint, part(html.Div(body, id="profile-operations"))], className="panel")
+
+
+def _problems(made: Breakdown) -> list[Any]:
+    return [html.Span(f" ▲ {problem}.", className="sev warning") for problem in made.problems]
+
+
+def _traces(info: ProfileInfo, route: Route) -> Any:
+    """Return the ranks with their traces, the downloads, and the button that removes the profile."""
+    profile = info.profile
+
+    def download(rank: RankProfile) -> Any:
+        return _file_link(profile, rank.file, route, text.size(rank.total_bytes)) if rank.file else ""
+
+    columns = [column for column in RANKS if column.name != "arrived"]
+    block = Table("Ranks", columns, profile.ranks, empty=profile.error or "None.")
+    shown: list[Any] = [table(block, route, cells={"trace": download})]
+    if profile.captured:
+        links = [
+            _file_link(profile, TRACE, route, "Trace of all ranks"),
+            _file_link(profile, TABLE, route, "All operations as CSV"),
+        ]
+        shown += [html.Div(links, className="links"), html.P(_PERFETTO, className="hint")]
+    shown.append(_removal(profile, route))
+    return panel("Ranks and traces", part(html.Div(shown, id="profile-traces")))

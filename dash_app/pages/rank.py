@@ -28,12 +28,12 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import SPANS
 from traceml_ray.views.values import by_rank, by_stage, mean, number, whole_number
 
-from .. import axis, profiles
+from .. import axis
 from ..charts import Chart, chart
-from ..components import aria, died, facts, link, node_link, panel, part, rank_link, trail
-from ..document import table
+from ..elements import aria, died, facts, link, node_link, panel, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
+from . import profiles
 from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
 
 _WITH_PROCESSES = 6

@@ -18,8 +18,7 @@ from traceml_ray.views.tables import rank_columns
 from traceml_ray.views.values import as_dict
 
 from .. import listing
-from ..components import died, part, trail
-from ..document import keys_of, table
+from ..elements import died, keys_of, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 from .node import gpu_of

@@ -25,8 +25,7 @@ from traceml_ray.views.values import age_s, rounded
 
 from .. import listing
 from ..charts import Chart, chart
-from ..components import link, marked, panel, part
-from ..document import keys_of, table
+from ..elements import keys_of, link, marked, panel, part, table
 from ..route import Route
 from ..session_cache import SessionCache
 

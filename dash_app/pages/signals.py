@@ -15,8 +15,7 @@ from traceml_ray.signals.views import VIEWS
 from traceml_ray.views.run_state import RunState
 
 from .. import listing
-from ..components import panel, part
-from ..document import blocks, keys_of, table
+from ..elements import blocks, keys_of, panel, part, table
 from ..route import Route
 from ..session_cache import SessionCache
 

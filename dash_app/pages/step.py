@@ -1,27 +1,31 @@
-"""One step of all ranks: where each spent its time, and who came last to the exchange."""
+"""
+One step of all ranks, their stages and spans as bars on one clock: where each spent its time, and who came
+last to the exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import numpy as np
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.analysis import row_table
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import OneStep
+from traceml_ray.store.step_shapes import OneStep, StepSpan
+from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import whole_number
+from traceml_ray.views.values import Array, rounded, whole_number
 
-from .. import gantt
 from ..charts import chart
-from ..components import facts, link, part, trail
-from ..document import table
+from ..elements import facts, link, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 
@@ -56,7 +60,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if step is None or not step.ranks:
         return html.Div([*body, part(html.P(_why_empty(step, number), id="step-missing", className="empty"))])
     alone = view["world"] == 1 or (view["verdict"] or {}).get("label") == "accounting_only"
-    drawn = gantt.rows(
+    drawn = _gantt_rows(
         step, view["nodes"], _marked(view, route), route.get("open"), route.get("order") == "late"
     )
     body += [
@@ -64,12 +68,12 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         chart(
             "step-gantt",
             "All ranks on one clock",
-            gantt.figure(step, drawn),
+            _gantt(step, drawn),
             "Stages of each rank in this step, from where it left the exchange before",
             route,
             series=drawing.STAGES,
-            colours=gantt.spans(step) if len(drawn) <= gantt.FEW else None,
-            height=gantt.height(drawn),
+            colours=_span_colours(step) if len(drawn) <= _FEW else None,
+            height=_height(drawn),
             rows=_table(view, step, route),
         ),
         part(html.P((_ALONE if alone else _TOGETHER) + _SPANS, id="step-clock", className="hint")),
@@ -155,3 +159,164 @@ def _table(view: Mapping[str, Any], step: OneStep, route: Route) -> Any:
 
 def _stage(sums: Mapping[int, Any], stage: int, rank: int) -> float:
     return float(sums[rank][stage])
+
+
+_MOST_ROWS = 128
+"""Largest number of ranks shown one per row. In a larger job a row is a node, drawn as its last rank."""
+_FEW = 32
+"""Largest number of rows that are high enough to show spans below the stages."""
+_FEW_PX, _MANY_PX, _AXES_PX = 22, 9, 46
+_LABELS = 40
+_SPAN_PALETTE = drawing.ROSE, drawing.GREEN, drawing.ORANGE, "#6b7785", drawing.BLUE
+
+
+class _GanttRow(NamedTuple):
+    """A row of the drawing: one rank."""
+
+    rank: int
+    label: str
+    named: bool = False
+
+
+def _gantt_rows(
+    step: OneStep,
+    node_of: Mapping[int, str],
+    named: Collection[int],
+    opened: str | None,
+    latest: bool,
+) -> list[_GanttRow]:
+    """
+    Return what is drawn, rank by rank up to _MOST_ROWS, else node by node: `opened` and the `named` ranks are
+    rows of their own. `latest`: those that came last are first.
+    """
+    late = dict(zip(step.ranks, np.nan_to_num(step.late, nan=-1.0).tolist(), strict=True))
+    groups: dict[str, list[int]] = {}
+    for rank in step.ranks:
+        groups.setdefault(node_of.get(rank, ""), []).append(rank)
+    rows = []
+    for node, node_ranks in groups.items():
+        if len(late) <= _MOST_ROWS or node == opened:
+            rows += [
+                _GanttRow(rank, f"{node}  {rank}" if rank == node_ranks[0] else str(rank), rank in named)
+                for rank in node_ranks
+            ]
+        else:
+            worst = max(node_ranks, key=lambda rank: late[rank])
+            shown = dict.fromkeys([worst, *(rank for rank in node_ranks if rank in named)])
+            rows += [_GanttRow(rank, f"{node}  {rank}", rank in named) for rank in shown]
+    if latest:
+        rows.sort(key=lambda row: -late[row.rank])
+        rows = [row._replace(label=f"{node_of.get(row.rank, '')}  {row.rank}") for row in rows]
+    return rows
+
+
+def _height(drawn: Sequence[_GanttRow]) -> int:
+    """Return the height of the figure in px."""
+    return _AXES_PX + len(drawn) * (_FEW_PX if len(drawn) <= _FEW else _MANY_PX)
+
+
+def _span_colours(step: OneStep) -> dict[str, str]:
+    """Return the colours of the named spans."""
+    return dict(zip(sorted({span.name for span in step.spans}), cycle(_SPAN_PALETTE), strict=False))
+
+
+def _gantt(step: OneStep, drawn: Sequence[_GanttRow]) -> figures.Figure:
+    """Return the stages of each row from left to right, and in a small figure its spans under them."""
+    few, row_of_rank = len(drawn) <= _FEW, {row.rank: number for number, row in enumerate(drawn)}
+    mine = [index for index, rank in enumerate(step.row_ranks) if rank in row_of_rank]
+    whose = [step.row_ranks[index] for index in mine]
+    stages = np.asarray(step.stages, float)[mine].reshape(-1, len(STAGES))
+    begins = _begins(whose, stages)
+    traces = [
+        _bars(
+            name,
+            drawing.STAGES[name],
+            [row_of_rank[rank] for rank in whose],
+            begins[:, column],
+            stages[:, column],
+            [f"rank {rank}" for rank in whose],
+            0.62 if few else 0.9,
+        )
+        for column, name in enumerate(STAGES)
+    ]
+    if few:
+        traces.append(
+            _span_bars(step, row_of_rank, dict(zip(whose, range(len(whose)), strict=True)), begins, stages)
+        )
+    every = max(1, -(-len(drawn) // _LABELS))
+    ticks = [number for number, row in enumerate(drawn) if row.named or number % every == 0]
+    labels = [
+        f"<b>▲ {drawn[number].label}</b>" if drawn[number].named else drawn[number].label for number in ticks
+    ]
+    yaxis = {
+        "tickvals": ticks,
+        "ticktext": labels,
+        "range": [len(drawn) - 0.4, -0.6],
+        "showgrid": False,
+        "automargin": True,
+    }
+    return figures.figure(
+        traces,
+        "ms since the exchange before",
+        "",
+        barmode="overlay",
+        hovermode="closest",
+        yaxis=yaxis,
+        bargap=0,
+    )
+
+
+def _begins(whose: Sequence[int], stages: Array) -> Array:
+    """Return when each stage of each row begins: a rank's second row follows its first."""
+    ranks = np.asarray(whose)
+    return row_table.begins(stages, np.r_[False, ranks[1:] == ranks[:-1]][: len(ranks)])
+
+
+def _span_bars(
+    step: OneStep,
+    row_of_rank: Mapping[int, int],
+    row_of: Mapping[int, int],
+    begins: Array,
+    stages: Array,
+) -> dict[str, Any]:
+    """Return the spans, each from where its stage begins: where inside the stage is not recorded."""
+    shown = [span for span in step.spans if span.rank in row_of][
+        ::-1
+    ]  # shorter spans are drawn over longer ones
+    colours = _span_colours(step)
+    places = [(row_of[span.rank], STAGES.index(span.stage)) for span in shown]
+    return _bars(
+        "span",
+        [colours[span.name] for span in shown],
+        [row_of_rank[span.rank] + 0.42 for span in shown],
+        [begins[index] for index in places],
+        [min(span.ms, stages[index]) for span, index in zip(shown, places, strict=True)],
+        [_span_text(span) for span in shown],
+        0.2,
+    )
+
+
+def _span_text(span: StepSpan) -> str:
+    steps = f"step {span.from_step:,}"
+    if span.to_step > span.from_step:
+        steps = f"mean of steps {span.from_step:,}–{span.to_step:,}"
+    return f"rank {span.rank}: {span.name}, {text.ms(span.ms)} ({steps})"
+
+
+def _bars(
+    name: str, colour: Any, y: Any, base: Any, x: Any, words: Sequence[str], width: float
+) -> dict[str, Any]:
+    more = "%{text}<extra></extra>" if name == "span" else "%{text}: " + name + " %{x:.3~f} ms<extra></extra>"
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": y,
+        "base": rounded(base),
+        "x": rounded(x),
+        "width": width,
+        "text": words,
+        "textposition": "none",
+        "marker": {"color": colour},
+        "hovertemplate": more,
+    }

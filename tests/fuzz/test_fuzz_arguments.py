@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed import run as torch_run
 
 from traceml_ray import cli
-from traceml_ray.dash_app import run as dashboard
+from traceml_ray.dash_app import process as dashboard
 from traceml_ray.launchers import torchrun
 
 SCRIPT = str(Path(__file__))

@@ -27,7 +27,7 @@ from traceml_ray.analysis.step_history import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.document import keys_of
+from traceml_ray.dash_app.elements import keys_of
 from traceml_ray.dash_app.listing import choose
 from traceml_ray.dash_app.pages import sessions
 from traceml_ray.dash_app.route import Route

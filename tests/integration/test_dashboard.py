@@ -18,7 +18,7 @@ import pytest
 from ray_cluster import until
 from sessions import Clock, Rank, Relay, aggregation, watch
 
-from traceml_ray.dash_app import run
+from traceml_ray.dash_app.process import _linger
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers.view_processes import DashboardProcess
 from traceml_ray.views.source import open_source
@@ -163,7 +163,7 @@ def test_dashboard_stays_while_a_browser_asks_and_ends_by_itself(
         if clock.now <= asked:  # s in which a browser asks
             pages.note_watched()
 
-    run._linger(pages, most_s, sleep)
+    _linger(pages, most_s, sleep)
     assert clock.now == pytest.approx(stayed_s, abs=1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from played import Played
 
 from traceml_ray.cli import main
-from traceml_ray.dash_app import run as dashboard
+from traceml_ray.dash_app import process as dashboard
 from traceml_ray.store.session import DATABASE, prepare
 from traceml_ray.terminal import top
 

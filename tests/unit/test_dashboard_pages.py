@@ -20,9 +20,9 @@ from plotly.io.json import to_json_plotly
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING
-from traceml_ray.dash_app import components, heatmap
+from traceml_ray.dash_app import elements, heatmap
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.components import part
+from traceml_ray.dash_app.elements import part
 from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
@@ -455,7 +455,7 @@ class TestFigures:
 
 class TestSentences:
     def test_numbers_stay_with_their_units(self) -> None:
-        assert components.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "
+        assert elements.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import waitress
 from sessions import Rank, Relay, aggregation
 
-from traceml_ray.dash_app import run, security
+from traceml_ray.dash_app import process, security
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.settings import SettingError
@@ -37,7 +37,9 @@ class Server:
         pages = SessionPages(open_source(str(folder), str(folder.parent), None))
         pages.poll()
         app = create_app(pages, token=token, hosts=hosts)
-        self._waitress: Any = waitress.create_server(app.server, sockets=[self._listening], **run._WAITRESS)
+        self._waitress: Any = waitress.create_server(
+            app.server, sockets=[self._listening], **process._WAITRESS
+        )
         self._thread = threading.Thread(target=self._waitress.run, daemon=True)
         self._thread.start()
 

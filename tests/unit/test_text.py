@@ -13,7 +13,7 @@ from traceml_ray import text
 
 ROOT = Path(__file__).parents[2]
 DRAWN = {
-    *(f"dash_app/{name}.py" for name in ("axis", "components", "figures", "heatmap")),
+    *(f"dash_app/{name}.py" for name in ("axis", "elements", "heatmap")),
     *(f"traceml_ray/document/{name}.py" for name in ("drawing", "svg")),
 }
 """Coordinates and widths, which nobody reads."""

@@ -1,4 +1,4 @@
-"""The command `traceml-ray dashboard`: the web app, see `dash_app.run`."""
+"""The command `traceml-ray dashboard`: the web app, see `dash_app.process`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=[],
         help="another host name of this server, for example behind a proxy; can be repeated",
     )
-    for hidden in ("--linger", "--listening"):  # of a launcher's dashboard: see dash_app/run.py
+    for hidden in ("--linger", "--listening"):  # of a launcher's dashboard: see dash_app/process.py
         command.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.child:
         os.nice(5)  # training comes first
     try:
-        from traceml_ray.dash_app.run import run as serve
+        from traceml_ray.dash_app.process import run as serve
         from traceml_ray.views.source import SourceError
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("traceml_ray"):
