@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import html
 
 from traceml_ray import text
 from traceml_ray.document.model import Table
-from traceml_ray.identity import RankIdentity
-from traceml_ray.signals.memory.records import MemorySample
-from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts, series
+from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import EventRow
 from traceml_ray.text import natural
-from traceml_ray.views import figures
-from traceml_ray.views.ranks import NAMED, nodes, position
+from traceml_ray.views import figures, machines
+from traceml_ray.views.ranks import NAMED, nodes
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import GPUS, last, node_rank_columns, used_of_all
-from traceml_ray.views.values import as_dict, by_rank, number, rounded
 
 from .. import axis
 from ..charts import Chart, chart
@@ -27,17 +23,6 @@ from ..elements import aria, died, facts, link, panel, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 
-_SPARK = 120
-SAMPLES = 170
-"""Largest number of samples drawn in a chart."""
-HELD = 5
-"""
-Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only. So many
-more are asked for than drawn, as a rate needs those before: a chart that goes on has new points, and is else
-as it was.
-"""
-_DEVICES = 16
-"""Largest number of a process's devices whose newest memory samples are searched."""
 _TABS = 24
 _SEEN_IN = {
     "thermal": "gpu-temperature_c",
@@ -63,129 +48,19 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if card is None:
         return {"node": None, "nodes": by_name}
     spine, node = axis.data(cache, run, route), (card["node_id"],)
-    samples = drawn = samples_of(cache, query.GetNodeSamples(node, SAMPLES + HELD))
+    samples = drawn = machines.samples_of(cache, query.GetNodeSamples(node, machines.SAMPLES + machines.HELD))
     if between := axis.time_of(spine):
-        drawn = samples_of(cache, query.GetNodeSamples(node, SAMPLES, *between))
+        drawn = machines.samples_of(cache, query.GetNodeSamples(node, machines.SAMPLES, *between))
     return {
         "node": card,
         "nodes": by_name,
-        "ranks": _ranks_data(cache, run, card, samples),
+        "ranks": machines.node_rank_rows(cache, run, card, samples),
         "axis": spine,
-        "samples": timed(samples, NODE),
-        "gpus": _gpus_data(card["node_id"], samples, run.events),
-        "drawn": timed(drawn, NODE),
-        "drawn_gpus": _gpus_data(card["node_id"], drawn, ()),
+        "samples": machines.timed_series(samples, NODE),
+        "gpus": machines.gpu_series(card["node_id"], samples, run.events),
+        "drawn": machines.timed_series(drawn, NODE),
+        "drawn_gpus": machines.gpu_series(card["node_id"], drawn, ()),
     }
-
-
-def _ranks_data(
-    cache: SessionCache, run: RunState, card: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    by_process = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
-    latest = cache.ask(query.GetProcessSamples(tuple(by_process), last=1)) or []
-    memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
-    devices = _device_memory(cache, by_process)
-    ranks = sorted(by_process.values())
-    median, idle = (by_rank(run.times, name) for name in ("busy_ms", "gpu_idle_pct"))
-    busy = by_rank(cache.ask(query.GetBusy(run.id, tuple(ranks), _SPARK)), "busy_ms")
-    dead = {death.rank: death for death in cache.deaths(run)}
-    return [
-        {
-            **position(run, rank),
-            "gpu": gpu_of(run.ranks[rank].identity, samples),
-            "median_ms": number(median.get(rank)),
-            "gpu_idle_pct": number(idle.get(rank)),
-            "busy": rounded(busy.get(rank, ())),
-            "rss_bytes": memory.get(rank),
-            "device_memory": devices.get(rank),
-            "death": dead.get(rank),
-        }
-        for rank in ranks
-    ]
-
-
-def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return by rank what torch has allocated and reserved last, on all devices together."""
-    samples_of_rank: dict[int, list[MemorySample]] = {}
-    for process, sample in cache.ask(query.GetMemorySamples(tuple(ranks), last=_DEVICES)) or ():
-        if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
-            samples_of_rank.setdefault(ranks[process], []).append(sample)
-    newest = {
-        rank: [sample for sample in samples if sample.t_ns == samples[-1].t_ns]
-        for rank, samples in samples_of_rank.items()
-    }
-    both = "allocated_bytes", "reserved_bytes"
-    return {
-        rank: [sum(getattr(sample, name) for sample in samples) for name in both]
-        for rank, samples in newest.items()
-    }
-
-
-def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> int | None:
-    """
-    Return the device on which a process was seen last; not every sample has the processes. `samples` are of
-    its node.
-    """
-    pid = who.pid if who else -1
-    for sample in reversed(samples):
-        for gpu in sample["gpus"] or ():
-            if any(pid in (process["pid"], *process["parents"]) for process in gpu["processes"] or ()):
-                return int(gpu["index"])
-    return None
-
-
-def samples_of(
-    cache: SessionCache, request: query.GetNodeSamples | query.GetProcessSamples | query.GetMemorySamples
-) -> list[dict[str, Any]]:
-    """Return the samples of one node or process."""
-    answers: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
-    return [as_dict(sample) for _, sample in answers]
-
-
-def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """Return the series of quantities with their times, of the newest SAMPLES samples."""
-    return _newest({"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)})
-
-
-def _newest(columns: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values and values[-SAMPLES:] for name, values in columns.items()}
-
-
-def _gpus_data(
-    node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[EventRow]
-) -> list[dict[str, Any]]:
-    """Return the series of each device, and its critical errors, the newest first (None: not known)."""
-    by_device: dict[int, list[dict[str, Any]]] = {}
-    for sample in samples:
-        for gpu in sample["gpus"] or ():
-            by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
-    critical = [event.data for event in events if event.kind == "xid" and event.node_id == node]
-    gpus = []
-    for index, gpu_samples in sorted(by_device.items()):
-        columns = series(gpu_samples, GPU)
-        columns |= {quantity.name: _held(columns[quantity.name]) for quantity in GPU if quantity.counter}
-        columns["ecc"] = _held([gpu["ecc_uncorrected"] for gpu in gpu_samples])
-        columns["t_ns"] = [gpu["t_ns"] for gpu in gpu_samples]
-        xids = [
-            xid for event in reversed(critical) if event.get("gpu") == index and (xid := event.get("xid"))
-        ]
-        gpus.append(
-            {
-                **{name: gpu_samples[-1][name] for name in ("index", "name", "throttle")},
-                **_newest(columns),
-                "xid": xids or (None if gpu_samples[-1]["xid"] is None else []),
-            }
-        )
-    return gpus
-
-
-def _held(values: Sequence[Any] | None) -> list[Any] | None:
-    """Fill the gaps between the samples that have a value."""
-    last, age, filled = None, 0, []
-    for value in values or ():
-        last, age = (last, age + 1) if value is None else (value, 0)
-        filled.append(last if age < HELD else None)
-    return filled if any(value is not None for value in filled) else None
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

@@ -27,7 +27,7 @@ from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.events import events_of
 from traceml_ray.views.heat_figure import heat_figure
-from traceml_ray.views.ranks import nodes
+from traceml_ray.views.ranks import nodes, worst_first
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_stage, number, rounded
 from traceml_ray.wire.codec import ready
@@ -196,7 +196,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     split = [html.Div(left, className="column"), html.Div(right, className="column")]
     charts = html.Div(split, className="split")
     title = html.H1("Overview", className="unseen")
-    return html.Div([title, axis.panel(view, route), shown, charts, panel("Nodes, worst first", cards)])
+    return html.Div([title, axis.panel(view, route), shown, charts, panel("Nodes", cards)])
 
 
 def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
@@ -311,9 +311,9 @@ def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str
 
 def _cards(nodes: list[Mapping[str, Any]], route: Route) -> list[Any]:
     """Return a card for each node, of very many the worst and the names of the others."""
-    shown = nodes if len(nodes) <= _CARDS else nodes[:_FEW_CARDS]
+    shown = nodes if len(nodes) <= _CARDS else sorted(nodes, key=worst_first)[:_FEW_CARDS]
     cards: list[Any] = [_card(node, route) for node in shown]
-    if rest := nodes[len(shown) :]:
+    if rest := [node for node in nodes if node not in shown]:
         links = [node_link(node["node_id"], node["label"], route) for node in rest]
         more = [html.Summary(text.count(len(rest), "more node")), html.Div(links, className="links")]
         cards.append(html.Details(more, className="rest"))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.hang import hangs
-from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.uneven_work import sentence
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Table, per_rank_columns
@@ -22,11 +20,11 @@ from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile
 from traceml_ray.store.rank_processes import node_key
-from traceml_ray.views import figures
-from traceml_ray.views.ranks import position
+from traceml_ray.views import figures, machines
+from traceml_ray.views.ranks import position, rank_steps
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import SPANS
-from traceml_ray.views.values import by_rank, by_stage, mean, number, whole_number
+from traceml_ray.views.values import by_rank, mean, number, whole_number
 
 from .. import axis
 from ..charts import Chart, chart
@@ -34,10 +32,9 @@ from ..elements import aria, died, facts, link, node_link, panel, part, rank_lin
 from ..route import Route
 from ..session_cache import SessionCache
 from . import profiles
-from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
+from .node import quantity_charts
 
 _WITH_PROCESSES = 6
-_NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _PROFILES = 3
 _OFFERED = 24
 """Largest number of other ranks offered if the requested one does not exist."""
@@ -51,18 +48,19 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     process = run.ranks[rank]
     identity = process.identity
     node = node_key(process) if identity else ""
-    samples = samples_of(cache, query.GetNodeSamples((node,), _WITH_PROCESSES))
+    samples = machines.samples_of(cache, query.GetNodeSamples((node,), _WITH_PROCESSES))
     suspects = (run.verdict or {}).get("suspects") or ()
     hung = hangs(run.verdicts)
     spine = axis.data(cache, run, route)
     between = axis.time_of(spine) or ()
-    most = SAMPLES if between else SAMPLES + HELD
-    sampled = samples_of(cache, query.GetProcessSamples((process.id,), most, *between))
+    most = machines.SAMPLES if between else machines.SAMPLES + machines.HELD
+    sampled = machines.samples_of(cache, query.GetProcessSamples((process.id,), most, *between))
+    asked_memory = query.GetMemorySamples((process.id,), machines.SAMPLES, *between)
     printed = cache.ask(GetOutput(run.id, rank, MOST_LINES))
     return {
         "rank": {
             **position(run, rank),
-            "gpu": gpu_of(identity, samples),
+            "gpu": machines.gpu_of(identity, samples),
             **{name: getattr(process, name) for name in ("exit_code", "errors", "missing")},
             "node": run.node_of(rank),
             "node_key": node or None,
@@ -84,10 +82,10 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "stacks": hung[-1].stacks if hung else [],
         "hangs": run.verdict is not None and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),
-        "process": timed(sampled, PROCESS),
-        "memory": _memory(samples_of(cache, query.GetMemorySamples((process.id,), SAMPLES, *between))),
+        "process": machines.timed_series(sampled, PROCESS),
+        "memory": machines.memory_series(machines.samples_of(cache, asked_memory)),
         "axis": spine,
-        **_steps(cache, run, rank, spine["range"]),
+        **rank_steps(cache, run, rank, spine["range"].asked()),
     }
 
 
@@ -101,42 +99,6 @@ def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
     """Return the newest profiles that have the rank."""
     of_run = (info.profile for info in profiles.newest_first(cache, run) if info.profile.run == run.id)
     return [one for one in of_run if any(captured.rank == rank for captured in one.captured)][:_PROFILES]
-
-
-def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the series and the newest values of each device of the process, with those of its host."""
-    by_device: dict[int | None, list[Mapping[str, Any]]] = {}
-    for sample in samples:
-        by_device.setdefault(sample["device"], []).append(sample)
-    return [
-        {
-            **timed(samples, (*DEVICE_MEMORY, *HOST_MEMORY)),
-            "device": device,
-            "newest": {name: samples[-1][name] for name in _NEWEST},
-        }
-        for device, samples in sorted(by_device.items(), key=lambda item: -1 if item[0] is None else item[0])
-    ]
-
-
-def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> dict[str, Any]:
-    """Return the stages of a rank, of the median rank and of the rank's host, and the spans inside them."""
-    steps = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown.asked()))
-    if steps is None or not (numbers := steps.steps.tolist()):
-        return {"stages": {}, "median": {}, "host": None, "spans": []}
-    spans, mean = cache.ask(query.GetSpans(run.id, rank, numbers[0], numbers[-1])) or [], steps.mean
-    return {
-        "stages": {"steps": numbers, **by_stage(steps.stages)},
-        "median": by_stage(steps.median),
-        "host": None if steps.host is None else by_stage(steps.host),
-        "spans": [
-            {**msgspec.structs.asdict(span), "share": _share_of_stage(span.ms, mean[span.stage])}
-            for span in spans
-        ],
-    }
-
-
-def _share_of_stage(ms: float, stage_ms: float) -> float | None:
-    return min(1.0, ms / stage_ms) if stage_ms > 0 else None
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

@@ -12,6 +12,7 @@ from traceml_ray import text
 from traceml_ray.document.model import Column, Table, per_rank_columns
 from traceml_ray.signals.views import sections_of
 from traceml_ray.store import query
+from traceml_ray.views.machines import gpu_of
 from traceml_ray.views.ranks import NAMED, SILENT, rank_rows
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.tables import rank_columns
@@ -21,7 +22,6 @@ from .. import listing
 from ..elements import died, keys_of, part, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
-from .node import gpu_of
 
 _WITH_PROCESSES = 6
 

@@ -23,11 +23,11 @@ from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import elements, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.elements import part
-from traceml_ray.dash_app.pages import node
+from traceml_ray.dash_app.pages import overview
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document import drawing
-from traceml_ray.views import figures
+from traceml_ray.views import figures, machines
 from traceml_ray.views.heat_figure import heat_figure
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -143,7 +143,7 @@ class TestRefresh:
         self, played: Played, pages: SessionPages, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Rates, and counters that come with every fifth sample, have what they need before the first."""
-        monkeypatch.setattr(node, "SAMPLES", 8)
+        monkeypatch.setattr(machines, "SAMPLES", 8)
         refresher = Refresher(pages)
         _, first = refresher.refresh("/node/host-1", "?from=newest", {})
         played.play(5)
@@ -480,3 +480,21 @@ def test_chart_is_a_table_where_the_url_asks_for_it(
     assert [cell[2] for cell in newest[3:]] == [
         text.number(trace["y"][-1]) for trace in drawn["data"] if trace["name"] in head
     ]
+
+
+def test_of_very_many_nodes_the_slowest_have_cards() -> None:
+    known = dict.fromkeys(("worst_rank", "worst_ms", "skew_pct", "cpu_pct", "mem_pct"))
+    known |= {"gpu_util_pct": None, "gpu_mem_pct": None, "alive": True, "named": False, "ranks": [0]}
+    over = {index: 40.0 if index == 29 else index / 10 for index in range(30)}
+    nodes = [
+        {**known, "node_id": f"n{index}", "label": f"host-{index}", "median_ms": 10.0, "slower_pct": pct}
+        for index, pct in over.items()
+    ]
+    *cards, others = overview._cards(nodes, Route())
+    assert [card.href for card in cards[:2]] == ["/node/n29", "/node/n28"]
+    linked = links_in(others)
+    assert "/node/n0" in linked and "/node/n29" not in linked and len(cards) + len(linked) == 30
+
+
+def links_in(element: Any) -> set[str]:
+    return {one.href for one in element._traverse() if getattr(one, "href", None)}

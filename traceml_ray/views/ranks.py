@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from traceml_ray.analysis.shapes import StepColumns, StepTimes
 from traceml_ray.analysis.spread import MISSING, ratio
+from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -19,7 +22,7 @@ from traceml_ray.text import natural
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .values import number, rounded
+from .values import by_stage, number, rounded
 
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
@@ -183,3 +186,29 @@ def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:
     for anomaly in (verdict or {}).get("machine") or ():
         sentences_by_node.setdefault(anomaly["node"], []).append(anomaly["text"])
     return sentences_by_node
+
+
+def rank_steps(cache: SessionPoll, run: RunState, rank: int, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the stages by step, in ms, of a rank, of the median rank and of the rank's host (None: it has no
+    rows of its own), and the spans inside them with their shares of their stages.
+
+    `shown` has the `first` and the `last` step; without them it is the newest ones.
+    """
+    steps = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown))
+    if steps is None or not (numbers := steps.steps.tolist()):
+        return {"stages": {}, "median": {}, "host": None, "spans": []}
+    spans, mean = cache.ask(query.GetSpans(run.id, rank, numbers[0], numbers[-1])) or [], steps.mean
+    return {
+        "stages": {"steps": numbers, **by_stage(steps.stages)},
+        "median": by_stage(steps.median),
+        "host": None if steps.host is None else by_stage(steps.host),
+        "spans": [
+            {**msgspec.structs.asdict(span), "share": _share_of_stage(span.ms, mean[span.stage])}
+            for span in spans
+        ],
+    }
+
+
+def _share_of_stage(ms: float, stage_ms: float) -> float | None:
+    return min(1.0, ms / stage_ms) if stage_ms > 0 else None
