@@ -178,6 +178,34 @@ class TestSteps:
             _ = session.steps(0, 1).dat_ns
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with more rows than are read for one question."""
+    played = Played(tmp_path_factory.mktemp("out") / "long", 4, late=None)
+    for _ in range(100):
+        played.play(1000, judge=False)
+    played.end()
+    return played.folder
+
+
+class TestLongRun:
+    def test_plots_and_html_are_of_all_of_it(self, long: Path) -> None:
+        pytest.importorskip("plotly")
+        with traceml_ray.open(long) as session:
+            assert max(session.plot("ranks").data[0].x) == 99_999.5
+        with traceml_ray.open(long) as session:
+            assert session._chart_data().columns.last[-1] == 99_999
+
+    def test_summary_is_the_one_that_was_written_of_all_of_it(
+        self, long: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("traceml_ray.reports.stored_totals.MAX_ROWS", 50_000)
+        written = json.loads((long / "summary.json").read_bytes())
+        assert written["steps"]["count"] == 100_000
+        with traceml_ray.open(long) as session:
+            assert traceml_ray.to_builtins(session.summary()) == written
+
+
 class TestPandas:
     def test_types_of_columns(self, session: Any) -> None:
         pytest.importorskip("pandas")

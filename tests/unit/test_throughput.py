@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     finals = [rank.batch(0, final=True) for rank in job.ranks]
     job.aggregator.ingest(job.relays[0].message(*finals))
     assert run_message(job.aggregator, "job", status="finished").state == "written"
-    read_whole(job.aggregator.query, "job", live=True)
+    read_whole(partial(query.ask_one, job.aggregator.query), "job", live=True)
     numbers = job.numbers()
     assert numbers.steps == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
     assert (numbers.samples_per_s, numbers.eta_s) == (pytest.approx(2 * 4 / STEP_S), None)

@@ -12,6 +12,7 @@ from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.document import drawing
+from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.headlines import change
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.signals.memory.view import GetMemory
@@ -32,7 +33,8 @@ _TALL, _USUAL = 380, 300
 
 
 def _columns(ask: Ask, run: str | None) -> StepColumns | None:
-    """Return what is drawn step by step; None without any step."""
+    """Return what is drawn step by step, once all steps of the run are read; None without any step."""
+    read_whole(ask, run, live=True)
     columns: StepColumns = ask(query.GetColumns(run, whole=True))
     return columns if len(columns.first) else None
 
@@ -97,10 +99,12 @@ def _skew(ask: Ask, run: str | None) -> Figure:
 def _change(ask: Ask, run: str | None) -> Figure:
     verdict = to_builtins(ask(query.GetVerdict(run)))
     asked = change(run, verdict) if verdict else None
-    parts = ask(asked) if asked else None
-    if parts is None or not parts.before.stages or not parts.since.stages:
-        return figures.blank("Nothing has changed that the verdict names.")
-    return figures.waterfall(parts.before.stages, parts.since.stages)
+    if asked is not None:
+        read_whole(ask, run, live=True)
+        parts = ask(asked)
+        if parts.before.stages and parts.since.stages:
+            return figures.waterfall(parts.before.stages, parts.since.stages)
+    return figures.blank("Nothing has changed that the verdict names.")
 
 
 def _memory(ask: Ask, run: str | None) -> Figure:

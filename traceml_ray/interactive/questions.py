@@ -109,7 +109,7 @@ class SessionQuestions:
             last: the last one; None: the newest.
             ranks: numbers, or text as "0,4-7"; None: all.
             run: a run's id or name.
-            most: rows at most, a million by default (120 MB).
+            most: rows at most, a million by default (70 MB, and three times that while they are read).
 
         Raises ValueError where there are more than `most` rows, and names what makes them fewer; for ranks
         that the run does not have.
@@ -160,8 +160,8 @@ class SessionQuestions:
         """
         Return the summary (`traceml_ray/summary/1`) of the run.
 
-        Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
-        which); `summary.json`, written at the end, is of all.
+        Of a session that is over it is the one in `summary.json`, of all steps. Of one that goes on, with a
+        run that is too long to be read in a moment, it is of the newest steps (`steps.covers` says of which).
         """
         return self._ask(query.GetSummary(run))
 
@@ -191,8 +191,7 @@ class SessionQuestions:
         Return samples, tokens and FLOPs a second, and how long the steps to come will take: of the newest
         steps or, of a run that is over, of all. `why` has the reason for each that is not known.
         """
-        with self._answered():
-            read_whole(self._reply, run, live=True)
+        read_whole(self._ask, run, live=True)
         return self._ask(GetThroughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
@@ -234,7 +233,8 @@ class SessionQuestions:
 
     def plot(self, name: str = "ranks", *, run: str | None = None) -> Any:
         """
-        Return a chart of the run as a figure of Plotly, as the web app draws it.
+        Return a chart of the run as a figure of Plotly, as the web app draws it. The first chart of a stored
+        run reads all of its steps.
 
         Args:
             name: `ranks` (busy time of each rank by step), `steps` (median and worst rank by step), `stages`
@@ -256,7 +256,7 @@ class SessionQuestions:
         chart_data = of_summary(summary)
         if run is None:
             return chart_data
-        times = self._ask(query.GetTimes(run, True))
+        times = read_whole(self._ask, run, live=True)
         columns = self._ask(query.GetColumns(run, whole=True))
         if not len(columns.first):
             return chart_data

@@ -231,6 +231,8 @@ class Answers:
         return findings_of(self._verdict_now(asked.run), answers)
 
     def _summary(self, asked: query.GetSummary) -> Summary:
+        if not asked.whole and holder(self.folder) is None:
+            return self._reported(asked.run)
         with self._file(asked.run) as file:
             summary = summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
         return summary_of(msgspec.to_builtins(summary))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -169,7 +170,7 @@ def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     """Return what `send` answers about one session. Raises as `query.ask`."""
     asked = query.GetStatus(), query.GetRanks(run), query.GetVerdict(run)
     status, ranks, verdict = query.ask(send, asked)
-    times = read_whole(send, run, live=status.status == "running")
+    times = read_whole(partial(query.ask_one, send), run, live=status.status == "running")
     memory = query.ask_one(send, memory_question(ranks))
     return known(
         status,
@@ -182,14 +183,16 @@ def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
     )
 
 
-def read_whole(send: Callable[[bytes], bytes], run: str | None, live: bool) -> StepTimes:
+def read_whole(
+    ask: Callable[[query.Request[StepTimes]], StepTimes], run: str | None, live: bool
+) -> StepTimes:
     """
     Return the numbers of a run once all of it has been read: of a long one, a slice at each question. Of a
-    session that is `live`, as much as there is.
+    session that is `live`, as much as there is. Raises what `ask` raises.
     """
     before = None
     while True:
-        times = query.ask_one(send, query.GetTimes(run, True))
+        times = ask(query.GetTimes(run, True))
         if times.whole or (live and times.version == before):
             return times
         before = times.version

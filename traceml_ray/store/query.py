@@ -121,7 +121,10 @@ class GetEvents(OfRun[Page[step_shapes.EventRow]], frozen=True):
 
 
 class GetSummary(OfRun[summary_shape.Summary], frozen=True):
-    """The summary; of a very long run that of its newest steps, unless `whole` asks for all of them."""
+    """
+    The summary. Of a session that is over the one that was written at its end; else, of a very long run, that
+    of its newest steps, unless `whole` asks for all of them.
+    """
 
     whole: bool = False
 
