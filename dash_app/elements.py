@@ -261,7 +261,7 @@ def _written(column: Column, item: Any) -> Any:
 def _lines(column: Column, block: Table) -> Cell:
     """Return the function that draws the sparkline of an item; all items share one scale."""
     values = [value for item in block.items for value in column.value(item) if value is not None]
-    between = (min(values), max(values)) if values else None
+    between = column.scale or ((min(values), max(values)) if values else None)
     first = block.columns[0]
     return lambda item: spark(column.value(item), f"{column.name}, {first.name} {first.cell(item)}", between)
 

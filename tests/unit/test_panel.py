@@ -21,10 +21,12 @@ from snapshot import Snapshot as Kept
 from terminal_screen import TerminalScreen
 
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document.drawing import time_scale
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.output.records import Output
+from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import PAGES
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
@@ -33,6 +35,7 @@ from traceml_ray.terminal.screen import Screen
 from traceml_ray.terminal.snapshot import PANES, Choice, PanelState, take_snapshot
 from traceml_ray.terminal.top import Control, Keys, press
 from traceml_ray.views.ranks import busy_lines
+from traceml_ray.views.run_state import LOADS, RunState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.wire import messages as wire
@@ -295,6 +298,50 @@ def test_head_has_the_time_of_the_newest_steps_where_there_is_room(job: SessionP
     assert "SESSION demo" in head and "STEP 89" in head
     assert ("▁▇██████" in head) == (width in (79, 80)) and ("STEP TIME 32.7 ms ▁" in head) == (width > 80)
     assert "…" not in head or width < 79
+
+
+def test_pane_of_nodes_has_their_load_now_and_before_and_what_the_verdict_costs(played: Played) -> None:
+    poll, choice = followed(played), Choice("nodes")
+    shown = text(seen(poll, choice), 160, 24, choice)
+    assert all(name in shown for name in ("costs", "CPU past", "RAM past", "GPU past", "°C past"))
+    late = next(row for row in shown.splitlines() if "▲ host-1" in row)
+    assert "36 %" in late and "50 %  ▅▅▅▅▅▅▅▅" in late, "half of the scale, which is that of all it can be"
+    assert "CPU past" in text(seen(poll, choice), 80, 24, choice)
+    small = text(seen(poll, choice), 20, 5, choice)
+    assert "NODES" in small and "VERDICT" not in small, "where there is room for one of them, what was chosen"
+
+
+def test_loads_of_nodes_are_those_that_polls_bring_after_a_few_at_first(played: Played) -> None:
+    def loads(poll: SessionPoll) -> dict[str, list[int]]:
+        run = poll.newest
+        assert run is not None
+        return {node: [load.t_ns for load in newest] for node, newest in run.loads.items()}
+
+    before = followed(played, 30)
+    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    poll.poll()
+    first = loads(poll)
+    assert {*map(len, first.values())} == {24} and len(first) == 4
+    assert all(times == sorted(times) and times == loads(before)[node][-24:] for node, times in first.items())
+    poll.poll()
+    assert loads(poll) == first, "what is known already adds nothing"
+    played.play(5)
+    poll.poll()
+    assert {*map(len, loads(poll).values())} == {25}
+    (asked,) = [q for q in poll.newest.questions(0.0) if isinstance(q, query.GetNodeSamples)]  # type: ignore[union-attr]
+    assert asked.last == 1, "a tick asks for the newest one alone"
+    for _ in range(LOADS):
+        played.play(1)
+        poll.poll()
+    assert {*map(len, loads(poll).values())} == {LOADS}
+
+
+def test_history_of_a_large_job_comes_with_its_polls_alone() -> None:
+    run = RunState("run", Thresholds())
+    for now, ranks, last in ((0.0, SLOW_RANKS - 1, 24), (100.0, SLOW_RANKS, 1)):
+        run.ranks = dict.fromkeys(range(ranks))  # type: ignore[arg-type]
+        (asked,) = [q for q in run.questions(now) if isinstance(q, query.GetNodeSamples)]
+        assert asked.last == last
 
 
 def test_line_of_a_large_job_is_left_out_where_its_lines_are_nodes() -> None:

@@ -79,6 +79,8 @@ class Column:
     """How bad an item's value is (a severity); "": not at all. A face shows it by sign and colour."""
     link: Callable[[Any], Link | None] | None = None
     """What an item's value leads to, on a face that has pages."""
+    scale: tuple[float, float] | None = None
+    """Ends of the scale of lines; None: the lines of a table share one that holds them all."""
 
     def cell(self, item: Any) -> str:
         """Return what is written of an item."""
@@ -107,8 +109,11 @@ class Table(NamedTuple):
     note: str = ""
     empty: str = ""
     """What a page says in its place where there is no item; a report has no empty table."""
-    badness: Callable[[Any], float] | None = None
-    """How bad an item is, where a person may have the worst ones first; None: its items have one order."""
+    badness: Callable[[Any], Any] | None = None
+    """
+    How bad an item is, by a number or what is sorted like one, where a person may have the worst items first;
+    None: they have one order.
+    """
     spare: Sequence[str] = ()
     """Names of the columns that a narrow face leaves out, the first of them first."""
 

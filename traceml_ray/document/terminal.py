@@ -141,7 +141,7 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
     names, rows = [column.name for column in block.columns], block.items
     badness = block.badness if worst else None
     if badness is not None:
-        rows = sorted(rows, key=lambda item: -badness(item))
+        rows = sorted(rows, key=badness, reverse=True)
 
     def lines(most: int) -> Sequence[Text]:
         room = max(0, most - 1)
@@ -170,8 +170,8 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
 
 def _scale(column: Column, items: Sequence[object]) -> Scale:
     """Return the scale that the lines of a column share; None for any other column."""
-    if column.unit != "line":
-        return None
+    if column.unit != "line" or column.scale:
+        return column.scale
     return time_scale(np.array([one for item in items for one in column.value(item) or ()], dtype=float))
 
 

@@ -6,15 +6,14 @@ The panes that fill the window: nodes, ranks, one rank, signals by page, events,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.document.drawing import time_scale
-from traceml_ray.document.model import SIGNS, Column, Table, per_rank_columns, picked
+from traceml_ray.document.model import SIGNS, Facts, Table, per_rank_columns, picked
 from traceml_ray.document.terminal import (
     HEAD,
     QUIET,
@@ -25,6 +24,7 @@ from traceml_ray.document.terminal import (
     flow,
     framed,
     listed,
+    paragraphs,
     section_panes,
     table,
     wrap,
@@ -33,7 +33,7 @@ from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import PAGES, VIEWS, sections_of
 from traceml_ray.terminal.sections import DRAWN_STEPS, bar, event_cells, legend, of_steps, output
 from traceml_ray.views import health
-from traceml_ray.views.ranks import busy_lines, evidence_of, worst_first
+from traceml_ray.views.ranks import badness, busy_lines, costs_of, evidence_of
 from traceml_ray.views.state import OVER
 from traceml_ray.views.tables import (
     ERRORS,
@@ -42,6 +42,7 @@ from traceml_ray.views.tables import (
     RANK_STATE,
     RELAYS,
     ledger_columns,
+    node_columns,
     rank_columns,
     slowest_relays,
 )
@@ -70,39 +71,21 @@ def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]
 
 
 def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return all nodes with their times and load."""
-    rows = sorted(snapshot.nodes, key=worst_first) if choice.sort == "time" else snapshot.nodes
-    evidence = evidence_of(snapshot.verdict)
+    """Return all nodes: their times, what the verdict says that they cost, their load now and in the past."""
+    evidence, costs = evidence_of(snapshot.verdict), costs_of(snapshot.findings)
+    named = sorted({node["label"] for node in snapshot.nodes} & {*evidence}, key=text.natural)
+    lines = paragraphs(Facts(*((node, "; ".join(evidence[node])) for node in named)), width)
     columns = [
-        Column("node", lambda node: node["label"]),
-        Column("ranks", lambda node: len(node["ranks"]), "figures", _lost, _lost_tone),
-        Column("median ms", lambda node: node["median_ms"], "aligned"),
-        Column("worst ms", lambda node: node["worst_ms"], "aligned"),
-        Column("rank", lambda node: node["worst_rank"], "plain"),
-        Column("skew", lambda node: node["skew_pct"], "percent"),
-        Column("slower", lambda node: node["slower_pct"], "more"),
-        Column("CPU", lambda node: node["cpu_pct"], "percent"),
-        Column("RAM", lambda node: node["mem_pct"], "percent"),
-        Column("GPU", lambda node: node["gpu_util_pct"], "percent"),
-        Column("VRAM", lambda node: node["gpu_mem_pct"], "percent"),
-        Column("°C", lambda node: node["gpu_temperature_c"], "whole"),
-        Column("W", lambda node: node["gpu_power_w"], "whole"),
-        Column("evidence", lambda node: "; ".join(evidence.get(node["label"], ())), tone=_doubt(evidence)),
+        column
+        for column in node_columns(costs, evidence, snapshot.loads)
+        if any(map(column.cell, snapshot.nodes)) or column.unit == "line"
     ]
-    block = Table(f"Nodes{of_steps(snapshot)}", columns, rows, spare=("°C", "W", "rank", "worst ms"))
-    return [listed(block, choice.scroll, width)]
-
-
-def _lost(node: Mapping[str, Any]) -> str:
-    return f"{len(node['ranks'])}" if node["alive"] else "lost"
-
-
-def _lost_tone(node: Mapping[str, Any]) -> str:
-    return "" if node["alive"] else "critical"
-
-
-def _doubt(evidence: Mapping[str, Any]) -> Callable[[Any], str]:
-    return lambda node: "warning" if node["label"] in evidence else ""
+    spare = "°C past", "RAM past", "W", "rank", "worst ms", "skew", "VRAM", "median ms", "°C", "RAM", "ranks"
+    block = Table(f"Nodes{of_steps(snapshot)}", columns, snapshot.nodes, badness=badness, spare=spare)
+    return [
+        listed(block, choice.scroll, width, worst=choice.sort == "time"),
+        PaneSection("BESIDE THE VERDICT", lambda most: cut(lines, most), len(lines)),
+    ]
 
 
 def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -238,6 +221,8 @@ assert {*DRAWN} >= {*PANES[1:]}
 
 _VERDICT, _BRIEF = 12, 4
 """Lines that the verdict may have: on the overview, on other panes."""
+_SMALL = 10
+"""In a window of fewer lines a pane is without the verdict: it would be all that is there."""
 
 
 def panel(
@@ -261,7 +246,9 @@ def panel(
     else:
         body = _overview(snapshot, choice, inner)
     overview = choice.pane == PANES[0] and choice.rank is None
-    parts = [sections.verdict(snapshot, inner, _VERDICT if overview else _BRIEF), *body]
+    small = height is not None and height < _SMALL and not overview
+    parts = [] if small else [sections.verdict(snapshot, inner, _VERDICT if overview else _BRIEF)]
+    parts += body
     below = _keys(choice, inner) if foot is None else Text(foot)
     return framed(sections.title_of(snapshot), sections.head(snapshot, inner), parts, below, width, height)
 

@@ -32,7 +32,7 @@ from traceml_ray.signals.views import VIEWS, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
-from traceml_ray.views.ranks import evidence_of, worst_first
+from traceml_ray.views.ranks import badness, evidence_of
 from traceml_ray.views.state import RUN_OVER
 from traceml_ray.views.values import by_rank, number
 
@@ -231,7 +231,7 @@ def node_summary(snapshot: PanelState, width: int) -> PaneSection:
 
     def lines(most: int) -> list[Text]:
         few = len(ordered) <= most
-        shown = ordered if few else sorted(timed, key=worst_first)[: most - 1]
+        shown = ordered if few else sorted(timed, key=badness, reverse=True)[: most - 1]
         rows = [_node(node, snapshot) for node in shown]
         for against in (f" vs {fastest}", ""):  # that is in the title, too
             drawn = table([[*row[:-1], _beside(row[-1], against)] for row in rows], None)
@@ -391,7 +391,9 @@ def health(snapshot: PanelState, width: int) -> PaneSection:
 
     def lines(most: int) -> list[Text]:
         few = len(ordered) <= most
-        worst = sorted(snapshot.nodes, key=lambda node: (node["label"] not in evidence, *worst_first(node)))
+        worst = sorted(
+            snapshot.nodes, key=lambda node: (node["label"] in evidence, *badness(node)), reverse=True
+        )
         shown = ordered if few else worst[: most - 1]
         drawn = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
         return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]

@@ -19,7 +19,7 @@ from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.health import health
 from traceml_ray.views.ranks import nodes, rank_rows
-from traceml_ray.views.run_state import RunState
+from traceml_ray.views.run_state import NodeLoad, RunState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import (
     BADGES,
@@ -82,7 +82,9 @@ class PanelState:
     signals: Mapping[str, Any] = field(default_factory=dict)
     """The answers of signals that are polled, by name."""
     nodes: Sequence[Mapping[str, Any]] = ()
-    """See `views.nodes`."""
+    """See `views.ranks.nodes`."""
+    loads: Mapping[str, Sequence[NodeLoad]] = field(default_factory=dict)
+    """Newest loads of each node, by id, the newest last."""
     named: Sequence[int] = ()
     """Ranks that the verdict names."""
     dead: Sequence[int] = ()
@@ -134,6 +136,7 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
         columns=poll.ask(query.GetColumns(run.id)),
         signals=run.signals,
         nodes=nodes(run, times),
+        loads={node: tuple(newest) for node, newest in run.loads.items()} if choice.pane == "nodes" else {},
         named=run.named["ranks"],
         dead=[death.rank for death in poll.deaths(run)],
         rows=rows,

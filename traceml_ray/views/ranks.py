@@ -15,12 +15,13 @@ from traceml_ray.analysis.shapes import StepColumns, StepTimes
 from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.signals.finding import Finding
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import node_key
 from traceml_ray.text import natural
 
-from .run_state import RunState
+from .run_state import RunState, load_of
 from .session_poll import SessionPoll
 from .values import by_stage, number, rounded
 
@@ -137,7 +138,7 @@ def nodes(run: RunState, times: StepTimes | None) -> list[dict[str, Any]]:
         node_times = times_by_node.get(node["label"])
         shown = {name: number(getattr(node_times, name, None)) for name in _NODE_TIMES}
         worst = node_times.worst_rank if node_times else None
-        load = _load(run.samples.get(node["node_id"], {}))
+        load = load_of(run.samples.get(node["node_id"], {}))
         named = node["label"] in run.named["nodes"]
         cards.append({**node, "named": named, "worst_rank": worst, **shown, **load})
     return sorted(cards, key=lambda card: (card["alive"], not card["named"], natural(card["label"])))
@@ -150,34 +151,9 @@ def _unlisted(run: RunState, label: str) -> dict[str, Any]:
     return {**about, "alive": True, "ranks": ranks}
 
 
-def _load(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return how busy and how full a node and its GPUs are; of these the hottest, and the power of all."""
-    gpus = sample.get("gpus") or []
-    used, heat, power = (_known(gpus, name) for name in ("util_pct", "temperature_c", "power_w"))
-    return {
-        "cpu_pct": sample.get("cpu_pct"),
-        "mem_pct": _memory_pct([sample]),
-        "gpus": len(gpus) if sample.get("gpus") is not None else None,
-        "gpu_util_pct": sum(used) / len(used) if used else None,
-        "gpu_mem_pct": _memory_pct(gpus),
-        "gpu_temperature_c": max(heat, default=None),
-        "gpu_power_w": sum(power) if power else None,
-    }
-
-
-def _known(gpus: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [gpu[name] for gpu in gpus if gpu[name] is not None]
-
-
-def _memory_pct(samples: Sequence[Mapping[str, Any]]) -> float | None:
-    pairs = [(sample.get("mem_used_bytes"), sample.get("mem_total_bytes")) for sample in samples]
-    measured = [(used, total) for used, total in pairs if used is not None and total]
-    return 100 * sum(used for used, _ in measured) / sum(total for _, total in measured) if measured else None
-
-
-def worst_first(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Sort key of nodes: lost ones, then those the verdict names, then the slowest."""
-    return bool(node["alive"]), not node["named"], -(node["slower_pct"] or 0.0)
+def badness(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return how bad a node is: worst are lost ones, then those that the verdict names, then the slowest."""
+    return not node["alive"], node["named"], node["slower_pct"] or 0.0
 
 
 def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:
@@ -212,3 +188,13 @@ def rank_steps(cache: SessionPoll, run: RunState, rank: int, shown: Mapping[str,
 
 def _share_of_stage(ms: float, stage_ms: float) -> float | None:
     return min(1.0, ms / stage_ms) if stage_ms > 0 else None
+
+
+def costs_of(findings: Sequence[Finding]) -> dict[str, float]:
+    """Return the share (0..1) of the time that the verdict says fixing it saves, by node that it names."""
+    costs: dict[str, float] = {}
+    for finding in findings:
+        if finding.signal == "steps" and finding.cost is not None:
+            for node in finding.nodes:
+                costs[node] = max(finding.cost, costs.get(node, 0.0))
+    return costs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
@@ -23,6 +24,22 @@ from .values import as_dict
 MAX_EVENTS = 2000
 SLOW_S = 5.0
 """From `SLOW_RANKS` ranks on, ranks and nodes are asked for only every `SLOW_S` seconds."""
+
+
+LOADS = 60
+"""Number of the newest loads kept of each node."""
+_FIRST_LOADS = 24
+"""Number of samples of each node that are asked for at first; from then on, the newest one."""
+
+
+class NodeLoad(NamedTuple):
+    """How busy and how full a node was, and the hottest of its GPUs; None: not known."""
+
+    t_ns: int
+    cpu_pct: float | None
+    mem_pct: float | None
+    gpu_util_pct: float | None
+    gpu_temperature_c: float | None
 
 
 class RunState:
@@ -45,6 +62,8 @@ class RunState:
         """Label of each node, by id."""
         self.samples: dict[str, dict[str, Any]] = {}
         """Newest sample of each node, by id."""
+        self.loads: dict[str, deque[NodeLoad]] = {}
+        """Newest loads of each node, by id, the newest last: those that polls have brought."""
         self.events: deque[EventRow] = deque(maxlen=MAX_EVENTS)
         self.verdicts: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._patience_ns = int(limits.report_timeout_s * 1e9)
@@ -68,13 +87,14 @@ class RunState:
         asked += [view.question(self.id) for view in POLLED]
         asked.append(query.GetEvents(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
         asked.append(query.GetVerdicts(self.id, self._seen[1]))
-        if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
+        many = len(self.ranks) >= SLOW_RANKS
+        if not self.ranks or not many or now - self._asked_ranks > SLOW_S:
             self._asked_ranks = now
             node_ids = tuple(node.node_id for node in self.nodes)
             asked += [
                 query.GetRanks(self.id),
                 query.GetNodes(self.id),
-                query.GetNodeSamples(node_ids, last=1),
+                query.GetNodeSamples(node_ids, last=1 if self.samples or many else _FIRST_LOADS),
             ]
         return asked
 
@@ -95,9 +115,18 @@ class RunState:
             self.world = world_size(ranks, None)
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node.node_id: node.label for node in nodes}
-            self.samples = {node: as_dict(sample) for node, sample in answer_to[query.GetNodeSamples]}
+            self._add_samples(answer_to[query.GetNodeSamples])
         self.signals = {view.name: answer_to[view.question] for view in POLLED}
         return self.update_times(answer_to[query.GetTimes]) or new
+
+    def _add_samples(self, samples: Sequence[tuple[str, NodeSample]]) -> None:
+        """Apply samples of nodes, those of one node in order of time. One that is known adds nothing."""
+        self.samples = {node: as_dict(sample) for node, sample in dict(samples).items()}
+        for node, sample in samples:
+            loads = self.loads.setdefault(node, deque(maxlen=LOADS))
+            if not loads or sample.t_ns > loads[-1].t_ns:
+                load = load_of(as_dict(sample))
+                loads.append(NodeLoad(sample.t_ns, *(load[name] for name in NodeLoad._fields[1:])))
 
     def update_times(self, times: StepTimes) -> bool:
         """Replace the numbers of the run's steps; return whether there are new ones."""
@@ -127,3 +156,28 @@ class RunState:
 
 def _state(times: StepTimes) -> tuple[object, ...]:
     return times.version, times.last_step, times.steps, times.whole, times.world
+
+
+def load_of(sample: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return how busy and how full a node and its GPUs are; of these the hottest, and the power of all."""
+    gpus = sample.get("gpus") or []
+    used, heat, power = (_known(gpus, name) for name in ("util_pct", "temperature_c", "power_w"))
+    return {
+        "cpu_pct": sample.get("cpu_pct"),
+        "mem_pct": _memory_pct([sample]),
+        "gpus": len(gpus) if sample.get("gpus") is not None else None,
+        "gpu_util_pct": sum(used) / len(used) if used else None,
+        "gpu_mem_pct": _memory_pct(gpus),
+        "gpu_temperature_c": max(heat, default=None),
+        "gpu_power_w": sum(power) if power else None,
+    }
+
+
+def _known(gpus: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [gpu[name] for gpu in gpus if gpu[name] is not None]
+
+
+def _memory_pct(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    pairs = [(sample.get("mem_used_bytes"), sample.get("mem_total_bytes")) for sample in samples]
+    measured = [(used, total) for used, total in pairs if used is not None and total]
+    return 100 * sum(used for used, _ in measured) / sum(total for _, total in measured) if measured else None

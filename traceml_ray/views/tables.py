@@ -14,6 +14,7 @@ from traceml_ray.stages import STAGES
 
 from .health import dropped_text
 from .ranks import NAMED, SERVES, SILENT
+from .run_state import NodeLoad
 
 
 def rank_columns(
@@ -47,6 +48,51 @@ def rank_columns(
         *([Column("by step", lambda row: line(row["rank"]), "line")] if line else []),
         *map(stage, STAGES),
     ]
+
+
+def node_columns(
+    costs: Mapping[str, float], evidence: Collection[str], loads: Mapping[str, Sequence[NodeLoad]]
+) -> list[Column]:
+    """
+    Return the columns of `ranks.nodes`: times, load now, and load in the past, each on the scale of all it
+    can be. `costs`: of `ranks.costs_of`; `evidence`: labels of nodes with anomalies beside the verdict;
+    `loads`: of the run (`run_state`).
+    """
+
+    def past(name: str) -> Callable[[Mapping[str, Any]], Sequence[float | None]]:
+        return lambda node: [getattr(load, name) for load in loads.get(node["node_id"], ())]
+
+    def tone(node: Mapping[str, Any]) -> str:
+        lost = "" if node["alive"] else "critical"
+        return lost or ("warning" if node["named"] or node["label"] in evidence else "")
+
+    def ranks(node: Mapping[str, Any]) -> str:
+        return f"{len(node['ranks'])}" if node["alive"] else "lost"
+
+    return [
+        Column("node", lambda node: node["label"], tone=tone, link=lambda node: ("node", node["node_id"])),
+        Column("ranks", lambda node: len(node["ranks"]), "figures", ranks),
+        Column("costs", lambda node: costs.get(node["label"]), written=_cost_of(costs), unit="share"),
+        Column("median ms", lambda node: node["median_ms"], "aligned"),
+        Column("worst ms", lambda node: node["worst_ms"], "aligned"),
+        Column("rank", lambda node: node["worst_rank"], "plain"),
+        Column("skew", lambda node: node["skew_pct"], "percent"),
+        Column("slower", lambda node: node["slower_pct"], "more"),
+        Column("CPU", lambda node: node["cpu_pct"], "percent"),
+        Column("CPU past", past("cpu_pct"), "line", scale=(0, 100)),
+        Column("RAM", lambda node: node["mem_pct"], "percent"),
+        Column("RAM past", past("mem_pct"), "line", scale=(0, 100)),
+        Column("GPU", lambda node: node["gpu_util_pct"], "percent"),
+        Column("GPU past", past("gpu_util_pct"), "line", scale=(0, 100)),
+        Column("VRAM", lambda node: node["gpu_mem_pct"], "percent"),
+        Column("°C", lambda node: node["gpu_temperature_c"], "whole"),
+        Column("°C past", past("gpu_temperature_c"), "line", scale=(20, 100)),
+        Column("W", lambda node: node["gpu_power_w"], "whole"),
+    ]
+
+
+def _cost_of(costs: Mapping[str, float]) -> Callable[[Mapping[str, Any]], str]:
+    return lambda node: text.share(costs[node["label"]]) if node["label"] in costs else ""
 
 
 def rank_link(row: Mapping[str, Any]) -> Link:
