@@ -27,7 +27,7 @@ from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.events import events_of
 from traceml_ray.views.heat_figure import heat_figure
-from traceml_ray.views.ranks import nodes, worst_first
+from traceml_ray.views.ranks import badness, nodes
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import by_stage, number, rounded
 from traceml_ray.wire.codec import ready
@@ -311,7 +311,7 @@ def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str
 
 def _cards(nodes: list[Mapping[str, Any]], route: Route) -> list[Any]:
     """Return a card for each node, of very many the worst and the names of the others."""
-    shown = nodes if len(nodes) <= _CARDS else sorted(nodes, key=worst_first)[:_FEW_CARDS]
+    shown = nodes if len(nodes) <= _CARDS else sorted(nodes, key=badness, reverse=True)[:_FEW_CARDS]
     cards: list[Any] = [_card(node, route) for node in shown]
     if rest := [node for node in nodes if node not in shown]:
         links = [node_link(node["node_id"], node["label"], route) for node in rest]
