@@ -376,7 +376,7 @@ def test_unmarked_exchange_is_inferred_from_where_ranks_wait(cases: Path, name: 
     assert {rank.strategy for rank in ranks} == {"all_reduce (inferred)"}
     # What a fix saves is the last sentence of all.
     reason = verdict.why.removesuffix(verdict.saving).rstrip()
-    assert reason.endswith("`all_reduce`, before the optimizer, is inferred.")
+    assert reason.endswith("ranks exchange gradients in `all_reduce`, before the optimizer.")
     assert "wait for it in `sync_wait`" in verdict.why
 
 
@@ -389,7 +389,7 @@ def test_rank_that_fetches_for_all_is_named_by_its_own_marks(cases: Path) -> Non
 def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(cases: Path) -> None:
     verdict = judge(align(ranks_of(cases, "by_hand_healthy"), WORLD))
     assert verdict.label == "healthy", verdict.why
-    assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
+    assert verdict.why.endswith("ranks exchange gradients in `all_reduce`, before the optimizer.")
 
 
 def test_reduction_that_ranks_do_not_leave_together_is_not_judged(cases: Path) -> None:

@@ -112,11 +112,11 @@ def test_what_a_busy_machine_does_to_all_stages_is_no_stage_of_a_regression(out:
     comparison = compare("good", "busy", out=out)
     assert (comparison.word, comparison.stage, comparison.ranks) == ("worse", None, [])
     assert comparison.change_pct == pytest.approx(20, abs=1)
-    assert "No stage carries it: all that ranks did took 1.20× as long" in comparison.where
+    assert "No single stage explains it: all work of the ranks took 1.20× as long" in comparison.where
     late = compare("good", "busy-late", out=out)  # of what is longer, that is told apart
     assert (late.word, late.stage, [rank_change.rank for rank_change in late.ranks]) == ("worse", "data", [2])
     assert late.change_pct == pytest.approx(15, abs=1.5)
-    assert of(late, "step").change_pct > 30 and "what else ranks did took 1.20× as long" in late.where
+    assert of(late, "step").change_pct > 30 and "the ranks' other work took 1.20× as long" in late.where
 
 
 def test_comparison_is_the_same_each_time_and_all_of_it_is_data(out: Path) -> None:

@@ -37,7 +37,7 @@ def found(label: Any = "straggler", **given: Any) -> Verdict:
             {"label": "co_critical", "at_most": True},
             "Fixing it saves at most 30 % of the step, probably much less.",
         ),
-        ({"label": "imbalance", "rank": None, "ranks": ()}, "Waiting for it takes 30 % of the step."),
+        ({"label": "imbalance", "rank": None, "ranks": ()}, "This waiting takes 30 % of the step."),
         ({"label": "group_wide", "rank": None, "ranks": ()}, "The slow-down costs 30 % of the step."),
     ],
 )

@@ -77,7 +77,7 @@ def test_python_functions_are_the_same_at_another_address(tmp_path: Path) -> Non
 def test_calls_that_take_longer_are_named_as_many(tmp_path: Path) -> None:
     difference = compared(tmp_path, [MM, at_ms("aten::add", 60, 19)], [MM, ADD], beside=1)
     assert difference.sentences == [
-        "rank 0 spends 9 ms a step more in `aten::add` (as many calls) than rank 1."
+        "rank 0 spends 9 ms a step more in `aten::add` (same number of calls) than rank 1."
     ]
 
 
@@ -157,7 +157,7 @@ def test_waiting_for_a_device_and_its_work_are_told_apart(tmp_path: Path) -> Non
 
     difference = compared(tmp_path, launched(25, 2), launched(5, 22), n=1)
     assert more(difference) == {"aten::mm": 20.0} and difference.operations[0].on_device
-    assert "more in `aten::mm` on the device (as many calls)" in difference.sentences[0]
+    assert "more in `aten::mm` on the device (same number of calls)" in difference.sentences[0]
     assert {row.name for row in difference.waits} == {"record_param_comms", "cudaStreamSynchronize"}
 
 

@@ -659,7 +659,7 @@ class TestWatching:
         named = next(step for step, _, verdict in verdicts if verdict.label == "straggler")
         assert DEFAULTS.warmup_steps + 50 <= named <= DEFAULTS.warmup_steps + 60
         why = watched(verdicts)[-1].why
-        assert "steps of the run are known: of so few ranks, 50 are needed" in why
+        assert "steps of the run are known; with so few ranks 50 are needed" in why
 
     def test_usual_fluctuation_is_said_where_the_excess_is_not_above_it(self):
         d = played(7000, 12, (FORWARD, 1, 5000, None, 0.12), swings=0.4, seed=3)
@@ -679,7 +679,7 @@ class TestWatching:
         local[:, :, FORWARD] *= np.clip(random.normal(1, 1, (2000, 8)) * spread + 1, 0.2, 3)
         local[1000:, 1, FORWARD] += 1.5e6
         _, verdicts = live(synced(local.astype(np.int64), np.full(2000, EXCHANGE)))
-        pattern = r"late more often than chance would have it by ([\d.]+) standard errors, 4.2 are needed"
+        pattern = r"late ([\d.]+) standard errors more often than chance predicts; 4.2 are needed"
         lacks = [re.search(pattern, verdict.why) for verdict in watched(verdicts) if verdict.ranks == (1,)]
         assert [verdict.ranks for verdict in watched(verdicts)].count((1,)) > sum(map(bool, lacks)) >= 1
         assert all(0 < float(match[1]) < 4.2 for match in lacks if match)

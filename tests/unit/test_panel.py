@@ -264,7 +264,7 @@ def test_stored_session_shows_the_steps_in_which_a_rank_was_late(played: Played)
     assert "GLOBAL SKEW 62 %" in shown and f"NODE SUMMARY, steps {first}–{last}" in shown
     assert "rank5     31" in shown and f"Since step {first}" in shown and "so far" not in shown
     report = " ".join((played.folder / "report.txt").read_text().split())
-    assert f"(of all steps; what is named was in steps {first}–{last})" in report
+    assert f"(of all steps; the named cause was in steps {first}–{last})" in report
     ranks = seen(poll, Choice("ranks"))
     (late,) = [row for row in ranks.rows if row["rank"] == 5]
     assert late["over"] == pytest.approx(1.62, abs=0.05) and late["stages"]["data"] > 12

@@ -525,4 +525,4 @@ def test_unequal_work_beside_a_late_rank_is_of_its_own_stages_and_says_so():
     late, uneven = sorted((verdict, *verdict.also), key=lambda one: one.label, reverse=True)
     assert (late.label, late.rank, late.stage) == ("straggler", 3, "data")
     assert (uneven.label, uneven.stage, "data" in uneven.stages) == ("imbalance", "backward", False)
-    assert uneven.why.startswith("Beside rank 3 (node-1), no rank is late more often than the others")
+    assert uneven.why.startswith("Apart from rank 3 (node-1), no rank is late more often than the others")

@@ -203,7 +203,7 @@ def _others(others: Sequence[RankPosition]) -> str:
         return f"the other one {doing}"
     verb, _, rest = doing.partition(" ")
     doing = doing if count == 1 else f"{_PLURAL[verb]} {rest}"
-    which = f"the other {count:,}" if count == len(others) else f"of the other {len(others):,}, {count:,}"
+    which = f"the other {count:,}" if count == len(others) else f"{count:,} of the other {len(others):,}"
     return f"{which} {doing}"
 
 
@@ -226,7 +226,7 @@ def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
             f"{who} skipped one or called an additional one."
         )
     if stalled:
-        return f"Look at what `{blocking[0].span}` waits for; if it comes to an end, the job goes on."
+        return f"Look at what `{blocking[0].span}` waits for. The job continues when it ends."
     return f"Look at the stack of {who}: the others wait for what it is doing there."
 
 

@@ -54,7 +54,7 @@ _SEVERITY: dict[Kind, Severity] = {"failure": "critical", "finding": "warning", 
 LABELS: dict[Label, Meaning] = {
     "straggler": Meaning("finding", "ranks",
         "One rank (or one set of ranks) is late in one stage. Fixing it makes the step shorter by the given "
-        "cost. Anomalies of its node at that time stand beside it as evidence.",
+        "cost. Anomalies of its node at that time are listed as evidence.",
         "Look at what the rank does in that stage."),
     "co_critical": Meaning("finding", "ranks",
         "Two ranks are late in turn. Fixing one alone saves little.",
@@ -64,7 +64,7 @@ LABELS: dict[Label, Meaning] = {
         "Look for one cause of both."),
     "imbalance": Meaning("finding", "none",
         "No rank is late more often than the others. Ranks have unequal work, and in each step all wait "
-        "for the one that has most.",
+        "for the rank with the most work.",
         "Even out the work of the ranks in each step."),
     "group_wide": Meaning("finding", "all",
         "No rank is late, but a stage, or the whole step, has become slower for most ranks, compared "

@@ -402,13 +402,13 @@ def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
     """
     stays = "the work of the ranks stays at different levels for some steps"
     if math.isinf(least_ns):
-        return f"{stays}: {steps:,} steps are known, {LOUD_STEPS} are needed to tell a late rank from these"
+        return f"{stays}: {steps:,} steps are known; {LOUD_STEPS} are needed to tell a late rank from such levels"
     late, least = text.unit(late_ns / 1e6, "ms"), text.unit(least_ns / 1e6, "ms")
-    return f"{stays}: it is late by {late}, {least} would be beyond these"
+    return f"{stays}: it is late by {late}; more than {least} would exceed them"
 
 
 def in_words(z: float, least: float) -> str:
     """Describe by how many standard errors a rank is late beyond chance, and how many are required."""
     needed = f"{text.number(least, 1)} are needed"
     errors = f"{text.number(max(math.floor(10 * z) / 10, 0.0), 1)} standard errors"  # never as many as needed
-    return f"it was late more often than chance would have it by {errors}, {needed}"
+    return f"it was late {errors} more often than chance predicts; {needed}"

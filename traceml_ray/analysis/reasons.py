@@ -122,7 +122,7 @@ def with_span(verdict: Verdict, window: Window, find: FindSpan, thresholds: Thre
         return verdict
     _, span, more_ns, times = min(explain)  # the innermost: never longer than those around it
     seldom = transient and 0 < times < thresholds.span_often
-    per = (more_ns / times, "each time") if seldom else (more_ns, "a step")
+    per = (more_ns / times, "each time") if seldom else (more_ns, "per step")
     why, advice = wording.with_span(verdict.why, verdict.next, verdict.rank, verdict.stage, span, *per)
     return msgspec.structs.replace(verdict, span=span, why=why, next=advice)
 

@@ -98,12 +98,12 @@ def watched(verdict: Verdict, began: int, lasted_s: float, cost_s: float, cost: 
 
 def too_brief(hold_s: float) -> str:
     """Explain why nothing is named or watched although the window shows something."""
-    return f"What this window shows has lasted less than {duration(hold_s)}, or is over."
+    return f"A finding of this window has lasted less than {duration(hold_s)}, or is over."
 
 
 def too_early(verdict: Verdict, hold_s: float) -> str:
     """Explain why a run without a verdict so far names nobody although something is late or slower."""
-    return f"{_seen(verdict, 'is', 'are')}. That is not named yet: it has to last {duration(hold_s)}."
+    return f"{_seen(verdict, 'is', 'are')}. It is not named yet: it must last {duration(hold_s)}."
 
 
 def _seen(verdict: Verdict, one: str, several: str) -> str:
@@ -120,7 +120,7 @@ def _seen(verdict: Verdict, one: str, several: str) -> str:
 
 def so_far(lasted_s: float, cost_s: float) -> str:
     """Say what an episode that is still open has cost."""
-    return f"for {duration(lasted_s)}, of which it cost {duration(cost_s)}"
+    return f"lasted {duration(lasted_s)} so far, cost {duration(cost_s)}"
 
 
 def more(count: int) -> str:
@@ -300,7 +300,7 @@ def lacking(
         return f"it has lasted {steps:,} of the {limits.hold_steps:,} steps that are needed"
     if few_steps is not None:
         return (
-            f"{few_steps:,} steps of the run are known: of so few ranks, {limits.window_steps:,} are needed"
+            f"{few_steps:,} steps of the run are known; with so few ranks {limits.window_steps:,} are needed"
         )
     if not track.recurs:
         return "it was late twice, with more than ten steps in between: three times are needed"
@@ -308,7 +308,7 @@ def lacking(
         cost, least = unit(track.cost_ns / 1e9, "s"), unit(limits.hold_cost_s, "s")
         return f"it has cost {cost} of the {least} that are needed"
     if 2 * track.exact < track.seen:
-        return f"only {track.exact:,} of the {track.seen:,} windows that show it show nothing else beside it"
+        return f"it is the only finding in just {track.exact:,} of the {track.seen:,} windows that show it"
     if usual is not None and track.levels:
         place, level = track.typical_level()
         if level <= usual[place]:

@@ -39,8 +39,8 @@ _LOOK = {
     "backward": ("recomputation in backward", _DEVICE),
 }
 _LOOK_HOST = {
-    "forward": ("what the host does in it: Python code, synchronisation", "the CPU load of its node"),
-    "backward": ("what the host does in it: hooks, garbage collection", "the CPU load of its node"),
+    "forward": ("the host's work in that stage (Python code, synchronisation)", "the CPU load of its node"),
+    "backward": ("the host's work in that stage (hooks, garbage collection)", "the CPU load of its node"),
 }
 """What to look at, by stage, where the device waits for its host."""
 _SPANS = {
@@ -51,8 +51,8 @@ _SPANS = {
 """What to look at, by span, where the span in the stage is known."""
 _EVEN_OUT = {
     "post_sync": "Look at what ranks do in turn between two steps: logging, checkpoints, garbage collection.",
-    "data": "Look at prefetching and the number of DataLoader workers: loading is uneven on every rank.",
-    "prepare": "Look at preprocessing and copies, which take unevenly long on every rank.",
+    "data": "Look at prefetching and the number of DataLoader workers: loading time varies on every rank.",
+    "prepare": "Look at preprocessing and copies: their time varies on every rank.",
     "forward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
     "backward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
 }
@@ -98,7 +98,7 @@ def _whole_node(window: Window, places: Sequence[int]) -> str | None:
 def _inferred(window: Window) -> str:
     if not window.inferred:
         return ""
-    return f" That ranks exchange gradients in {functions(window)}, before the optimizer, is inferred."
+    return f" It is inferred that ranks exchange gradients in {functions(window)}, before the optimizer."
 
 
 def in_group(group: Window, why: str) -> str:
@@ -126,8 +126,8 @@ def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: Past
                 "them is part of its stages."
             )
         return (
-            f"{alone} Of {text.ns(evidence.mean_step_ns)} a step, "
-            f"`{STAGES[stage]}` takes {text.share(float(share[stage]))}."
+            f"{alone} `{STAGES[stage]}` takes {text.share(float(share[stage]))} of a step of "
+            f"{text.ns(evidence.mean_step_ns)}."
         )
     if finding.causes:
         cause = finding.causes[0]
@@ -150,8 +150,8 @@ def healthy(evidence: Evidence, finding: Finding, limits: Thresholds, past: Past
         )
         why = doubt(evidence, [place], out_of, past, limits) or "more steps will tell"
         return (
-            f"No rank is late beyond doubt. {_who(window, [place])} has the largest excess over its peers, "
-            f"{text.share(largest)} of the step in `{STAGES[out_of]}`, which may be chance: {why}."
+            f"No rank is clearly late. {_who(window, [place])} has the largest excess over its peers, "
+            f"{text.share(largest)} of the step in `{STAGES[out_of]}`, but it may be chance: {why}."
             + _idle(evidence)
             + _unsplit(evidence)
             + _inferred(window)
@@ -203,7 +203,7 @@ def saving(
     """
     cost = f"{text.percent(together_pct)} of {whole_time}"
     if label == "imbalance":
-        return f"Waiting for it takes {cost}."
+        return f"This waiting takes {cost}."
     if label == "group_wide":
         return f"The slow-down costs {cost}."
     if label == "co_critical" and not at_most:
@@ -271,7 +271,7 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     late = [f"{_who(window, cause.places)} out of {_by(evidence, cause)}" for cause in finding.causes]
     why = f"Late at the same time: {text.listed(late)}."
     if window.waits_inside:
-        why += " The ranks wait inside forward and backward as well, so each may save more than is given."
+        why += " The ranks wait inside forward and backward as well, so fixing each may save more than stated."
     looks: dict[str, list[str]] = {}
     for cause in finding.causes:
         looks.setdefault(_look(evidence, cause), []).append(_who(window, cause.places))
@@ -282,10 +282,10 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
 def _imbalance(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     stages = text.listed([f"`{STAGES[cause.stage]}`" for cause in finding.causes])
     late = sorted({place for cause in evidence.beside for place in cause.places})
-    who = f"Beside {_who(evidence.window, late)}, no rank" if late else "No rank"
+    who = f"Apart from {_who(evidence.window, late)}, no rank" if late else "No rank"
     why = (
-        f"{who} is late more often than the others, but they have unequal work in {stages}: they wait for "
-        "whichever has most to do."
+        f"{who} is late more often than the others, but their work in {stages} is unequal: in each step they "
+        "wait for the rank with the most work."
     )
     return why, _EVEN_OUT[STAGES[finding.causes[0].stage]]
 
@@ -306,7 +306,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
     per_step = " a step" * (drift.stage is not None)
     why = (
         f"{takes} {text.ns(old + drift.extra_ns)}{per_step}{who}{since}, {text.ns(drift.extra_ns)} more than "
-        f"the {text.ns(old)} of {baseline_is(baseline)}. Comparing ranks with each other does not show it."
+        f"the {text.ns(old)} of {baseline_is(baseline)}. A comparison between ranks does not show it."
     )
     if drift.stage is None:
         most = np.argsort(drift.stages_ns)[:-4:-1]
@@ -315,7 +315,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
             for index in most
             if drift.stages_ns[index] > 0
         ]
-        why += f" No stage carries it alone: {text.listed(parts)} more."
+        why += f" No single stage explains it: {text.listed(parts)} more."
     advice = _SLOWER if drift.stage is None else _SHARED[STAGES[drift.stage]]
     return why + _unsplit(evidence) + _inferred(evidence.window), advice
 
@@ -330,7 +330,7 @@ def with_span(
     why: str, advice: str, rank: int, stage: str, name: str, ns: float, per: str
 ) -> tuple[str, str]:
     """Return (why, next) with the span of `stage` that makes `rank` late, instead of the stage as a whole."""
-    why += f" Of the time that rank {rank} is late, {text.ns(ns)} {per} are in `{name}`."
+    why += f" In `{name}`, rank {rank} takes {text.ns(ns)} longer {per} than its peers."
     look = _SPANS.get(name, f"`{name}` of rank {{}}").format(rank)
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 

@@ -175,7 +175,7 @@ def _event(before: _Now, after: _Now) -> wire.Event:
     return wire.Event(
         "restart",
         after.last_rows_ns,
-        message=f"{text.age(seconds)} (to about 1 s) without steps; then attempt {after.attempt} on {size}",
+        message=f"{text.age(seconds)} (± 1 s) without steps; then attempt {after.attempt} on {size}",
         data={
             "attempt": after.attempt,
             "seconds": seconds,

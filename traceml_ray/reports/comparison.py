@@ -54,8 +54,8 @@ _MEMORY = {
 _FACTS: tuple[tuple[str, str, Callable[[StepTimes, Mapping[str, Any]], Any]], ...] = (
     ("throughput", "steps/s", lambda times, _: times.steps_per_s if times.steps else None),
     ("productive time", "%", lambda times, _: times.productive_pct),
-    ("cost of what is named", "%", lambda _, verdict: verdict.get("cost_pct")),
-    ("named causes cost", "s", lambda _, verdict: verdict.get("lost_s")),
+    ("cost of the verdict", "%", lambda _, verdict: verdict.get("cost_pct")),
+    ("time lost to causes", "s", lambda _, verdict: verdict.get("lost_s")),
 )
 
 
@@ -344,11 +344,11 @@ def _where(verdict: ComparisonVerdict, step: NumberChange) -> str:
         return ""
     rest = f"took {text.times(verdict.rest)} as long"
     if verdict.by is not None and verdict.by.what in STAGES:
-        return f"In all {_step(step)}; what else ranks did {rest}."
+        return f"{_step(step).capitalize()}; the ranks' other work {rest}."
     if verdict.stage is not None:
-        return f"`{verdict.stage}` carries it: the exchange itself, as no rank's own time does."
-    alike = "" if verdict.rest is None else f": all that ranks did {rest}, as beside other work"
-    return f"No stage carries it{alike}."
+        return f"`{verdict.stage}` explains it: the exchange itself takes longer, not the work of a rank."
+    alike = "" if verdict.rest is None else f": all work of the ranks {rest}, as on a busier machine"
+    return f"No single stage explains it{alike}."
 
 
 def _cannot(a: Known, b: Known, changes: Sequence[NumberChange]) -> list[str]:
@@ -384,9 +384,9 @@ def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
     for name, known_side in (("A", a), ("B", b)):
         notes += _notes_of(name, known_side)
     notes.append(
-        "Intervals are of the steps of these two runs, and take it that the next run may differ by as much "
-        "as the fifths of one do. What lasts longer than a run is in none of them; below "
-        f"{100 * limits.least:g} % of a step nothing is called different."
+        "Intervals come from the steps of these two runs. They assume that two runs differ by as much as the "
+        "fifths of one run do, and do not cover effects that last longer than a run. Differences below "
+        f"{100 * limits.least:g} % of a step count as no difference."
     )
     return notes
 

@@ -147,7 +147,7 @@ def _of_a_part(summary: Mapping[str, Any]) -> str:
     steps = 0 if episode is None else episode["to_step"] - episode["from_step"] + 1
     if episode is None or steps > _MOST_OF * summary["steps"]["count"]:
         return ""
-    return f" (of all steps; what is named was in steps {episode['from_step']:,}–{episode['to_step']:,})"
+    return f" (of all steps; the named cause was in steps {episode['from_step']:,}–{episode['to_step']:,})"
 
 
 def steps_facts(summary: dict[str, Any]) -> Facts:
@@ -215,8 +215,8 @@ def _sampled(steps: dict[str, Any]) -> str:
     if timed_pct > 99:
         return ""
     return (
-        f"all but the number of steps and their mean is of {text.percent(timed_pct)} of the steps: only in "
-        "these was the device's clock read"
+        f"the device's clock was read in {text.percent(timed_pct)} of the steps; all figures but the number of "
+        "steps and their mean cover these steps"
     )
 
 
@@ -445,7 +445,7 @@ def ledger_facts(ledger: WholeLedger) -> Facts:
     line = f"{counts['produced']} rows produced = {counts['stored']} stored + {counts['in_flight']} in flight"
     line += f" + {total:,} dropped" + f" ({places})" * (total > 0)
     folded = f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
-    missing = f"not known: what {who} produced after the last report"
+    missing = f"not known: rows that {who} produced after the last report"
     return Facts(("Ledger", line), ("", folded * (ledger.folded > 0)), ("", missing * bool(unknown)))
 
 

@@ -272,7 +272,7 @@ def headline(
     if death.consequence and (earlier := _earlier(all_deaths, node_of(death), ranks, world)):
         return earlier
     stage = _one({one.stage for one in first})
-    then = f" {text.count(others, 'other rank')} went down after {'them' if tie else 'it'}."
+    then = f" {text.count(others, 'other rank')} ended after {'them' if tie else 'it'}."
     return Verdict(
         label="oom" if death.out_of_memory else "rank_lost",
         stage=stage,

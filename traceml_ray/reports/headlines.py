@@ -120,8 +120,8 @@ def restarted(earlier: Sequence[EarlierStart]) -> str:
     took = text.duration(sum(one.seconds for one in earlier))
     noun = "step" if len(earlier) == 1 and earlier[0].steps == 1 else "steps"
     return (
-        f"Restarted {often}, after {steps} {noun} ({took}). Steps are counted from 0 again, and all numbers "
-        "are of those since. Of the steps before, those after the last checkpoint were lost and made again."
+        f"Restarted {often}, after {steps} {noun} ({took}). Steps are counted from 0 again; all numbers "
+        "cover the steps since then. Steps after the last checkpoint were lost and repeated."
     )
 
 

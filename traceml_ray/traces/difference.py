@@ -441,6 +441,6 @@ def _calls(row: Compared) -> str:
     if row.name == OUTSIDE:
         return ""
     if abs(more) < _LIMITS.same_calls:
-        return " (as many calls)"
+        return " (same number of calls)"
     number = text.number(abs(more))
     return f" ({number} call{'' if number == '1' else 's'} {'more' if more > 0 else 'fewer'})"

@@ -175,7 +175,7 @@ def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> 
     notes = [note for note in (verdict.get("note") or "").split("; ") if note]
     why: str = verdict["why"]
     if incident:
-        notes = [note for note in notes if "of which it cost" not in note]
+        notes = [note for note in notes if " so far, cost " not in note]
         why = why.replace(f" {verdict['saving']}", "") if verdict.get("saving") else why
     return why + (f" ({'; '.join(notes)})" if notes else "")
 

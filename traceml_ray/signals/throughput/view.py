@@ -55,7 +55,7 @@ def _rates(known: Throughput) -> str:
     ]
     if not rates:
         return ""
-    best = f"; the best 5 % of the steps take {text.percent(known.efficiency_pct)} of the mean one's time"
+    best = f"; efficiency {text.percent(known.efficiency_pct)} (fastest 5 % of steps ÷ mean step)"
     return f"{', '.join(rates)} of all ranks{best}"
 
 
@@ -74,7 +74,7 @@ def _mfu(known: Throughput) -> str:
 def _left(known: Throughput) -> str:
     if known.eta_s is None or known.total_steps is None:
         return ""
-    return f"{text.duration(known.eta_s)} of {text.count(known.total_steps, 'step')}, as the recent ones"
+    return f"{text.duration(known.eta_s)} of {text.count(known.total_steps, 'step')}, at the recent rate"
 
 
 def _numbers(known: Throughput) -> Iterator[Number]:
@@ -90,13 +90,13 @@ def _numbers(known: Throughput) -> Iterator[Number]:
         left = text.duration(known.eta_s)
         amount, unit = left.split(" ")
         about = f"of {text.count(known.total_steps, 'step')}"
-        how = "the steps to come take as long as recent ones"
+        how = "if the remaining steps take as long as recent ones"
         value = float(amount.replace(",", ""))
         yield Number("left", "Time left", value, unit, about, title=how, short=("LEFT", left))
 
 
 def _rate(known: Throughput) -> Number:
-    best = f"its best 5 % of steps: {text.percent(known.efficiency_pct)} of a step's time"
+    best = f"efficiency {text.percent(known.efficiency_pct)}: fastest 5 % of steps ÷ mean step"
     for name in ("tokens", "samples"):
         rate = getattr(known, f"{name}_per_s")
         if rate is not None:
