@@ -271,7 +271,7 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     late = [f"{_who(window, cause.places)} out of {_by(evidence, cause)}" for cause in finding.causes]
     why = f"Late at the same time: {text.listed(late)}."
     if window.waits_inside:
-        why += " The ranks wait inside forward and backward as well, so fixing each may save more than stated."
+        why += " The ranks also wait inside forward and backward, so fixing each may save more than stated."
     looks: dict[str, list[str]] = {}
     for cause in finding.causes:
         looks.setdefault(_look(evidence, cause), []).append(_who(window, cause.places))

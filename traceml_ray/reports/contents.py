@@ -215,8 +215,8 @@ def _sampled(steps: dict[str, Any]) -> str:
     if timed_pct > 99:
         return ""
     return (
-        f"the device's clock was read in {text.percent(timed_pct)} of the steps; all figures but the number of "
-        "steps and their mean cover these steps"
+        f"the device's clock was read in {text.percent(timed_pct)} of the steps; all figures but the number "
+        "of steps and their mean cover these steps"
     )
 
 
