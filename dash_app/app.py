@@ -93,7 +93,7 @@ class _Page(NamedTuple):
 
 
 class Refresher:
-    """Answers the browsers' refreshes; a page is made once for all browsers that show it."""
+    """Answers the refreshes of all browsers. A page is made once for all of them that show it."""
 
     def __init__(self, session: SessionPages) -> None:
         self._session = session
@@ -104,10 +104,11 @@ class Refresher:
         self, pathname: str | None, search: str | None, seen: Any, of_browser: Any = ""
     ) -> tuple[Any, dict[str, Any]]:
         """
-        Return the page's elements if it is another page, and `{"seen", "set"}`: `set` is `{id: properties}`.
+        Return the elements of the page, or `no_update` where the browser has that page already, and what
+        changes in it: `{"seen": …, "set": {id: properties}}`.
 
-        `seen` is that of the last answer, so that nothing is sent twice; `of_browser` the timezone of the
-        moments shown. An error is counted, and is one line on the page.
+        `seen` is that of the browser's last answer: what it has is not sent again. `of_browser` is its
+        timezone. Raises nothing: an error is counted, and the page has a line that says so.
         """
         of_browser = of_browser if isinstance(of_browser, str) and len(of_browser) < 64 else ""
         with timezone.timezone_of(of_browser):
@@ -159,15 +160,16 @@ class Refresher:
         return page
 
     def search_targets(self, text: str, pathname: str | None, search: str | None) -> dict[str, str]:
-        """Return the pages that a text in the search box may mean, by name, the best first."""
+        """Return the links to the pages that a text in the search box may mean, by name, the best first."""
         route = Route.parse(pathname, search) or Route()
         run = self._session.run_of(route)
         return search_targets(run, route, text) if run else {}
 
     def cell(self, asked: dict[str, Any] | None, search: str | None) -> str | None:
         """
-        Return in words what a cell of the heatmap is, under the `heading` that it has in the browser; see
-        `pages.overview.cell` for what else is `asked`.
+        Return the tooltip of a cell of the heatmap: `asked["heading"]`, which the browser shows already,
+        and what `pages.overview.cell` says of the rest of `asked`. None: there is nothing to say, or it
+        failed (counted).
         """
         try:
             route = Route.parse("/", search)
@@ -185,7 +187,7 @@ class Refresher:
 
 
 def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.Dash:
-    """Return the app on `server`; browsers ask it every `poll_s`."""
+    """Return the Dash app on a Flask `server`; a browser asks it for news every `poll_s` seconds."""
     app = dash.Dash(
         "traceml_ray.dash_app",
         server=server,  # type: ignore[arg-type]

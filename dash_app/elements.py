@@ -46,7 +46,7 @@ def part(element: Any) -> Content:
 
 
 def plain(content: Any) -> Any:
-    """Return a component as `[tag, properties, *children]`, and text as it is."""
+    """Return a Dash component as `[tag, properties, *children]` for `Content`; a text as it is."""
     if not isinstance(content, Component):
         return content
     if isinstance(content, Content):
@@ -60,23 +60,27 @@ def plain(content: Any) -> Any:
 
 
 def aria(**properties: str) -> dict[str, Any]:
-    """Return properties for assistive technology: `label`, `hidden`, `live`, …"""
+    """
+    Return properties for assistive technology by their names without "aria-": `label`, `hidden`,
+    `live`.
+    """
     return {f"aria-{name}": value for name, value in properties.items()}
 
 
 def panel(title: str, *body: Any, note: Any = None) -> html.Section:
-    """Return a titled box; `note` is to the right of the title."""
+    """Return a titled box with elements; `note` is shown at the right of the title."""
     return html.Section([panel_head(title, note), *body], className="panel")
 
 
 def panel_head(title: str, note: Any, id: str = "") -> html.Div:
+    """Return the title of a box, and at its right a `note`, which can have an `id`."""
     attributes: dict[str, Any] = {"id": id} if id else {}
     beside = html.Div(note, className="note", **attributes)
     return html.Div([html.H2(title), beside], className="panel-head")
 
 
 def facts(id: str, pairs: Mapping[str, Any]) -> Content:
-    """Return names and values in one line that wraps, as a part; unknown ones are "n/a"."""
+    """Return names and values in a line that wraps, as a part of a page; values that are None are "n/a"."""
     cells = [html.Div([html.Dt(name), html.Dd(text.plain(value))]) for name, value in pairs.items()]
     return part(html.Dl(cells, id=id, className="facts"))
 
@@ -127,17 +131,17 @@ def trail(route: Route, *names: tuple[str, str | None]) -> Content:
 
 
 def rank_link(rank: int | None, route: Route, word: str = "") -> Any:
-    """Return a link to the page of a rank; nothing for None."""
+    """Return a link to the page of a rank, `word` before its number; None where `rank` is None."""
     return None if rank is None else dcc.Link(f"{word}{rank}", href=route.to("rank", rank))
 
 
 def step_link(step: int | None, route: Route) -> Any:
-    """Return a link to the page of a step; nothing for None."""
+    """Return a link to the page of a step; None where `step` is None."""
     return None if step is None else dcc.Link(f"{step:,}", href=route.to("step", step))
 
 
 def node_link(key: str | None, label: str | None, route: Route) -> Any:
-    """Return a link to the page of a node, or its bare label."""
+    """Return a link to the page of a node by its id (`key`); its label alone where the id is None."""
     return text.plain(label) if key is None else dcc.Link(label or key, href=route.to("node", key))
 
 
@@ -150,7 +154,7 @@ def died(death: DeathInfo) -> list[Any]:
 
 
 def meter(label: str, value: float | None) -> html.Div:
-    """Return a share of 0–100 % as a bar with its number."""
+    """Return a labelled bar for a share of 0 to 100 % with its number; None is "n/a"."""
     width = 0.0 if value is None else max(0.0, min(100.0, value))
     bar = html.I(html.B(style={"width": f"{width:.0f}%"}))
     return html.Div([html.Span(label), bar, html.Span(text.percent(value))], className="meter")
@@ -192,10 +196,12 @@ def table(
     cells: Mapping[str, Cell] | None = None,
 ) -> Any:
     """
-    Return a table with a row for each item and the note below it; without any item, what it says then.
+    Return a table with a row for each item of `block`, and its note below; without any item its `empty`
+    text.
 
-    Columns that stay empty are left out, unless they have one of `heads`: what is in the place of a name, as
-    `listing.heads`. So have `cells`, by name of the column, in the place of what it writes of an item.
+    Columns that stay empty are left out. `heads` has, by the name of a column, an element in place of the
+    name (`listing.heads`); `cells` a function that makes the element of an item in place of what the column
+    writes. Such columns always stay.
     """
     note = [html.P(marked(block.note), className="hint")] if block.note else []
     items = [*block.items]
@@ -267,7 +273,7 @@ def _lines(column: Column, block: Table) -> Cell:
 
 
 def facts_list(block: Facts) -> Any:
-    """Return names with what is to be said of each."""
+    """Return facts as a list of names, each with one or more sentences."""
     named: list[tuple[str, list[Any]]] = []
     for name, value in block.pairs:
         if name or not named:
@@ -277,7 +283,7 @@ def facts_list(block: Facts) -> Any:
 
 
 def blocks(content: Section, route: Route) -> list[Any]:
-    """Return what a page can show of a section without a script: facts, lines and tables."""
+    """Return the facts, lines and tables of a section as elements; its drawings are left out."""
     shown: list[Any] = []
     for block in content.blocks:
         if isinstance(block, Facts) and block.pairs:

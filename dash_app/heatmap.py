@@ -32,8 +32,11 @@ _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
 
 def rows(heat: StepColumns, verdict: Mapping[str, Any], route: Route) -> list[HeatRow]:
     """
-    Return what is drawn. In the URL `order` is `cost`, or by default by node; `open` and `shut` are nodes
-    that a person has opened or closed. By itself one is open where ranks are few, or the verdict names it.
+    Return the rows of the heatmap with their links, in the order that the URL asks for.
+
+    In the URL `order=cost` is the worst first; by default rows are by node. `open` and `shut` name nodes
+    that a person has opened or closed; any other is open where ranks are few, or the verdict names one of
+    them.
     """
     named = drawing.suspects(heat, verdict)
     if route.get("order") == "cost":
@@ -64,7 +67,7 @@ def _toggle(route: Route, node: str, is_open: bool) -> str:
 
 
 def gutter(drawn: Sequence[HeatRow]) -> html.Div:
-    """Return the names of the rows, as many as there is room for; it is as high as the heatmap."""
+    """Return the names of the rows beside the heatmap, as high as that, and as many as there is room for."""
     lines = sum(row.height for row in drawn)
     px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
     edges = [0, *accumulate(row.height for row in drawn)]
@@ -106,7 +109,7 @@ def _labelled_rows(drawn: Sequence[HeatRow], middles: Sequence[float]) -> list[i
 
 
 def scale() -> html.Div:
-    """Return the colours with what they mean."""
+    """Return the legend: the colours with the ratios to the median that they stand for."""
     stops = ", ".join(
         f"{css(colour)} {100 * level(factor) / 254:.0f}%" for factor, colour in HEAT_COLOURS.items()
     )
@@ -120,7 +123,7 @@ def scale() -> html.Div:
 
 
 def as_table(heat: StepColumns, drawn: Sequence[HeatRow], route: Route) -> Any:
-    """Return the newest columns in numbers, the worst rows first."""
+    """Return the newest columns of the heatmap as a table of ratios to the median, the worst rows first."""
     z = drawing.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
 

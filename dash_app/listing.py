@@ -42,7 +42,10 @@ class ChosenRows(NamedTuple):
 
 
 def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> ChosenRows:
-    """Return the page of `items` that the URL names. The search looks at `words_of(item)`."""
+    """
+    Return the items that the URL asks for: found by its search (`q`, among `words_of(item)`), in its order
+    (`sort`, one of `keys`), and of these its `page`.
+    """
     words = (route.get("q") or "").casefold().split()
     matching = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
     name = route.get("sort") or ""
@@ -67,7 +70,7 @@ def _comparable(value: Any) -> Any:
 
 
 def field(route: Route, what: str) -> html.Div:
-    """Return the search field of a page; `what` is searched."""
+    """Return the search field of a page, whose text becomes `q` in the URL; `what` names what is searched."""
     given: dict[str, Any] = {"type": "search", "placeholder": f"Search {what} …", "debounce": 0.3}
     field = dcc.Input(
         id=FIELD, value=route.get("q") or "", autoComplete="off", className="goto find", **given
@@ -76,7 +79,10 @@ def field(route: Route, what: str) -> html.Div:
 
 
 def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]:
-    """Return headers as links that put a list in the order of their column; a second click reverses it."""
+    """
+    Return the heads of columns that have a sort key, as links: a click sorts by the column, another one in
+    the other direction.
+    """
     chosen, shown = route.get("sort") or "", {}
     for column in columns:
         name = column.name
@@ -96,7 +102,7 @@ def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]
 
 
 def pages(chosen: ChosenRows, route: Route, noun: str) -> html.Div:
-    """Return the number of items, and links to the pages around this one."""
+    """Return how many items (`noun`) there are, and links to the pages of the list around this one."""
     page, last = chosen.page, chosen.pages
     size = text.count(chosen.n_all, noun)
     size = size if chosen.n_matching == chosen.n_all else f"{chosen.n_matching:,} of {size}"
@@ -110,13 +116,16 @@ def pages(chosen: ChosenRows, route: Route, noun: str) -> html.Div:
 
 
 def states(route: Route, counts: Mapping[str, int]) -> html.Nav:
-    """Return the filter by state, with how many are in each."""
+    """Return links that filter a list by state, with the number of items in each."""
     values = {f"all {sum(counts.values()):,}": None} | {f"{name} {n:,}": name for name, n in counts.items()}
     return chips(route, "state", values, "State")
 
 
 def chips(route: Route, name: str, values: Mapping[str, Any], label: str) -> html.Nav:
-    """Return links to the values of one filter, by what they are called; None is that of no filter."""
+    """
+    Return links that set a query name of the URL to one of `values`, by what they are called; None removes
+    it.
+    """
     chosen = route.get(name)
     links = [
         link(shown, route.here(**{name: value, "page": None}), "chip", on=chosen == value)

@@ -40,7 +40,10 @@ Series = Iterable[tuple[Sequence[object], float | None]]
 
 
 def health(session: SessionPages) -> dict[str, Any]:
-    """Return whether the session answers; nothing of it that is private."""
+    """
+    Return whether the session answers, and its state: nothing that is private, as no token is asked
+    for.
+    """
     return {
         "status": "ok" if session.stale_since_ns is None else "stale",
         "state": state_of(session, session.newest),

@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C, and end this process.
 
-    Raises SessionError or SourceError where there is nothing to show, SettingError, and OSError where
-    the address cannot be had.
+    Raises SessionError or SourceError if there is no such session, SettingError for a setting or token that
+    is wrong, OSError if it cannot listen at the address.
     """
     signal.signal(signal.SIGTERM, _end)
     for noisy in ("ray._private.worker", "waitress.queue"):  # of its own signals; of every request that waits

@@ -36,7 +36,10 @@ _MAX_NAMES, _MAX_VALUE = 16, 1024
 
 
 class Route(msgspec.Struct, frozen=True):
-    """`page` is a name in `pages.PAGES`, `key` the node or rank, `query` the rest of the selection."""
+    """
+    What a URL shows: a page (a name in `pages.PAGES`), its key (a node, rank, step or profile; "": none),
+    and the rest of the selection as names and values.
+    """
 
     page: str = "overview"
     key: str = ""
@@ -44,7 +47,7 @@ class Route(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, pathname: str | None, search: str | None) -> Route | None:
-        """Parse a URL. Returns None if there is no such page."""
+        """Return what a URL shows, of its path and its query; None: there is no such page. Never raises."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = _PATHS.get(first)
         if page is None or bool(key) != (page in ("node", "rank", "step", "profile")):
@@ -59,15 +62,18 @@ class Route(msgspec.Struct, frozen=True):
         return cls(page, unquote(key), query)
 
     def get(self, name: str) -> str | None:
-        """Return one value of the query."""
+        """Return the value of a query name; None: the URL does not have it."""
         return dict(self.query).get(name)
 
     def select(self, *names: str) -> dict[str, str]:
-        """Return those values of the query."""
+        """Return the values of those of the `names` that the URL has."""
         return {name: value for name, value in self.query if name in names}
 
     def to(self, page: str, key: Any = "", /, **query: Any) -> str:
-        """Return the link to another page; session and run stay, and while they do the range of steps."""
+        """
+        Return the link to a page and its key. Session, run and the range of steps stay; `query` changes
+        values, None removes one. Where it changes session or run the range does not stay.
+        """
         path = next(path for path, name in _PATHS.items() if name == page)
         url = f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else "")
         kept = SCOPE if query.keys() & {*SCOPE} else (*SCOPE, *RANGE)

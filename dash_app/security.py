@@ -111,7 +111,7 @@ class Guard:
         self._proof = hmac.new(key, b"cookie", "sha256").hexdigest()
 
     def install(self, server: Flask) -> None:
-        """Register with the server, before any other handler does."""
+        """Register with a server, before any other handler of it does: what is refused reaches none."""
         server.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
         server.before_request(self._admit)
         server.after_request(self._harden)

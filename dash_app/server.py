@@ -186,7 +186,10 @@ def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:
 
 
 def layers_request_of(values: Mapping[str, str]) -> LayersRequest:
-    """Return what a form asks for. Raises ValueError, which says what is wrong."""
+    """
+    Return the request that the values of the form of layers ask for. Raises ValueError with what is
+    wrong.
+    """
     steps = (values.get("steps") or "20").strip()
     if not (steps.isascii() and steps.isdecimal()):
         raise ValueError(f"{steps[:20]!r} is no number of steps")

@@ -43,12 +43,13 @@ _PIECE = 1 << 20
 
 class Breakdowns:
     """
-    One per session. Any thread may ask; none waits for a trace to be read.
+    The breakdowns of a session's profiles, computed once. Any thread may ask; none waits for a trace to be
+    read.
 
     Args:
         source: the session.
         errors: where failures are counted.
-        renew: is called when there is a new one.
+        renew: is called when another breakdown is there.
     """
 
     def __init__(self, source: Source, errors: Errors, renew: Callable[[], None]) -> None:
@@ -60,7 +61,10 @@ class Breakdowns:
         """When the computation failed, per profile id (monotonic seconds)."""
 
     def get(self, info: ProfileInfo) -> Breakdown | str | None:
-        """Return the breakdown of a profile; None while it is being computed; a sentence if it cannot be."""
+        """
+        Return the breakdown of a profile; None while it is computed; a sentence that says why it cannot
+        be.
+        """
         name = info.profile.id
         if not info.profile.captured:
             return "no rank was captured"
@@ -112,8 +116,9 @@ def _read(folder: Path) -> Breakdown:
 @contextlib.contextmanager
 def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
     """
-    Give a folder with the traces of a profile: its own, or a copy where that is on another node. Raises
-    QueryError where they cannot be had, OSError where there is no room for a copy.
+    Context manager: the folder with the traces of a profile, or a copy of it if that is on another node.
+
+    Raises QueryError if the traces cannot be had, OSError if there is no room for a copy.
     """
     if is_here(info):
         yield Path(info.path)
@@ -140,7 +145,10 @@ def is_here(info: ProfileInfo) -> bool:
 
 
 def pieces(source: Source, profile: Profile, name: str, size: int | None) -> Iterator[bytes]:
-    """Yield a file of a profile in pieces, `size` bytes (None: all of it). Raises QueryError: it is gone."""
+    """
+    Yield a file of a profile in pieces: `size` bytes, or all of it. Raises QueryError if it has been
+    removed.
+    """
     offset = 0
     while size is None or offset < size:
         most = _PIECE if size is None else min(_PIECE, size - offset)
@@ -154,7 +162,10 @@ def pieces(source: Source, profile: Profile, name: str, size: int | None) -> Ite
 
 
 class SessionCache(SessionPoll):
-    """Arguments as of `SessionPoll`."""
+    """
+    The newest answers about a session (`SessionPoll`, whose arguments it has), and breakdowns of its
+    profiles.
+    """
 
     def __init__(self, source: Source, **how: Any) -> None:
         super().__init__(source, **how)

@@ -26,8 +26,10 @@ _Key = tuple[Route, str | None]
 
 class SessionPages(SessionCache):
     """
-    The data that all browsers see. Any thread may call `poll` and `view`; none holds `lock` while the source
-    is asked, so a slow source delays only those who need its answer. Arguments as of `SessionPoll`.
+    The data of all pages, the same for all browsers. Arguments are those of `SessionPoll`.
+
+    Any thread may call `poll` and `view`; none holds `lock` while the source is asked, so a slow source
+    delays only those who need its answer.
     """
 
     def __init__(self, source: Source, **how: Any) -> None:
@@ -49,17 +51,21 @@ class SessionPages(SessionCache):
 
     def header(self, route: Route) -> dict[str, Any]:
         """
-        Return the header that all pages have. In the URL `run` is one of the session (id or name), `session`
-        another stored one in the same folder (name).
+        Return the header of all pages (`shell.data`) for what a URL selects: `run` by id or name, `session`
+        by the name of a stored one in the same folder.
         """
         return self._select(route)[-1]
 
     def of(self, name: str | None) -> SessionPages:
-        """Return the pages of the session called `name`; None: of this session. Raises QueryError."""
+        """
+        Return the pages of the stored session called `name`; None: of this session.
+
+        Raises QueryError if there is none of that name, or it cannot be read.
+        """
         return self._other(name) or self
 
     def run_of(self, route: Route) -> RunState | None:
-        """Return the run that a URL selects."""
+        """Return the run that a URL selects; None: there is none."""
         return self._select(route)[1]
 
     def view(self, route: Route) -> dict[str, Any]:

@@ -73,7 +73,7 @@ _SVG = "http://www.w3.org/2000/svg"
 
 
 def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
-    """Return the header that all pages have."""
+    """Return the header of all pages: session, run, state, verdict, findings and their cost."""
     state = state_of(cache, run)
     verdict = run.verdict if run else None
     findings = found_in(cache, run, state) if run else []
@@ -95,7 +95,10 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
 
 
 def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
-    """Return the header in place of that of a session (or run: `what`) which cannot be read."""
+    """
+    Return the header in place of that of a session, or run (`what`), called `name` that cannot be read:
+    `why`, and which `others` there are.
+    """
     unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run", "restarted")
     return {
         "version": cache.version,
@@ -142,7 +145,7 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
 
 
 def layout(poll_s: float) -> html.Div:
-    """Return the elements around every page, those of `parts` still empty; browsers ask every `poll_s`."""
+    """Return the elements around every page, its `parts` still empty; browsers ask every `poll_s` seconds."""
     goto: dict[str, Any] = {"type": "text", "placeholder": "rank, node, step …"}
     bar = [
         dcc.Link("traceml-ray", href="/", className="brand"),
@@ -172,7 +175,7 @@ def layout(poll_s: float) -> html.Div:
 
 
 def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
-    """Return the parts of the shell."""
+    """Return the parts around every page: tabs, session, verdict, and the line with what goes wrong."""
     tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in _TABS.items()]
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
@@ -184,7 +187,7 @@ def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
 
 
 def problem(sentence: Any) -> Content:
-    """Return the line below the verdict with what goes wrong."""
+    """Return the line below the verdict that says what goes wrong; None: an empty one."""
     return part(html.Div(sentence, id="problem", className="problem", role="alert"))
 
 

@@ -33,7 +33,7 @@ _ONE = threading.Lock()
 
 
 class JobError(RuntimeError):
-    """The job failed; the message says why."""
+    """A job with traces failed; the message is a sentence for a person."""
 
 
 def run(job: Job, folder: Path, out: Path, wait_s: float = WAIT_S) -> None:
@@ -86,7 +86,7 @@ _JOBS: dict[str, Callable[[StoredProfile, Path], None]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do one job; return the exit code."""
+    """Do the job that the arguments name: job, folder of the profile, file to write. Return the exit code."""
     os.nice(10)
     job, folder, out = arguments
     try:

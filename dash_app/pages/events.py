@@ -33,12 +33,12 @@ BUNDLES_PATH = "/bundles/"
 
 
 def bundles_of(cache: SessionCache) -> Sequence[BundleInfo]:
-    """Return the bundles, the newest first."""
+    """Return the bundles of a session, the newest first; none while they are asked for."""
     return (cache.ask(query.GetBundles()) or [])[::-1]
 
 
 def bundle_table(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any:
-    """Return the bundles as a table; of a session that is `live`, with a button that asks for one."""
+    """Return bundles as a table with links that download them; if `live`, with a button that asks for one."""
     session = f"?session={quote(name)}" if (name := route.get("session")) else ""
 
     def download(one: BundleInfo) -> html.A:
@@ -60,7 +60,10 @@ _LAST_S = {"10 min": 600, "1 h": 3600, "24 h": 86400}
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return what happened, newest first, of the kind, severity, time, rank or node in the URL."""
+    """
+    Return the newest events that the URL asks for (by kind, severity, time, rank, node), episodes,
+    bundles.
+    """
     events = events_of(cache, run)
     kinds, severities = (Counter(event[name] for event in events) for name in ("kind", "severity"))
     newest = max((event["t_ns"] for event in events), default=0)
@@ -138,7 +141,7 @@ def _filters(view: Mapping[str, Any], route: Route) -> list[html.Nav]:
 
 
 def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) -> Any:
-    """Return events as tables, one for each group; `names` are the columns, by default all."""
+    """Return events as tables, one for each group; `names` selects columns, by default all."""
     columns = picked(EVENTS, *names) if names else EVENTS
     cells = {
         "rank": lambda event: _named("rank", rank_link(event["rank"], route)),

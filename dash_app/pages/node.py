@@ -41,7 +41,10 @@ _SEEN_IN = {
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return the page of a node, by id or label."""
+    """
+    Return what is known of the node whose id or label is the key of `route`; `node` is None: there is
+    none.
+    """
     cards = nodes(run, run.times)
     card = next((card for card in cards if route.key in (card["node_id"], card["label"])), None)
     by_name = sorted(cards, key=lambda card: natural(card["label"]))
@@ -99,7 +102,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def evidence_link(anomaly: Mapping[str, Any], route: Route) -> html.A:
-    """Return a link to the chart that shows an anomaly of a machine."""
+    """Return a link to the chart that shows an anomaly of a machine, with its sentence."""
     kind, device = anomaly["kind"], anomaly["device"]
     anchor = f"node-{kind}" if device is None else "node-gpus"
     href = f"{route.to('node', anomaly['node'])}#{_SEEN_IN.get(kind, anchor)}"

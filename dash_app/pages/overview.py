@@ -41,7 +41,7 @@ from .events import event_table
 
 
 def kpi_data(times: StepTimes, columns: StepColumns, signals: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the numbers at the top, each with a sparkline."""
+    """Return the numbers at the top with their units, texts and sparklines."""
     return [
         {
             "key": kpi.key,
@@ -68,7 +68,7 @@ def _drawn(kpi: Number) -> dict[str, Any]:
 
 
 def kpi_box(kpi: Mapping[str, Any]) -> html.Div:
-    """Return the elements of a KPI."""
+    """Return the box of one number of `kpi_data`."""
     value = [html.Span(kpi["shown"], className="value")]
     if kpi["value"] is not None:
         value.append(html.Span(kpi["unit"], className="unit"))
@@ -96,8 +96,10 @@ _STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return the first screen. In the URL `stage` and `order` are of the heatmap; the range is that of `axis`.
-    The numbers at the top are of all steps where the whole run is chosen, or it is over.
+    Return what the first screen shows.
+
+    In the URL `stage` and `order` are of the heatmap; the range of steps is that of `axis`. The numbers at
+    the top are of all steps if the whole run is chosen, or is over.
     """
     asked = _columns(cache, run, route)
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
@@ -155,8 +157,8 @@ class _Cell(msgspec.Struct):
 
 def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return in words what one cell of the heatmap stands for: means over its steps, of the worst of its row.
-    The key of `route` is a `_Cell`, its query that of the overview.
+    Return in words what one cell of the heatmap stands for: the means over its steps, of the worst rank of
+    its row. The key of `route` is a `_Cell` as JSON, its query that of the overview.
     """
     asked = msgspec.json.decode(route.key, type=ready(_Cell))
     rank, several = asked.ranks[0], len(asked.ranks) > 1

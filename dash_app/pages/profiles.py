@@ -50,8 +50,8 @@ _MOST_OFFERED = 8
 
 def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     """
-    Return the profiles of the session, the newest first. While it runs they are asked for when an event of
-    the run says that there is another one.
+    Return the profiles of the session, the newest first. While it runs they are asked for once an event of
+    the run announces another one.
     """
     announced = {event.data.get("profile") for event in run.events if event.kind == _EVENT}
     if not announced and not cache.source.stored:
@@ -67,7 +67,10 @@ def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
 
 
 def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], since: int) -> Profile | None:
-    """Return the newest profile that explains why a rank is late in the episode from step `since` on."""
+    """
+    Return the newest profile that explains why the rank of the verdict is late, recorded from step `since`
+    on.
+    """
     for info in newest_first(cache, run) if verdict["rank"] is not None else ():
         one = info.profile
         first = -1 if one.first_step is None else one.first_step
@@ -77,7 +80,7 @@ def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], sin
 
 
 def profile_link(profile: Profile, route: Route, shown: str = "") -> dcc.Link:
-    """Return a link to the page of a profile."""
+    """Return a link to the page of a profile, with `shown` in place of its id."""
     return dcc.Link(shown or profile.id, href=route.to("profile", profile.id))
 
 
@@ -99,7 +102,10 @@ def _offered(run: RunState) -> str:
 
 
 def request_of(values: Mapping[str, Any]) -> ProfileRequest:
-    """Return what a form or a URL asks for. Raises ValueError, which says what is wrong."""
+    """
+    Return the request that the values of a form, or of a URL, ask for. Raises ValueError with what is
+    wrong.
+    """
     given: dict[str, Any] = {name: values.get(name) not in (None, "", "0") for name in OPTIONS}
     given |= {"ranks": str(values.get("ranks") or "all"), "run": values.get("run") or None}
     steps = str(values.get("steps") or "3").strip()
@@ -143,8 +149,9 @@ _COSTS = (
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return the profiles of the session. In the URL `ranks`, `steps`, … fill the form, `asked` is the request
-    that this browser has made.
+    Return the profiles of the session, and the one being made.
+
+    In the URL `ranks`, `steps` and options fill the form; `asked` is the id of this browser's request.
     """
     answer = cache.ask(query.GetProfiles())
     wrong = ""
@@ -282,8 +289,10 @@ _PERFETTO = (
 
 def one_data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return one profile. In the URL `of`, `beside` and `stage` choose what is compared, `kind` and the names of
-    `listing` which operations are listed.
+    Return the profile whose id is the key of `route`, compared and listed as the URL asks.
+
+    `of`, `beside` and `stage` choose what is compared; `kind` and the names of `listing`, which operations
+    are listed.
     """
     answer = cache.ask(query.GetProfiles())
     info = next((info for info in answer.done if info.profile.id == route.key), None) if answer else None

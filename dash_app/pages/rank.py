@@ -41,7 +41,10 @@ _OFFERED = 24
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return the page of a rank."""
+    """
+    Return what is known of the rank whose number is the key of `route`; `rank` is None: it has not
+    reported.
+    """
     rank = int(route.key)
     if rank not in run.ranks:
         return {"rank": None, "ranks": sorted(run.ranks), "world": run.world}

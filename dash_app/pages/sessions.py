@@ -44,7 +44,7 @@ _FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code"
 
 
 def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, Any]:
-    """Return the sessions of the source's folder that the URL asks for."""
+    """Return the sessions of the folder that the URL asks for, and how many are in each state."""
     every = entries(cache.source.out)
     states = Counter(entry.status for entry in every)
     wanted, now_ns = route.get("state"), cache.clock()
@@ -54,7 +54,7 @@ def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, 
 
 
 def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
-    """Return one of two sessions that are compared: its newest run from its first step on."""
+    """Return what is compared of one of two sessions: its newest run from its first step on."""
     status = cache.status
     facts = {name: getattr(status, name, None) for name in _FACTS} | {"ranks": run.world or None}
     settings = (status and status.settings) or {}

@@ -23,7 +23,7 @@ _RANK = Column("rank", lambda rank: rank, "figures", link=lambda rank: ("rank", 
 
 
 def sections_on(page: str, cache: SessionCache, run: RunState) -> dict[str, list[Section]]:
-    """Return the sections of the signals that are on a page, by signal, as far as there are answers."""
+    """Return by signal the sections that it has on a page, as far as there are answers."""
     answers: dict[str, Any] = {}
     for name, view in VIEWS.items():
         if view.page != page:
@@ -39,7 +39,7 @@ def sections_on(page: str, cache: SessionCache, run: RunState) -> dict[str, list
 def panels_of(
     sections: Mapping[str, list[Section]], route: Route, findings: Sequence[Finding] = ()
 ) -> list[Any]:
-    """Return a panel for each signal with those of `findings` that are about it, facts, lines and tables."""
+    """Return a panel for each signal: those of `findings` that are about it, then facts, lines and tables."""
     panels = []
     for name, of_signal in sections.items():
         mine = [one for one in findings if one.signal == name]
@@ -53,7 +53,10 @@ def panels_of(
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return what signals show."""
+    """
+    Return the sections of signals without a page of their own, and what they know of the ranks asked
+    for.
+    """
     shown = sections_on("signals", cache, run)
     columns = per_rank_columns((one for several in shown.values() for one in several), int)
     chosen = listing.choose(sorted(run.ranks), route, lambda rank: f"rank {rank}", keys_of([_RANK, *columns]))

@@ -39,7 +39,7 @@ _LISTED = 200
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return one step of all ranks, and where they run."""
+    """Return the step whose number is the key of `route` on all ranks, and the node of each rank."""
 
     def has_all_ranks(step: OneStep) -> bool:
         return len(step.ranks) >= run.world
