@@ -59,6 +59,10 @@ PARTS = {
     "traceml_ray/signals/output/last_lines.py": ("LastOutput", "OutputLine"),
 }
 """Structs of other modules that answers are made of."""
+TABLES = {
+    "traceml_ray/interactive/rows.py": ("RowList",),
+    "traceml_ray/interactive/steps.py": ("StepTable",),
+}
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
@@ -123,6 +127,8 @@ def data_page() -> str:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     parts += [shape(node) for path, names in PARTS.items() for node in shapes_of(path, names)]
+    parts.append("## Tables\n")
+    parts += [shape(node) for path, names in TABLES.items() for node in shapes_of(path, names)]
     parts.append("## What is found\n")
     parts += [shape(node) for path, names in FINDINGS.items() for node in shapes_of(path, names)]
     parts.append("## What files say about memory\n")
@@ -232,15 +238,15 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
     """Return the entry of a class of fields: a table of types, defaults and what is written under each."""
     columns = ["field", "type", *(["default"] if default else []), "meaning"]
     rows: list[Sequence[str]] = []
-    base = ast.unparse(node.bases[0])
-    if base not in ("TypedDict", "msgspec.Struct") and not base.startswith("_"):
+    base = ast.unparse(node.bases[0]) if node.bases else "_"
+    if base not in ("msgspec.Struct", "list[T]") and not base.startswith("_"):
         rows.append([f"all of `{base}`", "", ""])
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
             values = [field.target, type_of(field), *([field.value] if default else [])]
             text = f"{meaning(below)} {allowed(field)}".strip()
             rows.append([*(f"`{ast.unparse(value)}`" if value else "" for value in values), text])
-    return f"### {node.name}\n\n{text_of(node)}\n{table(columns, rows)}"
+    return f"### {node.name}\n\n{text_of(node)}" + (f"\n{table(columns, rows)}" if rows else "")
 
 
 def notes_of(field: ast.AnnAssign) -> list[ast.expr]:

@@ -38,9 +38,8 @@ from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.profiles import ProfileInfo
 from traceml_ray.store.rank_processes import of_run
-from traceml_ray.store.results import BundleInfo, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.store.results import BundleInfo, EventRow, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.store.step_rows import StepRows
-from traceml_ray.store.step_shapes import EventRow
 from traceml_ray.store.summary_shape import Summary, plain
 
 

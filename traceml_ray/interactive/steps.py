@@ -34,19 +34,19 @@ class StepTable:
     """
 
     rank: Array
-    """(n,) int64."""
+    """Global rank of each row: (n,) int64."""
     step: Array
-    """(n,) int64."""
+    """Number of the step of each row: (n,) int64."""
     segment: Array
-    """(n,) int64: 0, and above where gradients are exchanged several times in a step."""
+    """Number of the exchange of gradients inside the step, from 0 on: (n,) int64."""
     flags: Array
-    """(n,) uint8, why a row is less than whole: bits of `traceml_ray.stages.FLAG_*`."""
+    """Why a row is less than whole, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
     stages_ns: Array
-    """(n, 6) int64, in the order of `traceml_ray.stages.STAGES`."""
+    """Time in each stage, in the order of `traceml_ray.stages.STAGES`: (n, 6) int64 ns."""
     host_ns: Array | None
-    """(n, 6) float64, NaN: not known; None where no rank has a device clock."""
+    """The same on the host's clock: (n, 6) float64 ns, NaN: not known; None: no rank has a device clock."""
     folded: int
-    """Older rows of these ranks that are kept as sums only, and are not among these."""
+    """Number of older rows of these ranks that are kept as sums only, and are not among these."""
 
     def __getattr__(self, name: str) -> Array:
         column = self._column(name)

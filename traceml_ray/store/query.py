@@ -109,7 +109,7 @@ class GetDeaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
     """The ranks of the run that died, the first cause first, the others in order of time."""
 
 
-class GetEvents(OfRun[Page[step_shapes.EventRow]], frozen=True):
+class GetEvents(OfRun[Page[results.EventRow]], frozen=True):
     """
     The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are
     files (stacks, flight recorders).

@@ -8,6 +8,8 @@ Answers are structs; `traceml_ray.to_builtins` makes dicts of them. Names ending
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from traceml_ray.analysis.anomalies import Anomaly
@@ -163,6 +165,33 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     label: Label | None
     """Label of the verdict on the run."""
     ledger: Ledger
+
+
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a run or of a node, as it is stored."""
+
+    id: int
+    """Number of the event in the session; later ones are larger. 0: it is not stored yet."""
+    rank: int | None
+    """Global rank of the process that reported it; None for an event of a node or of the run."""
+    process: int | None
+    """Id of that process in the session; None for an event of a node or of the run."""
+    node_id: str | None
+    """Id of the node that the event is of; None: not of a node, or not known."""
+    run: str | None
+    """Id of the run that the event is of, where it is of no rank; None for other events."""
+    kind: str
+    """What happened, as `note`, `exception`, `node_lost`."""
+    t_ns: int
+    """When it happened (ns since the epoch, on the aggregator's clock)."""
+    step: int | None
+    """Step in which it happened; None: not known."""
+    stage: int | None
+    """Index of the stage in which it happened, in `stages.STAGES`; None: not known."""
+    message: str
+    """What happened, in words; "" without any."""
+    data: dict[str, Any]
+    """What else is known of it, by name; which names there are depends on `kind`."""
 
 
 class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,26 +23,26 @@ MOST = 200_000
 
 
 class StepRows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Rows of the processes that stand for ranks, in order of arrival: n of them."""
+    """A part of the rows of steps, in order of arrival: n rows of the processes that stand for ranks."""
 
     rank: Array
-    """(n,) int64."""
+    """Global rank of each row: (n,) int64."""
     step: Array
-    """(n,) int64."""
+    """Number of the step of each row: (n,) int64."""
     segment: Array
-    """(n,) int64: exchanges of gradients inside the step count up from 0."""
+    """Number of the exchange of gradients inside the step, from 0 on: (n,) int64."""
     flags: Array
-    """(n,) uint8, why a row is less than whole: bits of `traceml_ray.stages.FLAG_*`."""
+    """Why a row is less than whole, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
     stages_ns: Array
-    """(n, 6) int64 ns, in the order of `traceml_ray.stages.STAGES`."""
+    """Time in each stage, in the order of `traceml_ray.stages.STAGES`: (n, 6) int64 ns."""
     host_ns: Array | None
-    """(n, 6) float64 ns on the clock of the host, NaN: not known; None where no row has a device clock."""
+    """The same on the host's clock: (n, 6) float64 ns, NaN: not known; None: no row has a device clock."""
     cursor: int
-    """What to go on with."""
+    """Cursor to ask for the next part with."""
     end: bool
-    """Nothing more is stored."""
+    """Whether nothing more is stored."""
     folded: int
-    """Older rows of these ranks that are kept as sums only."""
+    """Number of older rows of these ranks that are kept as sums only."""
 
 
 def read_step_rows(

@@ -17,7 +17,8 @@ from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import DeathInfo, EventRow
+from traceml_ray.store.results import EventRow
+from traceml_ray.store.step_shapes import DeathInfo
 from traceml_ray.views.state import RUN_OVER, state_of
 
 from .run_state import RunState

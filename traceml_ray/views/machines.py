@@ -12,7 +12,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.quantities import DEVICE_MEMORY, GPU, HOST_MEMORY, Quantity, series
 from traceml_ray.store import query
-from traceml_ray.store.step_shapes import EventRow
+from traceml_ray.store.results import EventRow
 
 from .ranks import position
 from .run_state import RunState

@@ -15,8 +15,7 @@ from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess, node_key, reporting, world_size
-from traceml_ray.store.results import NodeInfo
-from traceml_ray.store.step_shapes import EventRow
+from traceml_ray.store.results import EventRow, NodeInfo
 from traceml_ray.store.summary_shape import to_builtins
 
 from .values import as_dict
