@@ -36,7 +36,7 @@ from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.verdict import judge_window
 from traceml_ray.analysis.window import Window
-from traceml_ray.launchers.profile_request import profile
+from traceml_ray.launchers.control import profile
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.profiles import StoredProfile
 from traceml_ray.store.schema import SessionFileError

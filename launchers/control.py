@@ -1,4 +1,7 @@
-"""Talks to the relay of a live session over its local socket, without Ray."""
+"""
+Asks a live session for its end, for a bundle or for a profile, over the local socket of its relay and without
+Ray. A bundle and a profile are then followed by the files in the folder of the session.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from traceml_ray import text
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.store.bundles import bundles_of
+from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 from traceml_ray.store.session import (
     DATABASE,
     LIVE,
@@ -29,6 +33,10 @@ from traceml_ray.wire import messages as wire
 _STOPPED = -15
 DUMP_S = 15.0
 """Time limit of a bundle, in s; the stacks of the ranks take some seconds."""
+PROFILE_S = 600.0
+"""How long to wait for a profile, in s; the capture goes on afterwards."""
+_GONE_S = 10.0
+"""A profile that was in progress and has been missing for this long, in s, could not be kept."""
 _POLL_S = 0.1
 UP_S = 60.0
 """How long to wait for a monitor that is starting, in s."""
@@ -37,7 +45,7 @@ _NO_BUNDLE = ("bundle: ", "no bundle: ")
 
 
 class ControlError(RuntimeError):
-    """A live session that cannot be stopped; the message names it and the reason."""
+    """A live session that cannot do what it is asked for; the message names it and the reason."""
 
 
 def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
@@ -59,6 +67,54 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     raise ControlError(
         f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why"
     )
+
+
+def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = PROFILE_S) -> StoredProfile:
+    """
+    Have steps of the live session in `folder` profiled, and wait for it.
+
+    Raises ControlError when the session is not live, does not answer, its run is over, or the profile is not
+    there within `limit_s` seconds.
+    """
+    asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
+    text.advance("profile: waiting", None)
+    check_goes_on(folder, wanted.run)
+    request(folder, wire.ControlRequest(codec.VERSION, asked, wire.MeasureRequest(asked, wanted)), limit_s)
+    goes_on, seen_s = True, None
+    while goes_on and time.monotonic() < deadline:
+        goes_on = holder(folder) is not None
+        for stored in reversed(profiles_of(folder)):
+            if asked in stored.profile.requests:
+                return stored
+        now = under_way(folder)
+        what, share = "waiting", None
+        if now is not None and asked in now.requests:
+            seen_s, (what, share) = time.monotonic(), so_far(now)
+        elif seen_s is not None and time.monotonic() - seen_s > _GONE_S:
+            raise ControlError(
+                f"session {folder.name!r} could not keep the profile; `traceml-ray status` may say why"
+            )
+        text.advance(f"profile: {what}", share)
+        time.sleep(_POLL_S)
+    if not goes_on:
+        raise ControlError(f"session {folder.name!r} has ended before there was a profile")
+    raise ControlError(
+        f"session {folder.name!r} has made no profile within {limit_s:g} s; `traceml-ray status` may say "
+        "why, and `traceml-ray profile --list` whether it came later"
+    )
+
+
+def so_far(now: Profile) -> tuple[str, float]:
+    """Return the current phase of a profile in progress, and its progress from 0 to 1."""
+    ranks = now.ranks
+    if any(rank.state == "sending" for rank in ranks):
+        total = sum(rank.total_bytes or 0 for rank in ranks)
+        return "sending", sum(rank.bytes for rank in ranks) / total if total else 0.0
+    done = sum(len(rank.steps) for rank in ranks if rank.state not in OVER)
+    if any(rank.state == "recording" for rank in ranks):
+        wanted = now.n_steps * sum(rank.state not in OVER for rank in ranks)
+        return f"recording step {now.first_step} and after", done / wanted if wanted else 0.0
+    return f"waiting for step {now.first_step}", 0.0
 
 
 def check_goes_on(folder: Path, run: str | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from sessions import NoSamples, Straight
 
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.launchers.profile_request import profile
+from traceml_ray.launchers.control import profile
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import RelayPaths, Settings

@@ -1,10 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
 """
-The command `traceml-ray`: each subcommand is a file in `commands/`.
+The command `traceml-ray`: its subcommands are in `commands/`, in a file for each subject.
 
-Its `run` says what it does in its docstring, and returns the exit code: 0 done, 1 failed, 2 bad input, 3 a
-finding that was asked for. Neither torch nor Ray is imported unless a subcommand needs it. The standard
-streams take whatever a command prints: of any encoding, and also where there is none.
+The exit code is 0: done, 1: failed, 2: bad input, 3: a finding that was asked for. No torch, Ray or numpy is
+imported unless a subcommand needs it. The standard streams take whatever a command prints: of any encoding,
+and also where there is none.
 """
 
 from __future__ import annotations
@@ -14,33 +14,16 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 from traceml_ray import __version__
-from traceml_ray.commands import (
-    analyze,
-    bundles,
-    compare,
-    completion,
-    dashboard,
-    dump,
-    export,
-    layers,
-    profile,
-    report,
-    run,
-    sessions,
-    status,
-    stop,
-    top,
-)
+from traceml_ray.commands import completion, profiles, reports, running, sessions
 from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import marked
 from traceml_ray.settings import SettingError
-from traceml_ray.store import query, session
-from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store import session
 from traceml_ray.text import in_ascii, log, one_line
 
 _HANDLER = "traceml_ray.in_ascii"
@@ -62,24 +45,40 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
     return in_ascii(error.object[error.start : error.end]), error.end
 
 
-COMMANDS: dict[str, Any] = {
-    "run": run,
-    "report": report,
-    "status": status,
-    "top": top,
-    "dashboard": dashboard,
-    "bundles": bundles,
-    "dump": dump,
-    "profile": profile,
-    "stop": stop,
-    "analyze": analyze,
-    "compare": compare,
-    "sessions": sessions,
-    "layers": layers,
-    "export": export,
-    "completion": completion,
+class Subcommand(NamedTuple):
+    """A subcommand."""
+
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit code; its docstring is the help."""
+
+
+COMMANDS = {
+    "run": Subcommand(running.run_options, running.run),
+    "report": Subcommand(reports.report_options, reports.report),
+    "status": Subcommand(running.status_options, running.status),
+    "top": Subcommand(running.top_options, running.top),
+    "dashboard": Subcommand(running.dashboard_options, running.dashboard),
+    "bundles": Subcommand(sessions.bundles_options, sessions.bundles),
+    "dump": Subcommand(running.dump_options, running.dump),
+    "profile": Subcommand(profiles.profile_options, profiles.profile),
+    "stop": Subcommand(running.stop_options, running.stop),
+    "analyze": Subcommand(reports.analyze_options, reports.analyze),
+    "compare": Subcommand(reports.compare_options, reports.compare),
+    "sessions": Subcommand(sessions.sessions_options, sessions.sessions),
+    "layers": Subcommand(profiles.layers_options, profiles.layers),
+    "export": Subcommand(sessions.export_options, sessions.export),
+    "completion": Subcommand(completion.completion_options, completion.completion),
 }
-"""Modules of `commands/` by the name of their subcommand, in the order of the help."""
+"""By name, in the order of the help."""
+
+
+def _bad_input() -> tuple[type[Exception], ...]:
+    """Return the errors that say what is wrong with the input. Imports numpy: only once there is an error."""
+    from traceml_ray.store.query import QueryError
+    from traceml_ray.store.schema import SessionFileError
+
+    return session.SessionError, SessionFileError, QueryError, SettingError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except session.SessionStartingError as error:
         log(error)
         return 1
-    except (session.SessionError, SessionFileError, query.QueryError, SettingError) as error:
+    except _bad_input() as error:
         log(error)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
@@ -135,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=Formatter,
             allow_abbrev=False,  # `--session demo` is no short form of `--sessions`
         )
-        command.add_arguments(options)
+        command.add_options(options)
         options.set_defaults(command=command.run)
     return parser
 

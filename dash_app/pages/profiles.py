@@ -14,7 +14,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.document.model import Table, picked
-from traceml_ray.launchers.profile_request import so_far
+from traceml_ray.launchers.control import so_far
 from traceml_ray.reports.profiles import (
     OPERATIONS,
     RANKS,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray.cli import main
-from traceml_ray.launchers import control, profile_request
+from traceml_ray.launchers import control
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
 from traceml_ray.store.session import DATABASE, Live, MonitorState, prepare, write_live
@@ -128,18 +128,18 @@ def test_status_of_a_session_that_is_starting(session: Path, capsys: pytest.Capt
 def test_profile_that_could_not_be_kept_is_not_waited_for(
     session: Path, relay: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile_request, "_GONE_S", 0.3)
-    errors, seen, so_far = list[str](), threading.Event(), profile_request.so_far
+    monkeypatch.setattr(control, "_GONE_S", 0.3)
+    errors, seen, so_far = list[str](), threading.Event(), control.so_far
 
     def noted(profile: Profile) -> tuple[str, float | None]:
         seen.set()
         return so_far(profile)
 
-    monkeypatch.setattr(profile_request, "so_far", noted)
+    monkeypatch.setattr(control, "so_far", noted)
 
     def ask() -> None:
         try:
-            profile_request.profile(session, wire.ProfileRequest(), 60.0)
+            control.profile(session, wire.ProfileRequest(), 60.0)
         except control.ControlError as error:
             errors.append(str(error))
 

@@ -16,8 +16,7 @@ from watched_job import WORLD, Job
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.cli import main
-from traceml_ray.launchers.control import ControlError
-from traceml_ray.launchers.profile_request import profile
+from traceml_ray.launchers.control import ControlError, profile
 from traceml_ray.monitor import captures
 from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
 from traceml_ray.store.session import prepare

@@ -75,6 +75,17 @@ def test_status_of_a_live_session_shows_its_launcher_and_rows(out: Path, tmp_pat
     assert "50 rows produced = 50 stored" in done.stdout
 
 
+def test_help_imports_neither_numpy_nor_torch_nor_ray() -> None:
+    code = (
+        "import sys\nfrom traceml_ray.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n"
+        "    print({'numpy', 'torch', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.endswith("set()\n"), done.stdout[-200:]
+
+
 def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
     code = (
         "import sys; from traceml_ray.cli import main; main(['report', '--sessions', sys.argv[1]]); "

@@ -20,8 +20,7 @@ from traceml_ray import cli
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.launchers.control import ControlError
-from traceml_ray.launchers.profile_request import profile
+from traceml_ray.launchers.control import ControlError, profile
 from traceml_ray.monitor import profiling
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.signals.layers.records import LAYERS, WINDOWS

@@ -14,7 +14,7 @@ from recorded import WALL_NS, operation, written
 from trace_format import check, processes
 
 from traceml_ray.cli import main
-from traceml_ray.commands import profile
+from traceml_ray.launchers import control
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile, StoredProfile
 from traceml_ray.store.session import DATABASE, prepare
@@ -90,7 +90,7 @@ def test_options_that_record_have_one_made_and_show_that(
         asked.append(wanted)
         return made
 
-    monkeypatch.setattr(profile, "profile", record)
+    monkeypatch.setattr(control, "profile", record)
     code, text, _ = run(out, "s --trace {out}/t.gz", capsys)
     assert code == 0 and not asked and "2 ranks" in text
     code, text, messages = run(out, "s --ranks 1,2 --steps 2 --shapes --json --top 1", capsys)

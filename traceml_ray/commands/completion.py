@@ -14,12 +14,12 @@ _ASKED = "_ARGCOMPLETE"
 """In the environment when a shell asks what may come next."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def completion_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray completion`."""
     command.add_argument("shell", choices=SHELLS, help="shell that will run the script")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def completion(arguments: argparse.Namespace) -> int:
     """Print a script that makes a shell complete subcommands, options and session names."""
     try:
         from argcomplete.shell_integration import shellcode

@@ -1,26 +1,26 @@
-"""The command `traceml-ray profile`: captures steps of a live session; lists and removes profiles."""
+"""Commands that have a running session measure: `profile` some steps, shown, listed and removed; `layers`."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from pathlib import Path
 
 from traceml_ray import text
 from traceml_ray.commands import which
-from traceml_ray.launchers.control import ControlError
-from traceml_ray.launchers.profile_request import profile
-from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
-from traceml_ray.store.profiles import FOLDER, listed, remove_profile
-from traceml_ray.text import log, progress_bar, show
+from traceml_ray.text import log, show
+from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
 """Options that ask for a recording."""
+_LAYERS_LIMIT_S = 600.0
+"""How long ranks that measure their layers are waited for; they go on all the same."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def profile_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray profile`."""
     which.add_session(command)
     command.add_argument(
@@ -91,10 +91,10 @@ def _records(arguments: argparse.Namespace) -> list[str]:
     return [name for name in _RECORDS if getattr(arguments, name.removeprefix("--")) not in (None, False)]
 
 
-def _number(text: str) -> int:
-    if not (text.isdecimal() and int(text[:9])):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
-    return int(text[:9])
+def _number(given: str) -> int:
+    if not (given.isdecimal() and int(given[:9])):
+        raise argparse.ArgumentTypeError(f"{given[:20]!r} is no number above 0")
+    return int(given[:9])
 
 
 def _contradiction(arguments: argparse.Namespace) -> str | None:
@@ -113,11 +113,15 @@ def _contradiction(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def run(arguments: argparse.Namespace) -> int:
+def profile(arguments: argparse.Namespace) -> int:
     """
     Profile some steps of a live session with torch's profiler: all named ranks, the same steps; or show what
     was profiled.
     """
+    from traceml_ray.launchers import control
+    from traceml_ray.reports.profiles import render_list, render_profile
+    from traceml_ray.store.profiles import FOLDER, listed
+
     if (wrong := _contradiction(arguments)) is not None:
         log(wrong)
         return 2
@@ -142,9 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
         log(error)
         return 2
     try:
-        with progress_bar("profile"):
-            result = profile(folder, wanted)
-    except ControlError as error:
+        with text.progress_bar("profile"):
+            result = control.profile(folder, wanted)
+    except control.ControlError as error:
         log(error)
         return 1
     # What is shown of it may be one document (--json).
@@ -155,8 +159,79 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _remove(folder: Path, name: str) -> int:
+    from traceml_ray.store.profiles import listed, remove_profile
+
     if remove_profile(folder, name):
         return 0
     profile_ids = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
     log(f"no profile {name!r} in {folder}; there: {profile_ids}")
     return 2
+
+
+def layers_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray layers`."""
+    which.add_session(command)
+    command.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"first measure this many steps of a running session, 1 to {wire.MAX_LAYER_STEPS}",
+    )
+    command.add_argument("--run", help="a run's id or name (default: the newest)")
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+
+
+def layers(arguments: argparse.Namespace) -> int:
+    """Show the time of each layer of the model, and which layer is slower on one rank."""
+    from traceml_ray.document.json import as_json
+    from traceml_ray.launchers.control import ControlError, check_goes_on, request
+    from traceml_ray.signals.layers.view import GetLayers, render_layers
+    from traceml_ray.store import session
+    from traceml_ray.views.layer_call import measured as await_layers
+
+    folder, answers = which.stored(arguments)
+    asked = secrets.token_hex(8)
+    try:
+        if arguments.steps is None:
+            measured = answers.answer(GetLayers(arguments.run))
+        else:
+            wanted = wire.LayersRequest.checked(arguments.steps, arguments.run)
+            check_goes_on(folder, arguments.run)
+            request(
+                folder,
+                wire.ControlRequest(codec.VERSION, asked, wire.MeasureRequest(asked, layers=wanted)),
+                _LAYERS_LIMIT_S,
+            )
+            with text.progress_bar("layers"):
+                measured = await_layers(
+                    answers.answer,
+                    asked,
+                    arguments.run,
+                    _LAYERS_LIMIT_S,
+                    goes_on=lambda: session.holder(folder) is not None,
+                )
+    except ValueError as error:
+        log(error)
+        return 2
+    except ControlError as error:
+        log(error)
+        return 1
+    finally:
+        answers.close()
+    if arguments.json:
+        show(as_json(measured), end="")
+    elif measured.ranks:
+        show(render_layers(measured), end="")
+    else:
+        log(_nothing(folder, arguments.steps))
+    return 0 if measured.ranks else 1
+
+
+def _nothing(folder: Path, steps: int | None) -> str:
+    name = folder.name
+    if steps is not None:
+        return f"no rank of session {name!r} has measured its layers; `traceml-ray status` may say why"
+    return (
+        f"no layer was measured in session {name!r}; start the job with --deep, or ask for some steps with "
+        "--steps while it runs"
+    )
