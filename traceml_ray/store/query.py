@@ -427,7 +427,7 @@ def encode(answers: Sequence[Any], session: str = "") -> bytes:
         summary_shape.plain(answer) if isinstance(answer, summary_shape.Summary) else answer
         for answer in answers
     ]
-    reply = {"version": __version__, "of": sendable(session), "answers": answers}
+    reply = {"version": __version__, "folder": sendable(session), "answers": answers}
     return msgspec.msgpack.encode(reply, enc_hook=_encode)
 
 
