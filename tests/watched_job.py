@@ -97,7 +97,7 @@ class Job:
         while time.monotonic() < deadline and message not in messages:
             time.sleep(0.1)
             with self.aggregator.stored() as file:
-                messages = [event["message"] for event in file.events()[0]]
+                messages = [event.message for event in file.events()[0]]
         assert message in messages
 
     def errors(self) -> list[str]:

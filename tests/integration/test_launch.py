@@ -192,7 +192,7 @@ def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(
     with SessionFile(bench.out / "live" / "session.sqlite") as file:
         assert file.ledger().stored == 1
         assert file.meta()["launcher"] == "torchrun"
-        assert [event["kind"] for event in file.events()[0]].count("relay_start") == 1
+        assert [event.kind for event in file.events()[0]].count("relay_start") == 1
     assert "without" not in err
     assert not runtime.exists()
     bench.assert_nothing_is_left()
@@ -313,7 +313,7 @@ def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) 
     assert [node["ranks"] for node in session["nodes"]] == [[0], [2]]
     with SessionFile(folder / "session.sqlite") as file:
         assert file.ledger().stored == 2
-        assert [event["kind"] for event in file.events()[0]].count("relay_start") == 2
+        assert [event.kind for event in file.events()[0]].count("relay_start") == 2
     bench.assert_nothing_is_left()
 
 

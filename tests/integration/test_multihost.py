@@ -223,7 +223,7 @@ def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, chan
     nodes = {identity.node_rank: identity.node_id for identity in processes}
     assert None not in nodes.values() and len(set(nodes.values())) == 2
     assert {node for node, _ in samples} == set(nodes.values())
-    assert [event["kind"] for event in events].count("relay_start") == 2
+    assert [event.kind for event in events].count("relay_start") == 2
     assert f"session {folder.name!r} is written by the launcher on {ADDRESSES[0]}" in outputs[1]
     assert str(folder) in outputs[0]
     until_gone(hosts)

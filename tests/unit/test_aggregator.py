@@ -181,7 +181,7 @@ def test_garbage_is_dropped_and_counted_and_the_rest_is_taken(tmp_path: Path) ->
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as session:
         assert session.meta()["errors"] == aggregator.errors
-        assert any("rank batch (host-0)" in event["message"] for event in session.events()[0])
+        assert any("rank batch (host-0)" in event.message for event in session.events()[0])
 
 
 @given(data=st.data())

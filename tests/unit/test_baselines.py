@@ -163,6 +163,6 @@ def test_unreadable_baseline_is_counted_and_changes_nothing_else(tmp_path: Path)
     assert aggregator.errors == {"baseline: SettingError": 1}
     assert aggregator.commit()
     with SessionFile(aggregator.folder.sqlite) as session:
-        (message,) = [event["message"] for event in session.events()[0] if event["kind"] == "swallowed"]
+        (message,) = [event.message for event in session.events()[0] if event.kind == "swallowed"]
     assert "baseline='gone': no session 'gone' under" in message
     assert msgspec.convert(kept(aggregator)["job"], dict)["source"] == ""

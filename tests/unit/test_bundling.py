@@ -79,7 +79,7 @@ def test_caught_error_of_memory_makes_a_bundle_with_the_last_minutes_of_every_ra
     with SessionFile(bundle.path / "session.sqlite") as file:
         rows, _ = file.rows()
         assert {rank_rows.rank: len(rank_rows.keys) for rank_rows in rows} == dict.fromkeys(range(WORLD), 50)
-        assert {event["kind"] for event in file.events()[0]} >= {"oom"}
+        assert {event.kind for event in file.events()[0]} >= {"oom"}
     assert bundle.files == {**manifest.files, "manifest.json": bundle.files["manifest.json"]}
 
 

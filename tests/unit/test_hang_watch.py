@@ -251,7 +251,7 @@ def test_pending_collective_without_a_mark_is_found_by_asking_ranks(job: Job, sn
     assert job.stands(1, *where, since=24) == ["hang"]
     assert [command.name for command in job.commands] == ["dump"]
     with SessionFile(job.folder / "session.sqlite") as session:
-        assert "standing" not in {event["kind"] for event in session.events()[0]}
+        assert "standing" not in {event.kind for event in session.events()[0]}
 
 
 def test_busy_ranks_are_asked_at_growing_intervals(job: Job) -> None:

@@ -238,11 +238,11 @@ def test_leak_of_a_live_run_is_an_event_and_is_read_before_the_verdict(tmp_path:
     assert (brief["label"], brief["first"]) == ("healthy", "memory creep: rank 5 (host-1)")
     assert "900 steps (3 min) of memory left." in str(brief["first_why"])
     with played.aggregator.stored() as file:
-        events_stored = [event for event in file.events()[0] if event["kind"] == "memory"]
-    assert {event["data"]["finding"] for event in events_stored} == {"creep", "first_cause"}
-    assert {(event["rank"], event["data"]["rank"]) for event in events_stored} == {(5, 5)}
+        events_stored = [event for event in file.events()[0] if event.kind == "memory"]
+    assert {event.data["finding"] for event in events_stored} == {"creep", "first_cause"}
+    assert {(event.rank, event.data["rank"]) for event in events_stored} == {(5, 5)}
     assert len(events_stored) == len(
-        {(event["data"]["finding"], event["data"]["severity"]) for event in events_stored}
+        {(event.data["finding"], event.data["severity"]) for event in events_stored}
     )
 
 
@@ -284,7 +284,7 @@ def test_restarted_aggregator_goes_on_with_what_is_stored(tmp_path: Path) -> Non
     assert [row.samples for row in after.ranks] == [row.samples + 3 for row in before.ranks]
     assert after.first_cause is not None and after.first_cause.rank == 5
     with played.aggregator.stored() as file:
-        events_stored = [event["data"] for event in file.events()[0] if event["kind"] == "memory"]
+        events_stored = [event.data for event in file.events()[0] if event.kind == "memory"]
     identities = [(data["finding"], data["rank"], data["severity"]) for data in events_stored]
     assert len(identities) == len(set(identities)) >= 2
 
@@ -376,4 +376,4 @@ def test_healthy_memory_says_nothing(tmp_path: Path) -> None:
     verdict = played.aggregator.verdict
     assert verdict is not None and "memory" not in verdict.why
     with played.aggregator.stored() as file:
-        assert [event for event in file.events()[0] if event["kind"] == "memory"] == []
+        assert [event for event in file.events()[0] if event.kind == "memory"] == []

@@ -153,7 +153,7 @@ def test_two_nodes_ten_seconds_apart_stand_on_one_axis(live, tmp_path) -> None:
     with SessionFile(tmp_path / "session.sqlite") as file:
         events, _ = file.events()
         times = {
-            kind: [e["t_ns"] for e in events if e["kind"] == kind]
+            kind: [event.t_ns for event in events if event.kind == kind]
             for kind in ("exception", "process_ended", "xid")
         }
         assert times["exception"] == times["process_ended"]

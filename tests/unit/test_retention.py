@@ -102,7 +102,7 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
     assert job.size < 2 * LIMIT
     with SessionFile(job.aggregator.folder.sqlite) as session:
         events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM span")
-    assert 500 <= len(events) < 2500 and events[-1]["message"].startswith("599 4")
+    assert 500 <= len(events) < 2500 and events[-1].message.startswith("599 4")
     assert 0 < details < 4 * 300
 
 

@@ -525,9 +525,7 @@ def test_ledger_balances_for_any_order_of_messages(
     assert check_ledger(folder)["in_flight"] == 0
     with SessionFile(folder / "session.sqlite") as session:
         attempts = [
-            event["data"]["attempt"]
-            for event in session.for_run("a").events()[0]
-            if event["kind"] == "restart"
+            event.data["attempt"] for event in session.for_run("a").events()[0] if event.kind == "restart"
         ]
         assert attempts in ([], [1])
         write_reports(SessionFolder(folder), session, LIMITS)

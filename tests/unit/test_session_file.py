@@ -90,7 +90,7 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         (span,) = session.spans()
         assert (span["rank"], span["count"], span["total_ns"], span["max_ns"]) == (0, 3, 70, 40)
         (event,), _ = session.events()
-        assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
+        assert (event.rank, event.message, event.data) == (0, "hello", {"x": 1})
         assert session.cluster()[0].errors == {"sampler": 1}
         assert session.meta()["launcher"] == "torchrun"
         assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
@@ -340,7 +340,7 @@ def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
         newest, _ = session.rows(since=-2)
         assert [(part.keys >> SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
         assert len({part.process_id for part in newest}) == 2
-        assert {event["kind"] for event in session.events(brief=True)[0]} == {"note"}
+        assert {event.kind for event in session.events(brief=True)[0]} == {"note"}
         second = session.ranks()[1].id
         assert [(id, s.t_ns) for id, s in session.process_samples([second], 2)] == [(second, 4), (second, 5)]
         assert [(id, s.t_ns) for id, s in session.node_samples(["node-0", "node-9"], 2)] == [

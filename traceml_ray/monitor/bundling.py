@@ -15,10 +15,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -35,6 +34,7 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, making, new_name, prune
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -61,9 +61,9 @@ ASKED = "bundle-"
 """Prefix of the ids of commands that ask for stacks for a bundle."""
 
 
-def asked_for_bundle(event: Mapping[str, Any]) -> bool:
+def asked_for_bundle(event: EventRow) -> bool:
     """Return whether that event answers a command for a bundle."""
-    return str(event["data"].get("dump")).startswith(ASKED)
+    return str(event.data.get("dump")).startswith(ASKED)
 
 
 @dataclass(eq=False)
@@ -391,16 +391,16 @@ class Bundling:
         room, taken, left_out = self.settings.bundle_bytes // 2, [], {}
         before = None if incident.name is None else self.folder / FOLDER / incident.name
         for event in facts.events:
-            if event["kind"] != SNAPSHOT or event["t_ns"] < t_ns - _SNAPSHOT_NS:
+            if event.kind != SNAPSHOT or event.t_ns < t_ns - _SNAPSHOT_NS:
                 continue
-            path = Path(str(event["data"].get("path")))
+            path = Path(str(event.data.get("path")))
             places = [self.folder / SNAPSHOTS / path.name, *([before / path.name] if before else [])]
             snapshot = next(
                 (place_here for place_here in places if place_here.is_file() and not place_here.is_symlink()),
                 None,
             )
             if snapshot is None or not path.name.startswith(SNAPSHOT_NAME):
-                left_out[path.name] = f"it is on {event['data'].get('host')}: {path}"
+                left_out[path.name] = f"it is on {event.data.get('host')}: {path}"
             elif snapshot.stat().st_size > room:
                 left_out[path.name] = (
                     f"it has {snapshot.stat().st_size} bytes, which is too large for a bundle"

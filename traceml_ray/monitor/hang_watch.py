@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import RankProcess, generations
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import messages as wire
 
@@ -49,12 +49,12 @@ class HangWatch:
         self._doubt_s = max(3.0, 2 * self.settings.interval + 1)
         """Time after which a silent rank may be stopped, in s: its last report may no longer be true."""
         self._hangs: dict[str, _Hang] = {}
-        self._answers: dict[tuple[str, int], dict[str, Any]] = {}
+        self._answers: dict[tuple[str, int | None], EventRow] = {}
         """Events with which ranks answered commands, by (command id, rank process)."""
 
-    def note(self, event: dict[str, Any]) -> None:
+    def note(self, event: EventRow) -> None:
         """Add the answer of a rank process. An answer from py-spy does not replace the rank's own."""
-        self._answers.setdefault((str(event["data"].get("dump")), event["process"]), event)
+        self._answers.setdefault((str(event.data.get("dump")), event.process), event)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 
@@ -133,7 +133,7 @@ class HangWatch:
         self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang | None
     ) -> list[RankPosition] | None:
         """Return where each rank is; None while one that fell silent may still answer."""
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, EventRow] = {}
         if hang is not None:
             answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
             if now - hang.found_ns < STACKS_S * 1e9 and len(answers) < len(ranks):
@@ -146,8 +146,8 @@ class HangWatch:
                 continue
             if silent_s > self._doubt_s and not (silent or process.ended):
                 return None
-            event = answers.get(process.id, {})
-            data = event.get("data", {})
+            answer = answers.get(process.id)
+            data = answer.data if answer else {}
             places.append(
                 RankPosition(
                     rank=rank,
@@ -162,7 +162,7 @@ class HangWatch:
                     state=data.get("state"),
                     where=data.get("where"),
                     call=data.get("call"),
-                    stack=event.get("message", ""),
+                    stack=answer.message if answer else "",
                     pending=data.get("pending"),
                     pending_seq=data.get("pending_seq"),
                     pending_s=(data.get("pending_ns") or 0) / 1e9,

@@ -60,6 +60,7 @@ from traceml_ray.store.rank_processes import (
     node_key,
     rpc_only_ranks,
 )
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.store.writer import SessionWriter
@@ -303,8 +304,8 @@ class LiveJudge:
         self.live_runs = LiveRuns(self.writer, self.recent)
         self._runs: dict[str, _LiveRun] = {}
         self._saved = SavedState(self.writer, self.settings, self.clock, self.errors)
-        self._fatal: list[dict[str, Any]] = []
-        self._fatal_seen: Counter[tuple[int, str]] = Counter()
+        self._fatal: list[EventRow] = []
+        self._fatal_seen: Counter[tuple[int | None, str]] = Counter()
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
@@ -324,21 +325,21 @@ class LiveJudge:
         with self.writer.lock:
             return newest(self.writer.processes.values(), self.writer.meta)
 
-    def note(self, event: dict[str, Any]) -> None:
+    def note(self, event: EventRow) -> None:
         """
-        Take an event of a rank process (`process`, `kind`, `t_ns`, `message`, `data`, …), if it is about a
-        death or answers a command. Called with the writer's lock.
+        Take an event of a rank process, if it is about a death or answers a command. Called with the writer's
+        lock.
         """
-        if event["kind"] in FATAL:
-            self._fatal_seen[event["process"], event["kind"]] += 1
-            if self._fatal_seen[event["process"], event["kind"]] <= MAX_FATAL:
+        if event.kind in FATAL:
+            self._fatal_seen[event.process, event.kind] += 1
+            if self._fatal_seen[event.process, event.kind] <= MAX_FATAL:
                 self._fatal.append(event)
-        elif event["kind"] in ("stacks", "standing") and not asked_for_bundle(event):
+        elif event.kind in ("stacks", "standing") and not asked_for_bundle(event):
             self._hang_watch.note(event)
 
     def resume(self, run: str, file: SessionFile, processes: Collection[int]) -> None:
         """Take what is stored of a run that goes on, after a restart: events on deaths, and for signals."""
-        events = [event for event in file.events()[0] if event["process"] in processes]
+        events = [event for event in file.events()[0] if event.process in processes]
         for event in events:
             self.note(event)
         for signal in self.signals:
@@ -354,7 +355,7 @@ class LiveJudge:
         last = {s.id for processes in known.runs.values() for s in generations(processes)[-1]}.union(
             known.unknown
         )
-        self._fatal = [event for event in self._fatal if event["process"] in last]
+        self._fatal = [event for event in self._fatal if event.process in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
     def feed(self) -> LiveRanks:

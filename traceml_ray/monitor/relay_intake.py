@@ -30,6 +30,7 @@ from traceml_ray.signals.live import LiveSignal
 from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.signals.throughput.records import SIZES
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess, by_run, generations, node_key
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -453,7 +454,8 @@ class RelayIntake:
             self.writer.add_event(event, process, node_id)
         self.bundling.add_event(event, process)
         if process is not None:
-            self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
+            where: dict[str, Any] = {"rank": process.rank, "process": process.id, "node_id": node_id}
+            self.judge.note(EventRow(id=0, run=None, **where, **msgspec.structs.asdict(event)))
 
     def _store_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""

@@ -18,6 +18,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import is_out_of_memory
 from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt, node_key
+from traceml_ray.store.results import EventRow
 
 ENDED = "process_ended"
 """Kind of event of a process that ended, whether it died or not."""
@@ -148,7 +149,7 @@ def exit_words(code: int | None) -> str:
 
 def deaths(
     failures: Sequence[dict[str, Any]],
-    events: Sequence[dict[str, Any]],
+    events: Sequence[EventRow],
     processes: Sequence[RankProcess],
     failed: bool = False,
 ) -> list[Death]:
@@ -160,10 +161,10 @@ def deaths(
     `failures` are the launcher's (RankFailure as dicts), `events` and `processes` the run's. An exception,
     the launcher and the relay report a death, each with a time: the most exact one counts.
     """
-    events_of_process: dict[int | None, list[dict[str, Any]]] = {}
+    events_of_process: dict[int | None, list[EventRow]] = {}
     for event in events:
-        if event["kind"] in FATAL:
-            events_of_process.setdefault(event["process"], []).append(event)
+        if event.kind in FATAL:
+            events_of_process.setdefault(event.process, []).append(event)
     known = {(s.identity.global_rank, s.identity.pid) for s in processes if s.identity}
     by_process = {(failure["rank"], failure["pid"]): failure for failure in failures}
     all_deaths = [
@@ -194,36 +195,34 @@ def deaths(
 
 
 def _death(
-    process: RankProcess, every: list[dict[str, Any]], failures: Mapping[tuple[int, int], dict[str, Any]]
+    process: RankProcess, every: list[EventRow], failures: Mapping[tuple[int, int], dict[str, Any]]
 ) -> Death | None:
     """Return how a process died, from `every` event of it and the launcher's `failures`; None: it did not."""
     assert process.identity is not None
     rank = process.identity.global_rank
     failure = failures.get((rank, process.identity.pid))
-    mine = [event for event in every if event["kind"] != ENDED]
-    seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
+    mine = [event for event in every if event.kind != ENDED]
+    seen = next((event for event in reversed(every) if event.kind == ENDED), None)
     lost = bool(mine) if process.identity.source in _SILENT else process.lost
-    if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
+    if not (failure or lost or any(event.kind == "exception" for event in mine)):
         return None
-    raised = [event for event in mine if event["kind"] == "exception"]
-    message = next(filter(None, [*(event["message"] for event in raised), _message(failure)]), "")
-    calls = next((event["data"].get("traceback") for event in raised), None)
-    ended = seen["data"] if seen else {}
+    raised = [event for event in mine if event.kind == "exception"]
+    message = next(filter(None, [*(event.message for event in raised), _message(failure)]), "")
+    calls = next((event.data.get("traceback") for event in raised), None)
+    ended = seen.data if seen else {}
     code = failure["exit_code"] if failure else _whole(ended, "exit_code")
-    gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
+    gone = next((event.message for event in mine if event.kind == "rank_lost"), "")
     when, kills = _moment(every, failure, process.last_seen_ns), _whole(ended, "oom_kills") or 0
     traceback = calls if isinstance(calls, str) else None
     return Death(rank, when, message, code, process, gone, traceback, kills)
 
 
-def _moment(
-    events: Sequence[dict[str, Any]], failure: dict[str, Any] | None, last_seen_ns: int = 0
-) -> Moment:
+def _moment(events: Sequence[EventRow], failure: dict[str, Any] | None, last_seen_ns: int = 0) -> Moment:
     """Return when a process ended: the most exact of what is known, of those the earliest."""
     alive = {"rank_lost": last_seen_ns}  # both are of the aggregator's clock
     known = [
         Moment(t_ns, early_ns=min(_LATE_NS[kind], max(0, t_ns - alive.get(kind, 0))))
-        for kind, t_ns in ((event["kind"], event["t_ns"]) for event in events)
+        for kind, t_ns in ((event.kind, event.t_ns) for event in events)
     ]
     if failure is not None:
         known.append(Moment(failure["t_ns"], _SEEN_NS, _CUT_NS))

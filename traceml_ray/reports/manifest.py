@@ -17,7 +17,7 @@ from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
 from traceml_ray.signals.output.view import REPORTED_LINES, outputs_of
 from traceml_ray.store.bundles import FOLDER, REASONS, BundleCause, Manifest, Reason, bundles_of
-from traceml_ray.store.results import BundleInfo
+from traceml_ray.store.results import BundleInfo, EventRow
 
 _STACKS_NS = 60_000_000_000
 """Stacks that are so much older than the first cause are not of the incident: a hang is known late."""
@@ -99,16 +99,16 @@ def _of_cause(facts: RunFacts, causes: Sequence[BundleCause]) -> dict[str, Any]:
 
 def stacks_of(facts: RunFacts, t_ns: int) -> str:
     """Return the newest stacks of each rank since shortly before `t_ns`, as text; "" where there are none."""
-    newest: dict[int, dict[str, Any]] = {}
+    newest: dict[int, EventRow] = {}
     for event in facts.events:
-        if event["kind"] == "stacks" and event["t_ns"] > t_ns - _STACKS_NS and event["rank"] is not None:
-            newest[event["rank"]] = event
+        if event.kind == "stacks" and event.t_ns > t_ns - _STACKS_NS and event.rank is not None:
+            newest[event.rank] = event
     parts = []
     for rank, event in sorted(newest.items()):
         where = facts.node_of(rank)
-        title = f"rank {rank}{f' ({where})' if where else ''}, {moment(event['t_ns'])}"
-        state = event["data"].get("state")
-        parts.append("\n".join([title, "=" * len(title), *[f"{state}"] * bool(state), event["message"]]))
+        title = f"rank {rank}{f' ({where})' if where else ''}, {moment(event.t_ns)}"
+        state = event.data.get("state")
+        parts.append("\n".join([title, "=" * len(title), *[f"{state}"] * bool(state), event.message]))
     return "\n\n".join(parts) + "\n" if parts else ""
 
 

@@ -24,6 +24,7 @@ from traceml_ray.store.rank_processes import (
     rpc_only_ranks,
     world_size,
 )
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_shapes import DeathInfo
 from traceml_ray.store.summary_shape import EventInfo, RankOverhead, SummaryNode, SummaryRank, SummarySession
@@ -221,18 +222,18 @@ def events_block(facts: RunFacts) -> list[EventInfo]:
     return [_event(event, facts) for event in facts.events[-_MAX_EVENTS:]]
 
 
-def _event(event: dict[str, Any], facts: RunFacts) -> EventInfo:
-    rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
-    stage, node_id = event["stage"], event["node_id"]
+def _event(event: EventRow, facts: RunFacts) -> EventInfo:
+    rank: Any = event.rank if event.rank is not None else event.data.get("rank")
+    stage, node_id = event.stage, event.node_id
     return EventInfo(
-        time=moment(event["t_ns"]),
-        kind=event["kind"],
+        time=moment(event.t_ns),
+        kind=event.kind,
         rank=rank,
         node=facts.labels.get(node_id, node_id) if node_id else facts.node_of(rank),
-        step=event["step"],
+        step=event.step,
         stage=None if stage is None else STAGES[stage],
-        message=event["message"][:_MAX_MESSAGE],
-        data=event["data"],
+        message=event.message[:_MAX_MESSAGE],
+        data=event.data,
     )
 
 

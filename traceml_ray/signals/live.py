@@ -11,6 +11,7 @@ from traceml_ray.analysis.node_clock import UNCOMPARED_BOUND_NS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 
@@ -63,7 +64,7 @@ class LiveSignal(Protocol):
         """Take a span of a rank process."""
 
     def resume(
-        self, run: str, file: SessionFile, processes: Collection[int], events: Sequence[Mapping[str, Any]]
+        self, run: str, file: SessionFile, processes: Collection[int], events: Sequence[EventRow]
     ) -> None:
         """
         Take what is stored of a run that goes on, after a restart. Raises `SessionFileError`.

@@ -38,7 +38,7 @@ from traceml_ray.store.rank_processes import (
     process_labels,
 )
 from traceml_ray.store.reader import Reader
-from traceml_ray.store.results import WholeLedger
+from traceml_ray.store.results import EventRow, WholeLedger
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.wire.codec import ready
@@ -329,24 +329,22 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
 
     def events(
         self, since: int = 0, *, brief: bool = False, most: int | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
+    ) -> tuple[list[EventRow], int]:
         """
-        Return the newest `most` events of the run and of nodes as dicts with `rank` and the table's columns;
-        `brief` leaves out those that are files (stacks, flight recorders).
+        Return the newest `most` events of the run and of nodes (None: all), the oldest first, and the new
+        cursor. `brief` leaves out those that are files (stacks, flight recorders).
         """
         top = self._top("event")
         if top <= since:
             return [], since
         which = "AND t.kind NOT IN ('stacks', 'flight_recorder')" if brief else ""
         query = (
-            "SELECT s.global_rank AS rank, t.* FROM event t LEFT JOIN rank_process s ON s.id = t.process "
+            f"SELECT {_EVENT} FROM event t LEFT JOIN rank_process s ON s.id = t.process "
             f"WHERE t.id > ?1 AND t.id <= ?2 AND coalesce(t.run, s.job_id, ?3) IS ?3 {which} "
             "ORDER BY t.id DESC LIMIT ?4"
         )
-        events = self._dicts(query, since, top, self.run_id(), -1 if most is None else most)[::-1]
-        for event in events:
-            event["data"] = json.loads(event["data"])
-        return events, top
+        rows = self._dicts(query, since, top, self.run_id(), -1 if most is None else most)[::-1]
+        return [EventRow(**{**row, "data": json.loads(row["data"])}) for row in rows], top
 
     def run_events(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
@@ -435,6 +433,9 @@ def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
 
 
 _ALL = 1 << 62
+_EVENT = ", ".join(
+    "s.global_rank AS rank" if name == "rank" else f"t.{name}" for name in EventRow.__struct_fields__
+)
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
 
 

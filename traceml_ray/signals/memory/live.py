@@ -38,6 +38,7 @@ from traceml_ray.signals.memory.shapes import (
     Value,
 )
 from traceml_ray.signals.memory.view import GetMemory, is_collective, when
+from traceml_ray.store.results import EventRow
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -362,13 +363,13 @@ class LiveMemory:
         kept.add(sample)
 
     def resume(
-        self, run: str, file: SessionFile, processes: Collection[int], events: Iterable[Mapping[str, Any]]
+        self, run: str, file: SessionFile, processes: Collection[int], events: Iterable[EventRow]
     ) -> None:
         """Take the stored samples of a run, before any other, and which findings were events."""
         reported = self._events.setdefault(run, MemoryEvents())
         for event in events:
-            if event["kind"] == KIND:
-                reported.resume(event["data"])
+            if event.kind == KIND:
+                reported.resume(event.data)
         for columns in file.memory_samples(processes, most=MAX_RESUMED)[0]:
             if len(self._kept) < MAX_PLACES:
                 place = columns.process, columns.device
