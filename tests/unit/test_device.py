@@ -346,6 +346,18 @@ def test_events_are_in_what_marks_cost_also_after_the_device_clock_has_stopped()
     assert loop.recorder.stop_device_clock() and loop.recorder.marks_ns == cost_ns
 
 
+def test_event_of_an_immediate_mark_is_counted_once_in_what_marks_cost() -> None:
+    loop = DeviceLoop()
+    loop.step()
+    loop.both()
+    before, first = loop.recorder.marks_ns, loop.use.next
+    loop.device.record_takes_ns = lambda _: 3000
+    loop.recorder.optimizer_end(loop.recorder.optimizer_begin())
+    loop.both()
+    assert loop.use.next == first + 2
+    assert loop.recorder.marks_ns - before == 2 * 3000
+
+
 def test_agent_goes_on_while_a_mark_blocks_with_the_lock() -> None:
     """Recording an event may block for as long as the device hangs; the agent has to report that."""
     loop = DeviceLoop()

@@ -391,6 +391,10 @@ class DeviceClock:
         self._stamp()
         return number if self.next > number else NO_EVENT
 
+    def took_ns(self, event: int) -> int:
+        """Return the time that recording this event, one of the newest, has taken on the training thread."""
+        return self._took[event & _MASK]
+
     def stamper(self, append: Callable[[int], object]) -> Callable[[], int]:
         """
         Return a clock for marks: it records an event and has `append` write that down, too.

@@ -60,6 +60,8 @@ def immediate_mark(method: Method) -> Method:
             if self.device is not None:
                 self.steps.partition.event = event = self._event_now()
                 self.newest = max(self.newest, event)
+                if event != NO_EVENT:
+                    called += self.device.took_ns(event)  # `recorded_ns` has it
             result = method(self, *args)
             if self.thread == self.owner:
                 self.ready = 0 if self.steps.rows.depth else self.owner
