@@ -13,9 +13,8 @@ from gpu_env import BACKWARD_MS, Keeper, Played, Real, figure, middle, one_rank,
 from torch import nn
 
 from traceml_ray.agent.device import EVENT_SLOTS, ClockOffset, DeviceClock
-from traceml_ray.agent.device_use import SHORTEST_STEP_NS
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.settings import Settings
+from traceml_ray.settings import SHORTEST_STEP_NS, Settings
 from traceml_ray.stages import BACKWARD, STAGES, SYNC_WAIT
 
 ADDED_MS = 10.0

@@ -71,7 +71,7 @@ def start(
     thread at a time. A session that runs already keeps its settings; a warning names those given here.
 
     Args:
-        settings: of the session.
+        settings: of the session. An editor completes the fields of `start(Settings(interval=1))`.
         runtime_env: of the session's actors, for nodes that need one; local paths are not for these.
         ship: send this package to nodes that lack it (its dependencies must be there).
         fields: fields of `Settings` by name, as in `start(session="a", interval=1)`. They override

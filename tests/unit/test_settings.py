@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.settings import SettingError, Settings, check_session_name
+from traceml_ray.settings import SHORTEST_STEP_NS, SettingError, Settings, check_session_name, help_of
 
 
 def test_defaults_apply_without_environment_and_keywords():
@@ -115,6 +115,14 @@ def test_session_names_unusable_as_a_folder_are_refused(name):
         check_session_name(name)
     assert repr(name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_texts_about_the_device_clock_name_the_shortest_step_that_it_is_read_in():
+    shortest = f"steps take {SHORTEST_STEP_NS // 1_000_000} ms or more"
+    root = Path(__file__).parents[2]
+    texts = {name: (root / name).read_text() for name in ("README.md", "docs/gpu.md", "docs/index.md")}
+    texts["help"] = help_of(Settings)["device_clock"]
+    assert [name for name, text in texts.items() if shortest not in text] == []
 
 
 def test_loading_settings_imports_nothing_heavy():

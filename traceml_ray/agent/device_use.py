@@ -18,13 +18,9 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.steps import STREAMED
 from traceml_ray.errors import error_text
+from traceml_ray.settings import SHORTEST_STEP_NS
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK, OpenStage
 
-SHORTEST_STEP_NS = 40_000_000
-"""
-`auto` reads the device in steps of at least this long. What the events of a step add to a host that is never
-waited for was 60 to 130 µs on one machine with an H200 (`benchmarks/gpu.py`), 0.3 % of such a step.
-"""
 _PACE_NS = 1_000_000_000
 """Steps are timed for at least this long before `auto` decides."""
 _GRAPHS = "a mark inside the capture of a CUDA graph is made once: a step that is only replayed has no row"

@@ -15,6 +15,7 @@ from traceml_ray.analysis.anomalies import Between, Machine, anomalies
 from traceml_ray.analysis.step_stats import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.settings import SHORTEST_STEP_NS
 from traceml_ray.store.rank_processes import RankProcess, node_key
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK
 
@@ -144,7 +145,7 @@ class Machines:
 _SETTING = "TRACEML_DEVICE_CLOCK"
 _TURN_ON = (
     f"Set {_SETTING}=1: then late ranks are named on CUDA as well, by the device's clock. By "
-    "default it is not read in steps that are shorter than 40 ms."
+    f"default it is not read in steps that are shorter than {SHORTEST_STEP_NS // 1_000_000} ms."
 )
 _OTHERWISE = {"tp", "pp"}
 """Ranks that depend on each other in another way, with a device clock or without."""
