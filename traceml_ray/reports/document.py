@@ -70,7 +70,7 @@ class ChartData(NamedTuple):
 
 @dataclass
 class _Steps:
-    """A step history that has been read to its end, as `store.histories.RunSteps`."""
+    """A step history that has been read to its end, as `history_reader.RunSteps`."""
 
     history: StepHistory
     ranks: dict[int, RankProcess]

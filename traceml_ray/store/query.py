@@ -37,38 +37,41 @@ A = TypeVar("A", covariant=True)
 
 
 def _tag(name: str) -> str:
-    """Return what a question or command is called on its way."""
+    """Return the tag of a question or command in a message."""
     return name.removeprefix("Get")
 
 
 class Request(
     msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=_tag, forbid_unknown_fields=True
 ):
-    """A question, answered with an `A`."""
+    """A question, of which the answer is an `A`; or a command."""
 
 
 _ARRAY = 1
-"""The extension of msgpack that an array is."""
+"""Code of the msgpack extension that holds an array: head (dtype, shape), then its bytes."""
 _KINDS = ("<f8", "<f4", "<i8", "|u1")
 _MAX_ERROR = 1000
-"""Characters of an error: it may repeat what was asked."""
+"""Largest number of characters of an error, which may repeat what was asked."""
 
 
 class QueryError(RuntimeError):
-    """There is no answer; the message is for a person."""
+    """A question has no answer; the message tells a person why."""
 
 
 class OfRun(Request[A], Generic[A], frozen=True):
-    """A question about one run, by its id or name; None: the newest, see `store.rank_processes.newest`."""
+    """A question about one run."""
 
     run: str | None = None
+    """Id or name of the run; None: the newest, see `store.rank_processes.newest`."""
 
 
 class Page(msgspec.Struct, Generic[A]):
-    """What is new, and the cursor to ask with the next time."""
+    """A part of an answer that grows."""
 
     items: list[A]
+    """What came after the cursor that was asked with, the oldest first."""
     cursor: int
+    """Cursor to ask for what comes later with."""
 
 
 class GetStatus(Request[results.Status], frozen=True):
@@ -80,11 +83,11 @@ class GetRuns(Request[list[results.RunInfo]], frozen=True):
 
 
 class GetNodes(OfRun[list[results.NodeInfo]], frozen=True):
-    """The nodes of the cluster, with the ranks of the run."""
+    """The nodes of the cluster, gone ones too, each with the ranks of the run on it."""
 
 
 class GetRanks(OfRun[dict[int, RankProcess]], frozen=True):
-    """The process that stands for each rank, see `store.rank_processes.shown`."""
+    """One process per global rank, all of the same generation, see `store.rank_processes.current_ranks`."""
 
 
 class GetProcesses(Request[list[RankProcess]], frozen=True):
@@ -92,11 +95,11 @@ class GetProcesses(Request[list[RankProcess]], frozen=True):
 
 
 class GetLedger(OfRun[results.WholeLedger], frozen=True):
-    """Where each row is."""
+    """Where each produced row is, of the session and of each rank of the run."""
 
 
 class GetVerdict(OfRun[results.LiveVerdict | None], frozen=True):
-    """The verdict of now; of a run that is over, that of its report."""
+    """The verdict as of now, of a run that is over that of its report; None before the first one."""
 
 
 class GetVerdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
@@ -106,13 +109,13 @@ class GetVerdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
 
 
 class GetDeaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
-    """The ranks of the run that died, the first cause first, the others in order of time."""
+    """The ranks of the run that died: those that no other death explains first, then in order of time."""
 
 
 class GetEvents(OfRun[Page[results.EventRow]], frozen=True):
     """
-    The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are
-    files (stacks, flight recorders).
+    The newest `most` events (None: all) after cursor `since`, of the run and of nodes, the oldest first.
+    `brief` leaves out those that are files (stacks, flight recorders).
     """
 
     since: Count = 0
@@ -130,11 +133,14 @@ class GetSummary(OfRun[summary_shape.Summary], frozen=True):
 
 
 class GetReportPage(OfRun[bytes], frozen=True):
-    """`report.html` of all of the run, made anew."""
+    """The bytes of a `report.html` of all of the run, which is made for this question."""
 
 
 class GetNodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
-    """The newest `last` samples of `nodes` (ids), with the id; or as many from `first_ns` to `last_ns`."""
+    """
+    Pairs of node id and sample: of each of `nodes` (ids) the newest `last` samples. With `first_ns` or
+    `last_ns` (ns since the epoch, None: now), `last` samples spread over that time.
+    """
 
     nodes: tuple[str, ...]
     last: Count
@@ -143,7 +149,7 @@ class GetNodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
 
 
 class GetProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
-    """The same of each of `processes` (ids)."""
+    """Pairs of process id and sample, of each of `processes` (ids), chosen as by `GetNodeSamples`."""
 
     processes: tuple[Int64, ...]
     last: Count
@@ -152,7 +158,10 @@ class GetProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=Tr
 
 
 class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
-    """Samples of memory of each of `processes` (ids), of all of its devices, in the same way."""
+    """
+    Pairs of process id and sample of memory, of all devices of each of `processes` (ids), chosen as by
+    `GetNodeSamples`.
+    """
 
     processes: tuple[Int64, ...]
     last: Count
@@ -161,13 +170,13 @@ class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
 
 
 class Findings(OfRun[list[Finding]], frozen=True):
-    """All that was found in the run, in order: what the verdict names, then what costs most."""
+    """All that was found in the run: what the verdict names first, then the others, the costliest first."""
 
 
 class GetTimes(OfRun[shapes.StepTimes], frozen=True):
     """
-    The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over. With `last`
-    of the steps from `first` to `last`.
+    The numbers of the steps of a run (`analysis.step_numbers`). `whole` is True for all steps, False for the
+    newest, None for all if the run is over. With `last`, they are of the steps from `first` to `last`.
     """
 
     whole: bool | None = None
@@ -177,8 +186,9 @@ class GetTimes(OfRun[shapes.StepTimes], frozen=True):
 
 class GetColumns(OfRun[shapes.StepColumns], frozen=True):
     """
-    What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in
-    few columns; `since`: the token of an earlier answer, and from which step on.
+    What is drawn step by step: the newest steps; all, in few columns (`whole`: as for `GetTimes`); or those
+    from `first` to `last`, in few columns. The heatmap is of busy time (`stage` "total") or of one stage.
+    `since` is `next` of an earlier answer: then only what is new since is answered.
     """
 
     stage: str = "total"
@@ -189,13 +199,13 @@ class GetColumns(OfRun[shapes.StepColumns], frozen=True):
 
 
 class GetTimeline(OfRun[shapes.RunTimeline], frozen=True):
-    """All of the run in at most `most` columns: how long a step took, and when it was over."""
+    """How long a step took and when it was over, of all of the run in at most `most` columns."""
 
     most: Count = 300
 
 
 class GetChange(OfRun[shapes.ChangedParts], frozen=True):
-    """Where the time of a step went from step `begin` up to step `first`, and from there to step `last`."""
+    """Exposed time of each stage from step `begin` to `first`, and from there to `last` (None: the end)."""
 
     begin: Count = 0
     first: Count = 0
@@ -203,14 +213,14 @@ class GetChange(OfRun[shapes.ChangedParts], frozen=True):
 
 
 class GetBusy(OfRun[shapes.BusyTimes], frozen=True):
-    """The busy time of some ranks in the newest `most` steps."""
+    """The busy time of `ranks` in each of the newest `most` steps."""
 
     ranks: tuple[Int64, ...] = ()
     most: Count = 0
 
 
 class GetRankSteps(OfRun[shapes.RankSteps], frozen=True):
-    """The stages of a rank in the newest `most` steps, or from step `first` to `last` in as many columns."""
+    """The stages of `rank` in the newest `most` steps, or from step `first` to `last` in as many columns."""
 
     rank: Int64 = 0
     most: Count = 0
@@ -219,7 +229,7 @@ class GetRankSteps(OfRun[shapes.RankSteps], frozen=True):
 
 
 class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
-    """The times of each rank; of the steps that `GetTimes` is of."""
+    """What the steps of each rank are made of, over the steps that `GetTimes` is of."""
 
     whole: bool | None = None
     first: Count = 0
@@ -227,19 +237,20 @@ class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
 
 
 class GetStepSample(OfRun[shapes.StepSample], frozen=True):
-    """What a step takes, and how far that would differ by chance: what two runs are compared by."""
+    """What a step takes, and how far that varies by chance: what two runs are compared by."""
 
 
 class GetStep(OfRun[step_shapes.OneStep], frozen=True):
-    """One step of all ranks."""
+    """Step number `step` of all ranks that have it."""
 
     step: Int64 = 0
 
 
 class GetStepRows(OfRun[StepRows], frozen=True):
     """
-    The rows of steps `first` to `last` of `ranks` (None: all) one by one, about `most` that came after cursor
-    `since`; ask on with the answer's until its `end`.
+    The rows of steps `first` to `last` (None: the newest) of `ranks` (None: all) one by one: about `most` of
+    those that came after cursor `since`. The next part is asked for with `cursor` of the answer, until its
+    `end` is True.
     """
 
     first: Count = 0
@@ -250,7 +261,7 @@ class GetStepRows(OfRun[StepRows], frozen=True):
 
 
 class GetCell(OfRun[shapes.CellMeans], frozen=True):
-    """What one cell of the heatmap is: a rank, from step `first` to step `last`."""
+    """What one cell of the heatmap stands for: `rank`, from step `first` to step `last`."""
 
     rank: Int64 = 0
     first: Int64 = 0
@@ -258,7 +269,7 @@ class GetCell(OfRun[shapes.CellMeans], frozen=True):
 
 
 class GetSpans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
-    """The named spans of a rank from step `first` to step `last`, the longest first."""
+    """The named spans of `rank` from step `first` to step `last`, the longest first."""
 
     rank: Int64 = 0
     first: Int64 = 0
@@ -266,11 +277,11 @@ class GetSpans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
 
 
 class GetBundles(Request[list[results.BundleInfo]], frozen=True):
-    """What was kept of incidents, the oldest first."""
+    """The bundles that were kept of incidents, the oldest first."""
 
 
 class ReadBundle(Request[bytes], frozen=True):
-    """At most `n` bytes of a file of a bundle, from `offset` on; none beyond its end."""
+    """At most `n` bytes of file `name` of a bundle (its id), from `offset` on; none beyond the end."""
 
     bundle: str
     name: str
@@ -283,7 +294,7 @@ class GetProfiles(Request[profiles.Profiles], frozen=True):
 
 
 class ReadProfile(Request[bytes], frozen=True):
-    """At most `n` bytes of a file of a profile, from `offset` on; none beyond its end."""
+    """At most `n` bytes of file `name` of a profile (its id), from `offset` on; none beyond the end."""
 
     profile: str
     name: str
@@ -293,39 +304,39 @@ class ReadProfile(Request[bytes], frozen=True):
 
 class Dump(Request[None], frozen=True):
     """
-    Make a bundle, with the stacks of all ranks; `id` will be in it. The same `id` again makes no other one,
-    and is refused with the reason once that one could not be made.
+    Makes a bundle with the stacks of all ranks; `id` of the command will be in it. The same `id` again makes
+    no second bundle; if the first could not be made, it is refused with the reason.
     """
 
     id: codec.Name
 
 
 class StartProfile(Request[None], frozen=True):
-    """Have steps profiled, when those asked for before are; `id` will be in the profile."""
+    """Has steps profiled, after those that were asked for before; `id` will be in the profile."""
 
     id: codec.Name
     request: wire.ProfileRequest
 
 
 class StartLayers(Request[None], frozen=True):
-    """Have the layers of some steps measured; `id` will be in what is measured."""
+    """Has the layers of some steps measured; `id` will be in what is measured."""
 
     id: codec.Name
     request: wire.LayersRequest
 
 
 class RemoveProfile(Request[bool], frozen=True):
-    """Remove a profile; whether there was one of that id."""
+    """Removes the profile with this `id`; the answer is whether there was one."""
 
     id: str
 
 
 class Snapshot(Request[str], frozen=True):
-    """Make a copy of the session file as it stands, and write the reports of the same; its name."""
+    """Makes a copy of the session file as of now, and writes its reports; the answer is the copy's name."""
 
 
 class ReadFile(Request[bytes], frozen=True):
-    """At most `n` bytes of a copy or of a report, from `offset` on; none beyond its end."""
+    """At most `n` bytes of a copy or report called `name`, from `offset` on; none beyond the end."""
 
     name: str
     offset: Count
@@ -333,34 +344,48 @@ class ReadFile(Request[bytes], frozen=True):
 
 
 class Discard(Request[None], frozen=True):
-    """Remove a copy."""
+    """Removes the copy called `name`."""
 
     name: str
 
 
 class Asked(msgspec.Struct):
-    """Requests on their way, and who asks."""
+    """A message with requests."""
 
     version: str
+    """Version of traceml-ray that asks."""
     requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1024)]
+    """The encoded requests, at most 1,024."""
     watching: bool = False
-    """Whoever asks is a page that stays open: no use of the session that keeps it alive."""
+    """Whether an open page asks, by itself: that is no use of the session, which would keep it alive."""
 
 
 class Answered(msgspec.Struct):
-    """As many answers as there were requests, or what went wrong."""
+    """A message with as many answers as there were requests, or with what went wrong."""
 
     version: str
+    """Version of traceml-ray that answers."""
     folder: str = ""
-    """The session's folder."""
+    """Path of the session's folder; "": not known."""
     answers: list[msgspec.Raw] = []
+    """The encoded answers, in the order of the requests."""
     error: str = ""
+    """Why there is no answer; "" if there are answers."""
 
 
 def ask(
     send: Callable[[bytes], bytes], requests: Sequence[Request[Any]], watching: bool = False
 ) -> list[Any]:
-    """Return the answer to each request. Raises `QueryError`, and what `send` raises."""
+    """
+    Return the answer to each request, in their order.
+
+    Args:
+        send: carries a message to whoever answers and returns the reply.
+        requests: the questions and commands, of one session.
+        watching: whether an open page asks by itself, see `Asked`.
+
+    Raises `QueryError` if a question has no answer or the reply cannot be read, and what `send` raises.
+    """
     raw = [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests]
     reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
     try:
@@ -387,7 +412,7 @@ def _answer(request: Request[Any], raw: msgspec.Raw) -> Any:
 
 
 def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
-    """Return the answer to one request. Raises as `ask`."""
+    """Return the answer to one request. Raises `QueryError`, and what `send` raises."""
     answer: A = ask(send, [request])[0]
     return answer
 

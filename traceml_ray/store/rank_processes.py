@@ -330,7 +330,7 @@ def last_attempt(processes: Iterable[RankProcess]) -> list[RankProcess]:
 def generations(processes: Iterable[RankProcess]) -> list[list[RankProcess]]:
     """
     Return the processes of known rank by generation, the oldest first, each in order of `age`: those that
-    began together to train together. `processes` are of one run (see `runs.of_run`).
+    began together to train together. `processes` are of one run (see `of_run`).
 
     An attempt begins one, and so does a restart within an attempt (an elastic launcher's at a change of
     membership, a second round of actors): a rank comes again when all that there were before are gone.
@@ -432,7 +432,7 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[EarlierStart]:
 def current_ranks(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
     """
     Return one process per rank, all from the same generation (`latest_generation_with_rows`): steps before
-    and after a restart are never mixed. `processes` are of one run (see `runs.of_run`).
+    and after a restart are never mixed. `processes` are of one run (see `of_run`).
     """
     return latest_process_per_rank(latest_generation_with_rows(processes).processes)
 

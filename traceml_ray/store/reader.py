@@ -1,10 +1,10 @@
 """
-Questions to the database of a session file, and what goes wrong with them; how it is opened by a reader, also
-where nothing may be written: on a read-only mount, of another user.
+Reads the database of a session file, also where nothing may be written: on a read-only mount, or in a folder
+of another user.
 
 SQLite writes even to read: it undoes a transaction that was cut off (a `-journal` is left), and makes the
-shared memory of a file in WAL mode. Where it may not, a file without a journal is read as one that nobody
-changes; one with a journal is copied together with it, and the copy is repaired and read.
+shared memory of a file in WAL mode. Where it may not write, a file without a journal is read as one that
+nobody changes; a file with a journal is copied together with it, and the copy is repaired and read.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 MAX_COPIES = 4
-"""Kept at the same time by this process."""
+"""Largest number of copies that this process keeps at the same time."""
 _JOURNALS = ("-journal", "-wal")
 _TRIES = 3
-"""How many times a file is copied if another machine keeps writing to it."""
+"""How many times copying a file is tried if another machine keeps writing to it."""
 _log = logging.getLogger(__name__)
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """
-    Open the session file at `path`. Says in the log (stderr) that what is read is a copy.
+    Return a connection to the session file at `path`, or to a copy of it, which the log then says.
 
-    Raises `SessionFileError` as `connect` does, and when there is no room for a copy.
+    Raises `SessionFileError` as `schema.connect` does, and if a copy cannot be made.
     """
     try:
         return connect(path)
@@ -65,7 +65,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 class _Copy:
     folder: tempfile.TemporaryDirectory[str]
     state: tuple[tuple[int, ...], ...]
-    """The state of the files that it was made of."""
+    """State of the files that it was made of, see `_state`."""
     path: Path
 
 
@@ -77,7 +77,7 @@ class _Copies:
         self._made: dict[Path, _Copy] = {}
 
     def of(self, path: Path) -> Path:
-        """Return the copy of a file as it is now. Raises OSError, `SessionFileError`."""
+        """Return the path of a copy of a file as it is now. Raises OSError, `SessionFileError`."""
         with self._lock:
             path = path.absolute()
             known = self._made.pop(path, None)
@@ -90,7 +90,7 @@ class _Copies:
             return copy.path
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all copies."""
         with self._lock:
             while self._made:
                 self._made.popitem()[1].folder.cleanup()
@@ -101,7 +101,7 @@ atexit.register(_copies.remove)
 
 
 def _copy(path: Path) -> _Copy:
-    """Copy a file with its journals, all as they were at one moment."""
+    """Copy a file with its journals as of one moment. Raises OSError, `SessionFileError`."""
     folder = tempfile.TemporaryDirectory(prefix="traceml-copy-")
     copy = Path(folder.name, path.name)
     try:
@@ -129,7 +129,7 @@ def _may_write(path: Path) -> bool:
 
 
 def _state(path: Path) -> tuple[tuple[int, ...], ...]:
-    """Return what changes whenever somebody writes to the file or its journals."""
+    """Return inode, size and mtime of the file and its journals: each write to one of them changes these."""
     state: list[tuple[int, ...]] = []
     for suffix in ("", *_JOURNALS):
         try:
@@ -153,9 +153,14 @@ def _beside(path: Path, suffix: str) -> Path:
 
 class Reader:
     """
-    A connection that only reads; one that is given stays open at the end.
+    A connection to a session file that only reads it; closed at the end, unless it was given.
 
-    Raises `SessionFileError` for a file that cannot be read.
+    Args:
+        path: the session file.
+        connection: an open connection to it, which stays open; None: a new one.
+        run: id of the run to read; None: the newest that has rows.
+
+    Raises `SessionFileError` if the file cannot be read; so does each method that reads.
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class Reader:
 
     @contextlib.contextmanager
     def at_one_moment(self) -> Iterator[None]:
-        """Let what is read inside be as it is now; not without WAL, where that would hold up the writer."""
+        """Have all reads inside be of one moment; not without WAL, where that would block the writer."""
         if self._connection.in_transaction or self._all("PRAGMA journal_mode") != [("wal",)]:
             yield
             return

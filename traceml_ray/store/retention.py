@@ -3,7 +3,7 @@ Keeps a session file within a bound: beyond it, the oldest rows are folded away.
 
 What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
 number of steps, their mean and the time at which things were are of these rows, too; of each run there is
-what a report makes of rows (`packing`), so that its statistics, verdict and episodes go on from there.
+what a report makes of rows (`history_reader.pack`): its statistics, verdict and episodes go on from there.
 Named spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most
 memory; of samples of memory the first of ten seconds, too, and those with what is counted only now and
 then. Of measurements of clocks one of ten minutes is kept.

@@ -45,15 +45,15 @@ from traceml_ray.wire.codec import ready
 
 
 class RecordReader(Reader):
-    """Reads what all rank processes, or nodes, of a session have sent of a signal."""
+    """Reads the records that rank processes, or nodes, of a session have sent of a signal."""
 
     def records(
         self, kind: Kind[R], since: int = 0, processes: Collection[int] | None = None
     ) -> Iterator[tuple[int, int, R]]:
         """
-        Yield (cursor, process, record) of what came after cursor `since`, in order of arrival; where only
-        some records are kept, those there are now, in the order of their slots. `processes`: only of these
-        (numbers). Raises `SessionFileError`.
+        Yield (cursor, process, record) of each record after cursor `since`, in order of arrival. Of a kind of
+        which only some records are kept, yield those that are kept now, in the order of their slots.
+        `processes` are the ids of rank processes to read; None: all. Raises `SessionFileError`.
         """
         there = {row[1] for row in self._all(f"PRAGMA table_info({kind.table})")}
         fields = [name if name in there else f"NULL AS {name}" for name in kind.fields]
@@ -72,7 +72,7 @@ class RecordReader(Reader):
         yield from sorted(kept, key=lambda row: kind.slot(row[2]))
 
     def records_of(self, kind: Kind[R], processes: Collection[int] | None = None) -> dict[int, list[R]]:
-        """Return the records of `processes` (numbers; None: all), by process. Raises `SessionFileError`."""
+        """Return the records of `processes` (ids; None: all), by process. Raises `SessionFileError`."""
         records_of_process: dict[int, list[R]] = {}
         for _, process, record in self.records(kind, processes=processes):
             records_of_process.setdefault(process, []).append(record)
@@ -88,10 +88,13 @@ Chunk = tuple[bytes, ...]
 
 
 class StepReader(Reader):
-    """Chunks are in order of arrival, nearly that of their steps: the middle one tells which half to take."""
+    """
+    Finds the chunks of a step without reading the others: chunks are in order of arrival, which is nearly
+    that of their steps, so a binary search leads there. Raises `SessionFileError`.
+    """
 
     def step_chunks(self, processes: Collection[int], step: int) -> dict[int, list[Chunk]]:
-        """Return the chunks that hold rows of `step`, by rank process; a process without any is left out."""
+        """Return the chunks with rows of `step`, by id of the rank process; only of those that have any."""
         chunks_of_process: dict[int, list[Chunk]] = {}
         if not processes:
             return chunks_of_process
@@ -113,14 +116,14 @@ class StepReader(Reader):
         return chunks_of_process
 
     def first_step(self, processes: Collection[int]) -> int | None:
-        """Return the first step whose rows are in the file one by one; None without any."""
+        """Return the first step of which rows are in the file one by one; None if there is no row."""
         if not processes:
             return None
         rows = self._probed(self._place(processes, -1))
         return next((_ends(keys)[0] for _, process, keys in rows if process in processes), None)
 
     def step_spans(self, processes: Collection[int], step: int) -> list[dict[str, Any]]:
-        """Return the sums of spans that `step` is in, of some rank processes."""
+        """Return the sums of spans of `processes` that `step` is part of, the longest first."""
         spans = self._dicts(
             "SELECT process, name, stage, count, total_ns, first_step, last_step FROM span "
             "WHERE last_step >= ?1 AND last_step < ?1 + ?2 AND first_step <= ?1 ORDER BY total_ns DESC",
@@ -140,7 +143,7 @@ class StepReader(Reader):
         return low
 
     def _is_before(self, chunk_id: int, processes: Collection[int], step: int) -> bool:
-        """Return whether what is at an id came before `step` did; an earlier run has lower processes."""
+        """Return whether the chunk at an id came before `step`; processes of earlier runs have lower ids."""
         rows = self._probed(chunk_id)
         own_keys = next((keys for _, process, keys in rows if process in processes), None)
         if own_keys is not None:
@@ -154,7 +157,7 @@ class StepReader(Reader):
 
 
 def _ends(keys: bytes) -> tuple[int, int]:
-    """Return the first and the last step of a chunk."""
+    """Return the first and the last step of a chunk, from its keys."""
     both = np.frombuffer(keys, "<i8")[[0, -1]] >> SEGMENT_BITS
     return int(both[0]), int(both[1])
 
@@ -163,12 +166,12 @@ _SIZES = ", ".join(StepSizes.__struct_fields__)
 
 
 class WorkReader(Reader):
-    """Reads the sizes of batches of some steps."""
+    """Reads how large the batches of some steps were. Raises `SessionFileError`."""
 
     def step_sizes(self, processes: Collection[int], steps: Int64) -> dict[int, list[StepSizes]]:
         """
-        Return what is stored of the sizes of batches of some rank processes in `steps` (S,), ascending, by
-        rank process.
+        Return what is stored of the sizes of batches of `processes` (ids) in `steps` ((S,) int64, ascending),
+        by rank process.
         """
         query = (
             f"SELECT process, {_SIZES} FROM step_sizes "
@@ -187,19 +190,19 @@ class WorkReader(Reader):
 
 class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     """
-    Reads one session, live or stored; views ask `store.query`.
+    Reads the file of one session, live or stored. Faces do not use it: they ask `store.query`.
 
-    `since` is a cursor from an earlier call (0: from the start); calls with one return
-    (what is new, new cursor). What is of ranks is of one run: `run`, else (None) of the newest that has
-    rows, see `run_id`. Raises `SessionFileError` for a file that cannot be read.
+    Methods with `since` return what came after that cursor, and the new cursor; 0 is the start. What is of
+    ranks is of one run: of `run`, or if that is None of the newest run that has rows (`run_id`). Each method
+    raises `SessionFileError` if the file cannot be read.
     """
 
     def meta(self) -> dict[str, Any]:
-        """Return what is known of the session as a whole (started_at, status, launcher, …)."""
+        """Return the facts of the session as a whole, by name: `started_at`, `status`, `launcher`, …"""
         return {key: json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
     def cluster(self) -> list[Node]:
-        """Return the nodes of the cluster that are known of."""
+        """Return all nodes that the session has seen, in the order of their ids."""
         return [Node.from_row(row) for row in self._all("SELECT * FROM node ORDER BY node_id")]
 
     def processes(self) -> list[RankProcess]:
@@ -207,7 +210,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return [from_row(row) for row in self._dicts("SELECT * FROM rank_process ORDER BY id")]
 
     def run_id(self) -> str | None:
-        """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
+        """Return the id of the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
         if self.run is not None:
             return self.run
         runs = self._all(
@@ -217,7 +220,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return newest_of({run: bool(rows) for run, rows in runs}, self.meta())
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return every run of the session, oldest first, see `runs.list_runs`."""
+        """Return all runs of the session, the oldest first, see `rank_processes.list_runs`."""
         last = self._all(
             "SELECT v.run, v.body FROM verdict v JOIN (SELECT max(id) AS id FROM verdict GROUP BY run) m "
             "ON v.id = m.id"
@@ -226,11 +229,11 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return list_runs(self.processes(), self.meta(), labels)
 
     def for_run(self, run: str | None) -> SessionFile:
-        """Return a reader of that run that shares this one's connection."""
+        """Return a reader of another run, over the same connection: it needs no `close`."""
         return SessionFile(self.path, self._connection, run=run)
 
     def ranks(self) -> dict[int, RankProcess]:
-        """Return the rank process that stands for each rank (see `rank_processes.shown`), by global rank."""
+        """Return one process per global rank, all of the same generation (`rank_processes.current_ranks`)."""
         processes = self.processes()
         return current_ranks(of_run(processes, self.run_id()))
 
@@ -238,11 +241,13 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         self, since: int = 0, last: int | None = None, most: int | None = None
     ) -> tuple[list[RankRows], int]:
         """
-        Return the rows of the ranks that came after cursor `since`, and the new cursor.
+        Return the rows that came after cursor `since`, as one `RankRows` for each rank that has any, and the
+        new cursor.
 
-        One `RankRows` per rank that has any, by rank; `last` keeps only each rank's newest rows. With `most`,
-        no more than so many batches are looked at: ask again until the cursor stays. Negative, a cursor is
-        so far from the end.
+        Args:
+            since: cursor of an earlier call; if negative, so many batches before the end.
+            last: how many of its newest rows each rank has at most; None: all.
+            most: how many batches are looked at, at most: call again until the cursor stays. None: all.
         """
         top = self._top("chunk")
         since = max(0, top + since) if since < 0 else since
@@ -267,7 +272,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         )
 
     def chunks_after(self, since: int, until: int) -> Iterator[tuple[Any, ...]]:
-        """Yield (id, process, keys, flags, rows, host rows) of the batches after id `since`, to `until`."""
+        """Yield (id, process, keys, flags, rows, host rows) of the batches after id `since` up to `until`."""
         yield from self._iterate(
             "SELECT id, process, keys, flags, rows, host_rows FROM chunk "
             "WHERE id > ? AND id <= ? ORDER BY id",
@@ -275,13 +280,13 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         )
 
     def folded_counts(self) -> dict[int, int]:
-        """Return how many rows of each rank process are only kept as sums; none where all are there."""
+        """Return how many rows of a rank process (id) are kept as sums only; without those that have none."""
         return dict(self._all("SELECT process, sum(n) FROM rollup GROUP BY process"))
 
     def table(self, name: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """
-        Yield these columns of a table of `schema`, in order of arrival; None for one that an older version of
-        this package did not write, nothing of such a table.
+        Yield `columns` of each row of a table of `schema`, in order of arrival. A column that an older
+        version of this package did not write is None; a table that it did not write has no row.
         """
         there = {row[1] for row in self._all(f"PRAGMA table_info({name})")}
         asked = ", ".join(column if column in there else f"NULL AS {column}" for column in columns)
@@ -289,20 +294,19 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
             yield from self._iterate(f"SELECT {asked} FROM {name} ORDER BY rowid")
 
     def last_chunk(self) -> int:
-        """Return the cursor of the newest batch, see `rows`."""
+        """Return the id of the newest batch, which is the cursor of `rows` at its end; 0 if there is none."""
         return self._top("chunk")
 
     def newest_chunks(self, rows: int) -> int:
-        """Return how many of the newest batches, of whatever run, hold about so many rows."""
+        """Return how many of the newest batches of the session hold about `rows` rows: at least one."""
         ((mean,),) = self._all("SELECT avg(n) FROM (SELECT n FROM chunk ORDER BY id DESC LIMIT 1000)")
         return max(1, int(rows / max(1.0, mean or 1.0)))
 
     def spans(self, first: int = 0, last: int = 1 << 62, process: int | None = None) -> list[dict[str, Any]]:
         """
-        Return the spans of each process (or of that one) over the steps `first` to `last`,
-        summed, longest first.
-
-        Of a sum that reaches beyond them, the share of its steps that lies inside counts.
+        Return the spans over the steps `first` to `last`, summed for each process, name and stage, the
+        longest first. `process` is the id of the only process to read; None: all of the run. Of a stored sum
+        that reaches beyond these steps, the share of its steps that lies inside counts.
         """
         inside = "max(0, min(d.last_step, ?2) - max(d.first_step, ?1) + 1.0)"
         share = f"{inside} / (d.last_step - d.first_step + 1)"
@@ -318,7 +322,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         )
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the spans of each process, summed by name and process group."""
+        """Return count and bytes of the spans of the run, summed for each process, name and process group."""
         return self._dicts(
             "SELECT d.process AS process, d.name, d.process_group, CAST(sum(d.count) AS INT) AS count, "
             "CAST(sum(d.bytes) AS INT) AS bytes, min(d.first_step) AS first_step, "
@@ -347,11 +351,11 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return [EventRow(**{**row, "data": json.loads(row["data"])}) for row in rows], top
 
     def run_events(self) -> list[tuple[Any, ...]]:
-        """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
+        """Return (run, kind, t_ns, message) of all events that are of a run, not of a rank or a node."""
         return self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
 
     def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return every change of the run's live verdict, as dicts with `t_ns` and the verdict's fields."""
+        """Return each change of the run's live verdict after a cursor, with `t_ns`, and the new cursor."""
         top = self._top("verdict")
         if top <= since:
             return [], since
@@ -360,27 +364,27 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return [{"t_ns": t, **json.loads(body)} for t, body in rows], top
 
     def ledger(self) -> WholeLedger:
-        """Return where every produced row is, see `runs.ledger`."""
+        """Return where each produced row of the session is, see `rank_processes.ledger`."""
         folded = self.meta().get("folded", {}).get("rows", 0)
         return ledger(self.processes(), self.run_id(), folded)
 
     def baseline(self) -> Baseline | None:
-        """Return what the run was judged by while it ran."""
+        """Return the baseline that the run was judged by while it ran; None if it had none."""
         kept = self.meta().get("baselines", {}).get(self.run_id())
         return None if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def kept(self) -> bytes | None:
-        """Return what folded rows of the run come to, see `packing`; None where there are none."""
+        """Return what reports make of the run's folded rows (`history_reader.pack`); None if it has none."""
         bodies = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
         return bytes(bodies[0][0]) if bodies else None
 
     def folded(self) -> dict[int, Folded]:
-        """Return what is only kept as sums, by rank process, see `retention`."""
+        """Return the rows that are kept as sums only (`retention`), by id of the rank process."""
         sums = self._iterate("SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY process, id")
         return {process: _folded(of_process) for process, of_process in groupby(sums, key=itemgetter(0))}
 
     def copy_to(self, path: Path) -> None:
-        """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
+        """Copy the file as of this moment into the empty file `path`."""
         try:
             with contextlib.closing(sqlite3.connect(path)) as target:
                 self._connection.backup(target)
@@ -418,12 +422,16 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
 
 
 class Folded(NamedTuple):
-    """Rows of a rank process that were added up, oldest first: int64 (m,), `sums` ns (m, 6)."""
+    """Rows of a rank process that were added up: m sums of rows that follow each other, the oldest first."""
 
     counts: np.ndarray[Any, Any]
+    """Number of rows in each sum: (m,) int64."""
     first_keys: np.ndarray[Any, Any]
+    """Key of the first row of each sum: (m,) int64."""
     last_keys: np.ndarray[Any, Any]
+    """Key of the last row of each sum: (m,) int64."""
     sums: np.ndarray[Any, Any]
+    """Time in each stage, over the rows of each sum: (m, 6) int64 ns."""
 
 
 def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
@@ -440,7 +448,10 @@ Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any,
 
 
 def columns_of(chunks: Iterable[Sequence[bytes | None]]) -> Columns:
-    """Return the keys (n,), flags (n,) and rows (n, 6), or wide, of chunks, one after the other."""
+    """
+    Return the rows of chunks, one after the other: keys (n,) int64, flags (n,) uint8 and times in ns, (n, 6)
+    int64, with the columns of the host (`analysis.row_table`) where a chunk has these.
+    """
     keys, flags, *rest = zip(*((column or b"" for column in chunk) for chunk in chunks), strict=True)
     rows = from_wire([*zip(*rest, strict=True)])
     return np.frombuffer(b"".join(keys), "<i8"), np.frombuffer(b"".join(flags), np.uint8), rows

@@ -19,7 +19,7 @@ from traceml_ray.store.query import OfRun
 
 
 class GetThroughput(OfRun[Throughput], frozen=True):
-    """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `query.Times`."""
+    """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `query.GetTimes`."""
 
     whole: bool | None = None
 
