@@ -124,6 +124,15 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[B
     return [*bars, Bar("since", 0.0, total[1], GREY, text.ms(total[1]))]
 
 
+def stage_bars(stages: Mapping[str, float]) -> list[Bar]:
+    """Return the stages of a step (ms), each from where the one before it ends."""
+    bars, begin = list[Bar](), 0.0
+    for stage in STAGES:
+        bars.append(Bar(stage, begin, stages.get(stage, 0.0), STAGES[stage], text.ms(stages.get(stage, 0.0))))
+        begin += stages.get(stage, 0.0)
+    return bars
+
+
 def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -> list[Box]:
     """
     Return layers (`signals.layers.judge.Layer` as dicts) as boxes, what is inside a layer below it, in the

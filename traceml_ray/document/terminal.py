@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.document.drawing import time_scale
-from traceml_ray.document.model import SIGNS, Column, Facts, Number, Section, Table
+from traceml_ray.document.model import SIGNS, Bars, Column, Facts, Lines, Number, Section, Table
 
 Cell = Text | str
 Scale = tuple[float, float] | None
@@ -138,34 +139,162 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
     Return a long table from its row `first` on, without those of its `spare` columns that there is no room
     for; with the `worst` items first, where it says which these are.
     """
-    names, rows = [column.name for column in block.columns], block.items
+    items = block.items
     badness = block.badness if worst else None
     if badness is not None:
-        rows = sorted(rows, key=badness, reverse=True)
+        items = sorted(items, key=badness, reverse=True)
 
     def lines(most: int) -> Sequence[Text]:
         room = max(0, most - 1)
-        begin = min(first, max(0, len(rows) - room))
-        columns, left = [*block.columns], [name for name in block.spare if name in names]
-        shown = rows[begin : begin + room]
-        scales = [_scale(column, shown) for column in columns]
-        cells = [
-            [cell_of(column, row, scale) for column, scale in zip(columns, scales, strict=True)]
-            for row in shown
-        ]
-        while True:
-            head: list[Cell] = [Text(column.name, QUIET) for column in columns]
-            right = [index for index, column in enumerate(columns) if column.number]
-            drawn = table([head, *cells], None, right)
-            if not left or max(line.cell_len for line in drawn) <= width:
-                return drawn
-            index = [column.name for column in columns].index(left.pop(0))
-            columns.pop(index)
-            cells = [[*row[:index], *row[index + 1 :]] for row in cells]
+        begin = min(first, max(0, len(items) - room))
+        return _rows(block, items[begin : begin + room], width, heads=True)
 
     order = "the worst first, " if badness is not None else ""
-    note = f"{order}from {first + 1:,} of {len(rows):,}" if first else f"{order}{len(rows):,}"
-    return PaneSection(heading(block.title), lines, len(rows) + 1, 2, note)
+    note = f"{order}from {first + 1:,} of {len(items):,}" if first else f"{order}{len(items):,}"
+    return PaneSection(heading(block.title), lines, len(items) + 1, 2, note)
+
+
+_MANY, _FEW = 16, 8
+"""Of more items than the first, a table without heads shows so many as the second says."""
+
+
+def brief_table(
+    block: Table, width: int, left: Callable[[int], str] | None = None, *, least: int = 1, named: str = ""
+) -> PaneSection:
+    """
+    Return a table without a line of heads. Of more items than there is room for it has the worst ones, and
+    what `left` returns for the number of the others; None: the first ones.
+
+    `named` stands between the name of a column and its cell; the first column has none, nor has one whose
+    name is blank.
+    """
+    items = block.items
+
+    def lines(most: int) -> Sequence[Text]:
+        if len(items) <= most or left is None:
+            return _rows(block, items[:most], width, named=named)
+        ordered = items if block.badness is None else sorted(items, key=block.badness, reverse=True)
+        shown = _rows(block, ordered[: max(0, most - 1)], width, named=named)
+        return [*shown, Text(f"… {left(len(items) - len(shown))}", QUIET)]
+
+    want = len(items) if len(items) <= _MANY or left is None else _FEW + 1
+    note = Text(block.note, QUIET)
+    return PaneSection(heading(block.title), lines, want, min(least, len(items)), note)
+
+
+def _rows(
+    block: Table, items: Sequence[Any], width: int, *, heads: bool = False, named: str = ""
+) -> list[Text]:
+    """Return a line of each item, without those spare columns for which there is no room; `heads` above."""
+    columns = [*block.columns]
+    scales = [_scale(column, items) for column in columns]
+    cells = [
+        [cell_of(column, item, scale) for column, scale in zip(columns, scales, strict=True)]
+        for item in items
+    ]
+    if named:
+        cells = [[row[0], *map(_named(named), columns[1:], row[1:])] for row in cells]
+    left = [name for name in block.spare if name in {column.name for column in columns}]
+    while True:
+        head: list[list[Cell]] = [[Text(column.name, QUIET) for column in columns]] if heads else []
+        right = [index for index, column in enumerate(columns) if column.number and not named]
+        drawn = table([*head, *cells], None, right) if head or cells else []
+        if not left or max((line.cell_len for line in drawn), default=0) <= width:
+            return drawn if heads else [fit(line, width) for line in drawn]
+        index = [column.name for column in columns].index(left.pop(0))
+        columns.pop(index)
+        cells = [[*row[:index], *row[index + 1 :]] for row in cells]
+
+
+def _named(sign: str) -> Callable[[Column, Cell], Cell]:
+    """Return what puts the name of a column before a cell that is not empty."""
+
+    def with_name(column: Column, cell: Cell) -> Cell:
+        if not column.name.strip() or not cell:
+            return cell
+        before = f"{column.name}{sign}"
+        return Text(before, cell.style).append_text(cell) if isinstance(cell, Text) else before + cell
+
+    return with_name
+
+
+def grid(block: Table, width: int, per_line: Callable[[int], int]) -> PaneSection:
+    """
+    Return the items of a table beside each other, the sign of an item (by its first column) behind its cells;
+    where there is no room for all, the worst ones. `per_line`: how many are on a line, of so many at most.
+    """
+    cells = {index: _tile(block, item) for index, item in enumerate(block.items)}
+    wide = max((cell.cell_len for cell in cells.values()), default=1) + _GAP
+    on_line = per_line(max(1, (width + _GAP) // wide))
+    order: Sequence[int] = range(len(block.items))
+    if block.badness is not None:
+        badness = block.badness
+        order = sorted(order, key=lambda index: badness(block.items[index]), reverse=True)
+
+    def lines(most: int) -> Sequence[Text]:
+        shown = order[: most * on_line]
+        if len(shown) == len(cells):
+            shown = range(len(cells))
+        return flow([fit(cells[index], wide - _GAP) for index in shown], on_line * wide - _GAP)
+
+    want = -(-len(cells) // on_line)
+    return PaneSection(heading(block.title), lines, want, min(want, 4) if block.note else want, block.note)
+
+
+def _tile(block: Table, item: object) -> Text:
+    """Return the cells of an item as one, with its sign at the end."""
+    first = block.columns[0]
+    tone = first.tone(item) if first.tone else ""
+    cells = "  ".join(column.cell(item) for column in block.columns)
+    return Text(f"{cells} {SIGNS.get(tone, ' ')}", TONES.get(tone, ""))
+
+
+_STAGE_FORMS = {
+    "post_sync": ("▒", "magenta"),
+    "data": ("█", "yellow"),
+    "prepare": ("▚", "green"),
+    "forward": ("▓", "cyan"),
+    "backward": ("░", "blue"),
+    "sync_wait": ("·", QUIET),
+}
+"""How a stage is drawn: by form and by colour."""
+_LEAST_SHARE = 0.005
+"""Smallest share of all bars that one needs to be listed."""
+
+
+def stacked(block: Bars, width: int, least: int = 1) -> PaneSection:
+    """Return the bars of stages on one line, below it in numbers those that can be seen, longest first."""
+    total, line, until = sum(bar.width for bar in block.bars), Text(), 0.0
+    if not total:
+        return PaneSection("", lambda _: [], 0)
+    for bar in block.bars:
+        until += bar.width
+        sign, style = _STAGE_FORMS[bar.name]
+        line.append(sign * (round(width * until / total) - line.cell_len), style)
+    parts = []
+    for bar in sorted(block.bars, key=lambda bar: -bar.width):
+        if bar.width >= _LEAST_SHARE * total:
+            sign, style = _STAGE_FORMS[bar.name]
+            part = Text().append(f"{sign} ", style).append(f"{bar.name} {bar.label} ")
+            parts.append(part.append(text.share(bar.width / total), HEAD))
+    lines = [line, *flow(parts, width)]
+    return PaneSection(heading(block.label), lambda most: lines[:most], len(lines), least)
+
+
+def printed(block: Lines, width: int, note: Cell = "") -> PaneSection:
+    """Return lines behind their marks, of many the last ones."""
+    wide = max((cell_len(mark) for mark, _ in block.lines), default=0)
+    lines = [
+        Text().append(f"{mark:<{wide}} " if wide else "", MARK).append(text.one_line(line))
+        for mark, line in block.lines
+    ]
+    return PaneSection(
+        heading(block.title),
+        lambda most: [fit(line, width) for line in lines[-most:]],
+        len(lines),
+        min(3, len(lines)),
+        note,
+    )
 
 
 def _scale(column: Column, items: Sequence[object]) -> Scale:

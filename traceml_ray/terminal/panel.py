@@ -31,7 +31,7 @@ from traceml_ray.document.terminal import (
 )
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import PAGES, VIEWS, sections_of
-from traceml_ray.terminal.sections import DRAWN_STEPS, bar, event_cells, legend, of_steps, output
+from traceml_ray.terminal.sections import DRAWN_STEPS, events, of_steps, output, stages_of
 from traceml_ray.views import health
 from traceml_ray.views.ranks import badness, busy_lines, costs_of, evidence_of
 from traceml_ray.views.state import OVER
@@ -64,7 +64,12 @@ KEYS = {
 def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
     """Return the list of keys, and the meaning of the signs."""
     lines = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
-    lines += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
+    lines += [
+        Text(),
+        *wrap(
+            "◆ critical  ▲ warning, or named  △ notice, or the slowest rank  ● for your information", width
+        ),
+    ]
     about = "Times are of each rank's own work, without its waiting for others. n/a: not known."
     lines += wrap(about, width)
     return [PaneSection("KEYS", lambda most: lines[:most], len(lines))]
@@ -142,11 +147,8 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
     sections = [PaneSection(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
     if row["stages"]:
         stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
-        drawn = [bar(stages, width), *flow(legend(stages), width)]
-        sections.append(PaneSection(f"ITS STEP{of_steps(snapshot)}", lambda most: drawn[:most], len(drawn)))
-    events = table([event_cells(event) for event in snapshot.events if event["rank"] == choice.rank], width)
-    printed = output(snapshot, width, choice.rank)
-    return [*sections, printed, PaneSection("ITS EVENTS (UTC)", lambda most: events[:most], len(events))]
+        sections.append(stages_of(f"Its step{of_steps(snapshot)}", stages, width))
+    return [*sections, output(snapshot, width, choice.rank), events(snapshot, width, choice.rank)]
 
 
 def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:

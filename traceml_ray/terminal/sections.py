@@ -1,17 +1,17 @@
-"""The parts of the panel, each made of a snapshot for a width."""
+"""The parts of the overview: blocks of the document (`document.model`), made of a snapshot, for a width."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.document.drawing import time_scale
-from traceml_ray.document.model import SIGNS
+from traceml_ray.document.drawing import stage_bars, time_scale
+from traceml_ray.document.model import SIGNS, Bars, Column, Lines, Table, picked
 from traceml_ray.document.terminal import (
     HEAD,
     LINE,
@@ -19,24 +19,27 @@ from traceml_ray.document.terminal import (
     QUIET,
     TONES,
     PaneSection,
+    brief_table,
     cut,
     fit,
-    flow,
+    grid,
     paragraphs,
-    table,
+    printed,
+    stacked,
     wrap,
 )
 from traceml_ray.reports.headlines import beside, line_of, part_of, tone_of
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.output.view import output_lines
 from traceml_ray.signals.views import VIEWS, signal_numbers
-from traceml_ray.stages import STAGES
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
 from traceml_ray.views.ranks import badness, evidence_of
 from traceml_ray.views.state import RUN_OVER
+from traceml_ray.views.tables import EVENT, EVENTS
 from traceml_ray.views.values import by_rank, number
 
-from .snapshot import Choice, PanelState
+from .snapshot import PANES, Choice, PanelState
 
 MOST_CELLS = 32
 """Largest number of ranks in the grid; of a larger job it shows the slowest."""
@@ -50,20 +53,9 @@ _FIRST = 3
 _SHORT = 8
 _SIGNALS = 4
 """Most lines about signals."""
-_MANY, _WORST = 16, 8
+_WORST = 8
 _SEEN = 0.005
 """Percentages below this are written as 0."""
-_LEAST_SHARE = 0.005
-"""Smallest share of a step that a stage needs to be listed."""
-_STAGES = {
-    "post_sync": ("▒", "magenta"),
-    "data": ("█", "yellow"),
-    "prepare": ("▚", "green"),
-    "forward": ("▓", "cyan"),
-    "backward": ("░", "blue"),
-    "sync_wait": ("·", QUIET),
-}
-"""How a stage is drawn: by form and by colour."""
 
 
 def title_of(snapshot: PanelState) -> str:
@@ -165,7 +157,9 @@ def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
         position = 0 if step_verdict is None else 3 if snapshot.state in RUN_OVER else 1
         parts.insert(position, ("State", snapshot.state_text, late))
     least = _FIRST + 2 * (snapshot.tone == "critical")  # what ends a run is more than a line long
-    shown = [(label, wrap(value, width - _LABEL, style)) for label, value, style in parts if value]
+    shown = [
+        (label, wrap(value.replace("`", ""), width - _LABEL, style)) for label, value, style in parts if value
+    ]
     want = sum(len(lines) for _, lines in shown)
     return PaneSection(
         "VERDICT", lambda size: _labelled(shown, size), min(want, most), min(want, least), note
@@ -221,29 +215,53 @@ def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Te
 
 def node_summary(snapshot: PanelState, width: int) -> PaneSection:
     """Return the busy time of each node, its slowest rank, and by how much it is above the fastest node."""
-    timed = [node for node in snapshot.nodes if node["median_ms"] is not None or not node["alive"]]
-    ordered = sorted(timed, key=lambda node: natural(node["label"]))
-    fastest = min(
-        (node for node in timed if node["slower_pct"] is not None),
-        key=lambda node: node["slower_pct"],
-        default={"label": ""},
-    )["label"]
+    timed = [node for node in _by_name(snapshot) if node["median_ms"] is not None or not node["alive"]]
+    others = [node for node in timed if node["slower_pct"] is not None]
+    fastest = min(others, key=lambda node: node["slower_pct"])["label"] if others else ""
 
-    def lines(most: int) -> list[Text]:
-        few = len(ordered) <= most
-        shown = ordered if few else sorted(timed, key=badness, reverse=True)[: most - 1]
-        rows = [_node(node, snapshot) for node in shown]
-        for against in (f" vs {fastest}", ""):  # that is in the title, too
-            drawn = table([[*row[:-1], _beside(row[-1], against)] for row in rows], None)
-            if max(line.cell_len for line in drawn) <= width:
-                break
-        drawn = [fit(line, width) for line in drawn]
-        return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
+    def late(node: Mapping[str, Any]) -> str:
+        return "warning" if {*snapshot.named} & {*node["ranks"]} else ""
 
-    note = Text(f"← above the fastest, {fastest}" if len(ordered) > 1 and fastest else "", QUIET)
-    return PaneSection(
-        f"NODE SUMMARY{of_steps(snapshot)}", lines, _listed(ordered), min(4, len(ordered)), note
-    )
+    def worst(node: Mapping[str, Any]) -> str:
+        rank = "" if node["worst_rank"] is None else f" (rank {node['worst_rank']})"
+        return f"{text.ms(node['worst_ms'])}{rank}"
+
+    def over(node: Mapping[str, Any]) -> str:
+        slower = node["slower_pct"] or 0.0
+        return f"← {text.percent(slower, sign=True)}" if slower >= _SEEN else ""
+
+    def alive(written: Callable[[Any], str]) -> Callable[[Any], str]:
+        return lambda node: written(node) if node["alive"] else ""
+
+    columns = [
+        Column("node", lambda node: node["label"]),
+        Column("", lambda node: "" if node["alive"] else "lost", tone=_lost),
+        Column(
+            "median", lambda node: node["median_ms"], written=alive(lambda node: text.ms(node["median_ms"]))
+        ),
+        Column("worst", lambda node: node["worst_ms"], written=alive(worst), tone=late),
+        Column(
+            "skew", lambda node: node["skew_pct"], written=alive(lambda node: text.percent(node["skew_pct"]))
+        ),
+        Column(" ", over),
+        Column("  ", lambda node: f"vs {fastest}" * bool(over(node))),  # that is in the title, too
+    ]
+    note = f"← above the fastest, {fastest}" if len(timed) > 1 and fastest else ""
+    title = f"Node summary{of_steps(snapshot)}"
+    block = Table(title, columns, timed, note, badness=badness, spare=("  ",))
+    return brief_table(block, width, _more_nodes, least=4, named="=")
+
+
+def _by_name(snapshot: PanelState) -> list[Mapping[str, Any]]:
+    return sorted(snapshot.nodes, key=lambda node: natural(node["label"]))
+
+
+def _lost(node: Mapping[str, Any]) -> str:
+    return "" if node["alive"] else "critical"
+
+
+def _more_nodes(count: int) -> str:
+    return f"{text.count(count, 'more node')} (key {PANES.index('nodes') + 1})"
 
 
 def of_steps(snapshot: PanelState) -> str:
@@ -253,60 +271,47 @@ def of_steps(snapshot: PanelState) -> str:
     return ", all steps" if snapshot.times and snapshot.times.steps and snapshot.times.of_all else ""
 
 
-def _listed(nodes: Sequence[object]) -> int:
-    """Return the function from a number of lines to the number of nodes shown: of many only the worst."""
-    return len(nodes) if len(nodes) <= _MANY else _WORST + 1
-
-
-def _beside(over: Text | str, against: str) -> Text:
-    return Text("").append_text(over).append(against) if isinstance(over, Text) and over else Text("")
-
-
-def _node(node: Mapping[str, Any], snapshot: PanelState) -> list[Text | str]:
-    if not node["alive"]:
-        return [node["label"], Text("◆ lost", TONES["critical"]), "", "", ""]
-    late = bool({*snapshot.named} & {*node["ranks"]})
-    rank = "" if node["worst_rank"] is None else f" (rank {node['worst_rank']})"
-    slower = node["slower_pct"]
-    return [
-        node["label"],
-        f"median={text.ms(node['median_ms'])}",
-        Text(f"worst={text.ms(node['worst_ms'])}{rank}", MARK if late else ""),
-        f"skew={text.percent(node['skew_pct'])}",
-        Text(f"← {text.percent(slower, sign=True)}" if (slower or 0) >= _SEEN else "", MARK if late else ""),
-    ]
-
-
-def _more(count: int, noun: str, key: int) -> Text:
-    return Text(f"… {text.count(count, f'more {noun}')} (key {key})", QUIET)
-
-
 def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
     """Return the busy time of each rank, the named ones marked; of a large job the slowest ones."""
     busy = {rank: float(ms) for rank, ms in by_rank(snapshot.times, "busy_ms").items()}
-    # One that is not known is no slow one.
-    slowest = sorted(busy, key=lambda rank: -busy[rank] if busy[rank] == busy[rank] else math.inf)
-    cells = {rank: _cell(rank, busy[rank], snapshot) for rank in slowest[:MOST_CELLS]}
-    wide = max((cell.cell_len for cell in cells.values()), default=1) + 2
-    per_line = _per_line(max(1, (width + 2) // wide), snapshot)
-    want = -(-len(cells) // per_line)
-
-    def lines(most: int) -> list[Text]:
-        shown = slowest[: min(len(cells), most * per_line)]
-        if choice.sort == "rank" and len(shown) == len(busy):
-            shown = sorted(shown)
-        padded = [fit(cells[rank], wide - 2) for rank in shown]
-        return flow(padded, per_line * wide - 2)
-
-    few = len(cells) < len(busy)
-    note = f"slowest of {len(busy):,} (key 3)" if few else ""
-    return PaneSection(
-        f"RANK GRID{of_steps(snapshot)} (step time without waiting, ms)",
-        lines,
-        want,
-        min(want, 4) if few else want,
-        note,
+    slowest = sorted(busy, key=lambda rank: _slowness(busy[rank]), reverse=True)[:MOST_CELLS]
+    digits = len(str(max(busy, default=0)))
+    columns = [
+        Column(
+            "rank", lambda rank: rank, written=lambda rank: f"rank{rank:<{digits}}", tone=_rank_tone(snapshot)
+        ),
+        Column(
+            "busy",
+            lambda rank: busy[rank],
+            written=lambda rank: f"{text.number(busy[rank], aligned=True):>6}",
+        ),
+    ]
+    few = len(slowest) < len(busy)
+    block = Table(
+        f"Rank grid{of_steps(snapshot)} (step time without waiting, ms)",
+        columns,
+        sorted(slowest) if choice.sort == "rank" and not few else slowest,
+        f"slowest of {len(busy):,} (key {PANES.index('ranks') + 1})" if few else "",
+        badness=lambda rank: _slowness(busy[rank]),
     )
+    return grid(block, width, lambda most: _per_line(most, snapshot))
+
+
+def _slowness(busy_ms: float) -> float:
+    """Return by what ranks are ordered: one whose time is not known is no slow one."""
+    return busy_ms if busy_ms == busy_ms else -math.inf
+
+
+def _rank_tone(snapshot: PanelState) -> Callable[[int], str]:
+    worst = snapshot.times.worst_rank if snapshot.times and snapshot.times.steps else None
+
+    def tone(rank: int) -> str:
+        if rank in snapshot.dead:
+            return "critical"
+        slowest = rank == worst and not snapshot.named
+        return "warning" if rank in snapshot.named else "notice" if slowest else ""
+
+    return tone
 
 
 def _per_line(most: int, snapshot: PanelState) -> int:
@@ -319,50 +324,18 @@ def _per_line(most: int, snapshot: PanelState) -> int:
     return next((n for n in range(most, most // 2, -1) if most_ranks % n == 0), most)
 
 
-def _cell(rank: int, busy_ms: float, snapshot: PanelState) -> Text:
-    worst = snapshot.times.worst_rank if snapshot.times and snapshot.times.steps else None
-    dead, named = rank in snapshot.dead, rank in snapshot.named
-    digits = len(str(snapshot.times.ranks[-1])) if snapshot.times else 1
-    cell = Text(f"rank{rank:<{digits}}  {text.number(busy_ms, aligned=True):>6} ")
-    sign = "◆" if dead else "▲" if named or (rank == worst and not snapshot.named) else " "
-    cell.append(sign)
-    cell.stylize(TONES["critical"] if dead else MARK if named else HEAD if sign != " " else "")
-    return cell
-
-
 def exposed(snapshot: PanelState, width: int) -> PaneSection:
     """Return where the time of a step goes: a bar, and its parts in numbers."""
-    stages = snapshot.times.stages if snapshot.times else None
-    if not stages:
-        return PaneSection("EXPOSED TIME", lambda _: [], 0)
-    total = sum(stages.values())
-    lines = [bar(stages, width), *flow(legend(stages), width)]
-    title = f"EXPOSED TIME OF A STEP{of_steps(snapshot)} (mean {text.ms(total)})"
-    return PaneSection(title, lambda most: lines[:most], len(lines), 2)
+    stages = snapshot.times.stages if snapshot.times else {}
+    mean = f"(mean {text.ms(sum(stages.values()))})" if stages else ""
+    return stages_of(f"Exposed time of a step{of_steps(snapshot)} {mean}", stages, width, 2)
 
 
-def legend(stages: Mapping[str, float]) -> list[Text]:
-    """Return the stages of a step that can be seen in a bar, the longest first, in numbers."""
-    total = sum(stages.values())
-    return [
-        Text()
-        .append(f"{_STAGES[name][0]} ", _STAGES[name][1])
-        .append(f"{name} {text.ms(ms)} ")
-        .append(text.share(ms / total), HEAD)
-        for name, ms in sorted(stages.items(), key=lambda item: -item[1])
-        if total and ms >= _LEAST_SHARE * total
-    ]
-
-
-def bar(stages: Mapping[str, float], width: int) -> Text:
-    """Return a bar of the stages of a step, by form and by colour."""
-    total, drawn, until = sum(stages.values()), Text(), 0.0
-    for name in STAGES:
-        until += stages.get(name, 0.0)
-        end = round(width * until / total) if total else 0
-        sign, style = _STAGES[name]
-        drawn.append(sign * (end - drawn.cell_len), style)
-    return drawn
+def stages_of(title: str, stages: Mapping[str, float], width: int, least: int = 1) -> PaneSection:
+    """Return the stages of a step (ms) as a bar, and in numbers."""
+    bars = stage_bars(stages)
+    columns = [Column("stage", lambda bar: bar.name), Column("ms", lambda bar: bar.width, "aligned")]
+    return stacked(Bars(title, bars, Table(title, columns, bars)), width, least)
 
 
 def signals(snapshot: PanelState, width: int) -> PaneSection:
@@ -387,50 +360,40 @@ def _fullest_nodes(snapshot: PanelState) -> str:
 def health(snapshot: PanelState, width: int) -> PaneSection:
     """Return how busy, full, hot and anomalous each node is."""
     evidence = evidence_of(snapshot.verdict)
-    ordered = sorted(snapshot.nodes, key=lambda node: natural(node["label"]))
-
-    def lines(most: int) -> list[Text]:
-        few = len(ordered) <= most
-        worst = sorted(
-            snapshot.nodes, key=lambda node: (node["label"] in evidence, *badness(node)), reverse=True
-        )
-        shown = ordered if few else worst[: most - 1]
-        drawn = table([_health(node, evidence.get(node["label"], [])) for node in shown], width)
-        return drawn if few else [*drawn, _more(len(ordered) - len(shown), "node", 2)]
-
-    note = Text(_fullest_nodes(snapshot), QUIET)
-    return PaneSection("NODE HEALTH", lines, _listed(ordered), min(2, len(ordered)), note)
-
-
-def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str]:
-    heat, power = node["gpu_temperature_c"], node["gpu_power_w"]
-    lost = Text("◆ lost", TONES["critical"])
-    return [
-        node["label"],
-        f"CPU {text.percent(node['cpu_pct'])}" if node["alive"] else lost,
-        f"RAM {text.percent(node['mem_pct'])}",
-        f"GPU {text.percent(node['gpu_util_pct'])}",
-        f"VRAM {text.percent(node['gpu_mem_pct'])}",
-        f"{text.number(heat, 0)} °C",
-        f"{text.number(power, 0)} W",
-        Text(f"▲ {'; '.join(evidence)}" if evidence else "", MARK),
+    columns = [
+        Column("node", lambda node: node["label"]),
+        Column("", lambda node: "" if node["alive"] else "lost", tone=_lost),
+        Column(
+            "CPU",
+            lambda node: node["cpu_pct"],
+            written=lambda node: text.percent(node["cpu_pct"]) * node["alive"],
+        ),
+        Column("RAM", lambda node: node["mem_pct"], "percent"),
+        Column("GPU", lambda node: node["gpu_util_pct"], "percent"),
+        Column("VRAM", lambda node: node["gpu_mem_pct"], "percent"),
+        Column(" ", lambda node: f"{text.number(node['gpu_temperature_c'], 0)} °C"),
+        Column("  ", lambda node: f"{text.number(node['gpu_power_w'], 0)} W"),
+        Column("   ", lambda node: "; ".join(evidence.get(node["label"], ())), tone=_anomalous(evidence)),
     ]
+    block = Table(
+        "Node health",
+        columns,
+        _by_name(snapshot),
+        _fullest_nodes(snapshot),
+        badness=lambda node: (node["label"] in evidence, *badness(node)),
+    )
+    return brief_table(block, width, _more_nodes, least=2, named=" ")
 
 
-def events(snapshot: PanelState, width: int) -> PaneSection:
-    """Return the events, newest first."""
-    lines = table([event_cells(event) for event in snapshot.events[:MOST_CELLS]], width)
-    return PaneSection("EVENTS (UTC)", lambda most: lines[:most], len(lines), 1)
+def _anomalous(evidence: Mapping[str, Any]) -> Callable[[Any], str]:
+    return lambda node: "warning" if node["label"] in evidence else ""
 
 
-def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
-    """Return the time, the sign and the words of an event."""
-    tone = event["severity"]
-    return [
-        text.clock(event["time"]),
-        Text(f"{SIGNS[tone]} {text.words(event['kind'])}", TONES[tone]),
-        event["text"],
-    ]
+def events(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSection:
+    """Return the newest events, or those of a rank, newest first."""
+    shown = [event for event in snapshot.events if rank in (None, event["rank"])][:MOST_CELLS]
+    title = "Events (UTC)" if rank is None else "Its events (UTC)"
+    return brief_table(Table(title, [*picked(EVENTS, "time"), EVENT, *picked(EVENTS, "what")], shown), width)
 
 
 def output(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSection:
@@ -438,21 +401,10 @@ def output(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSec
     last_output = snapshot.output
     if last_output is None or rank not in (None, last_output.rank):
         return PaneSection("LAST OUTPUT", lambda _: [], 0)
-    shown: list[Text] = []
-    for line in last_output.lines:
-        if line.skipped:
-            shown.append(Text(f"… {text.count(line.skipped, 'more line')}", QUIET))
-        err = line.stream == "stderr"
-        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(line.text)))
-    if not shown:
-        shown = [
-            Text(
-                f"No output is known: {why}."
-                if (why := last_output.missing)
-                else "This rank has printed nothing.",
-                QUIET,
-            )
-        ]
-    note = Text("! stderr", QUIET)
-    title = f"LAST OUTPUT OF RANK {last_output.rank}"
-    return PaneSection(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)
+    block = output_lines(last_output)
+    lines = [("!" if mark == "stderr" else " ", line) for mark, line in block.lines]
+    if not lines:
+        missing = last_output.missing
+        nothing = f"No output is known: {missing}." if missing else "This rank has printed nothing."
+        lines = [("", nothing)]
+    return printed(Lines(block.title, lines), width, Text("! stderr", QUIET))
