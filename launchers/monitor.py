@@ -27,7 +27,7 @@ from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
-from traceml_ray.monitor.offline_process import DiskHangsError, OfflineEnd, OfflineRequest
+from traceml_ray.monitor.offline import DiskHangsError, OfflineEnd, OfflineRequest
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, findings_in, line_of

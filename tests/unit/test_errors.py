@@ -34,7 +34,7 @@ OTHERWISE = {
     "agent/bootstrap.py _traceback": "the value is null then; the error itself is in the event",
     "launchers/guard.py run": "raised again by the thread that waits",
     "launchers/helper.py _attempt": "it is the answer",
-    "monitor/offline_process.py main": "it is the answer",
+    "monitor/offline.py main": "it is the answer",
     "signals/logged/agent.py log": "raised at the end, once the other values are noted",
     "ray/connection.py _refusal": "`ray.init`, which comes next, raises it",
     "launchers/train_callback.py _failed": "counting itself has failed",

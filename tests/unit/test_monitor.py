@@ -24,9 +24,8 @@ from traceml_ray.launchers.command import Forwarder
 from traceml_ray.launchers.helper import HelperRequest
 from traceml_ray.launchers.monitor import Monitor, monitor_of
 from traceml_ray.launchers.view_processes import DashboardProcess
-from traceml_ray.monitor import offline_process
-from traceml_ray.monitor.offline import finish_offline
-from traceml_ray.monitor.offline_process import OfflineEnd, OfflineRequest, Reply
+from traceml_ray.monitor import offline
+from traceml_ray.monitor.offline import OfflineEnd, OfflineRequest, Reply, finish_offline
 from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionError, SessionFolder, holder, prepare
@@ -259,9 +258,9 @@ def test_process_that_waits_for_a_core_is_not_taken_for_one_whose_disk_hangs(
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         before: tuple[Any, ...] | None = ()
-        while (now := offline_process._progress(process.pid)) is None or now != before:
+        while (now := offline._progress(process.pid)) is None or now != before:
             before = now  # it is still starting
         monkeypatch.setattr(psutil.Process, "status", lambda _self: psutil.STATUS_RUNNING)
-        assert offline_process._progress(process.pid) is None
+        assert offline._progress(process.pid) is None
     finally:
         process.communicate(timeout=60)
