@@ -192,7 +192,7 @@ def layers_request_of(values: Mapping[str, str]) -> LayersRequest:
     """
     steps = (values.get("steps") or "20").strip()
     if not (steps.isascii() and steps.isdecimal()):
-        raise ValueError(f"{steps[:20]!r} is no number of steps")
+        raise ValueError(f"{steps[:20]!r} is not a number of steps")
     return LayersRequest.checked(int(steps[:9]), values.get("run") or None)
 
 

@@ -253,7 +253,7 @@ def _dashboard_port(text: str) -> str:
 
 def _seconds(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return int(text)
 
 

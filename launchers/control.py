@@ -65,7 +65,8 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
             raise ControlError(f"session {folder.name!r} has made no bundle: {listed([*why])}")
         time.sleep(_POLL_S)
     raise ControlError(
-        f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why"
+        f"session {folder.name!r} has made no bundle within {limit_s:g} s; "
+        "`traceml-ray status` may give the reason"
     )
 
 
@@ -92,15 +93,16 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = PROFILE_
             seen_s, (what, share) = time.monotonic(), so_far(now)
         elif seen_s is not None and time.monotonic() - seen_s > _GONE_S:
             raise ControlError(
-                f"session {folder.name!r} could not keep the profile; `traceml-ray status` may say why"
+                f"session {folder.name!r} could not keep the profile; "
+                "`traceml-ray status` may give the reason"
             )
         text.advance(f"profile: {what}", share)
         time.sleep(_POLL_S)
     if not goes_on:
         raise ControlError(f"session {folder.name!r} has ended before there was a profile")
     raise ControlError(
-        f"session {folder.name!r} has made no profile within {limit_s:g} s; `traceml-ray status` may say "
-        "why, and `traceml-ray profile --list` whether it came later"
+        f"session {folder.name!r} has made no profile within {limit_s:g} s; `traceml-ray status` may give "
+        "the reason, and `traceml-ray profile --list` shows whether it came later"
     )
 
 

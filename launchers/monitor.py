@@ -201,7 +201,7 @@ class Monitor:
             self._ray = PrivateRay(self._runtime, self.environ, self.nodes.head, self.nodes.rank)
             environ, address = self._ray.environ, self._ray.address
             if self._ray.token is None:
-                log("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
+                log("no RAY_AUTH_TOKEN and no token file: anyone who can reach this job's Ray can use it")
         self._address = address
         self._show_state("starting")
         self._let_others_attach(address)

@@ -191,7 +191,7 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
     if args.no_python and script.name in _LAUNCHERS:
         raise UsageError(
             f"{script.name} starts ranks itself: traceml-ray run -- {script.name} … (torchrun's --no-python "
-            "would start one of it for each rank)"
+            "would start one copy for each rank)"
         )
     _world_size(args)
     if nodes.several:

@@ -171,9 +171,9 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     """
     Watches a Ray Train run: `RunConfig(callbacks=[TraceMLTrainCallback()])`.
 
-    Not needed after `traceml_ray.start()` in the same driver; given nevertheless, it is the one that
-    counts. Reports to the session that this driver started last, else to the one of the default
-    name, which is made where it does not run. Local mode (`num_workers=0`) trains in the driver and
+    It is not needed after `traceml_ray.start()` in the same driver; if given, it takes precedence. It reports
+    to the session that this driver started last, else to the session of the default name, which it starts if
+    needed. Local mode (`num_workers=0`) trains in the driver and
     takes no callbacks: there it is `traceml_ray.attach()`.
 
     Args:

@@ -48,16 +48,16 @@ def attach(
     job_id: str | None = None,
 ) -> bool:
     """
-    Watch this process from here on; True when it is watched.
+    Watch this process from here on. Returns True when it is watched.
 
-    In a process of Ray (actor, task, driver) it reports to the session of that name (else
-    `TRACEML_SESSION`, else `default`), whether that runs already or not. Under
-    `python -m traceml_ray.launch` and `traceml-ray run` ranks are watched already. Without any of these it
-    says so once on stderr, in rank 0.
+    In a process of Ray (actor, task, driver) it reports to the session `session` (else `TRACEML_SESSION`,
+    else `default`), which may start later. Under
+    `python -m traceml_ray.launch` and `traceml-ray run` ranks are watched already. In any other process rank
+    0 prints once on stderr that it is not watched.
 
-    The ranks are needed only where neither torch.distributed nor the environment of a launcher says them; a
-    process of Ray without any is numbered by the session. Any thread may call it; rows begin with the next
-    step. It patches torch (some ms) and starts one daemon thread; where that is done already it does nothing.
+    Give the ranks only where neither torch.distributed nor a launcher's environment has them. The session
+    numbers a process of Ray without ranks. Any thread may call it; rows begin with the next
+    step. It patches torch (some ms) and starts one daemon thread. A second call does nothing.
 
     Args:
         session: name.
@@ -130,7 +130,7 @@ def detach() -> None:
     """
     Stop watching this process and put torch back exactly as it was.
 
-    What is left is sent first, which takes at most a second. Any thread may call it.
+    Unsent rows are sent first, which takes at most a second. Any thread may call it.
     """
     bootstrap.stop()
 
@@ -201,8 +201,8 @@ class stage(_Block):  # noqa: N801
     """
     Name a span of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in.
 
-    Also a decorator; blocks may be inside each other, and a block inside one of its name counts once. In a
-    thread that does not train it does nothing.
+    Also a decorator. Blocks may be nested; a block inside a block of the same name counts once. In a thread
+    that does not train it does nothing.
 
     Args:
         name: cut to 64 characters; of more than 256 names a process those that come last are dropped and
@@ -228,9 +228,9 @@ class capture_oom:  # noqa: N801
     Note where memory ran out: `with traceml_ray.capture_oom("optimizer step"): …`.
 
     An error of memory inside, of the host or of a device (`torch.OutOfMemoryError`, `MemoryError`,
-    `CUBLAS_STATUS_ALLOC_FAILED`, that of the CPU allocator), is raised on as it is, and makes a bundle: the
-    last minutes of every rank. One that nothing catches makes one anyway; this is for those that are caught,
-    and says where. Any thread may use it.
+    `CUBLAS_STATUS_ALLOC_FAILED`, that of the CPU allocator), passes through unchanged and makes a bundle: the
+    last minutes of every rank. An error that nothing catches makes a bundle without this; use it around
+    errors that your script catches. Any thread may use it.
 
     Args:
         where: a name for what is tried, cut to 64 characters.
@@ -262,9 +262,9 @@ def count(
     total_steps: int | None = None,
 ) -> None:
     """
-    Say what this rank's open step is trained on, where its batches do not show it; calls in a step add up.
+    State the size of this rank's current step where its batches do not show it. Calls in a step add up.
 
-    It replaces what was found in the batches of a loader: samples from dimension 0, tokens from `input_ids`.
+    It replaces the sizes read from a loader's batches (samples from dimension 0, tokens from `input_ids`).
     Used by the thread that trains, between the wait for a batch and the optimizer; some microseconds.
 
     Args:
@@ -293,14 +293,14 @@ def log(values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
     """
     Log numbers of your own beside the step time: `traceml_ray.log(loss=loss, lr=3e-4)`.
 
-    They belong to the step that the call is in, or to the one before, where that one's optimizer has stepped
-    and the next has not begun; of several calls in a step the last value of a name counts. NaN and infinities
-    are kept, and are findings. One rank or all may call it, in any thread. It costs one or two microseconds,
-    and one more for each tensor.
+    A number belongs to the step of the call; between the optimizer and the next step, to the previous step.
+    If a name is logged several times in a step, the last value counts. NaN and infinities are kept, and are
+    findings. One rank or all may call it, in any thread. It costs one or two microseconds, and one more for
+    each tensor.
 
     A tensor with one element is read at once on the CPU. On a CUDA device it is copied to the host
     without a wait, and read once it has arrived, so that `log(loss=loss)` costs no synchronisation, where
-    `loss.item()` does. What is no number is counted under `errors` of the rank, never raised.
+    `loss.item()` does. A value that is not a number is counted under `errors` of the rank, never raised.
 
     Args:
         values: by name, where names are no keywords: `{"train/loss": 0.3}`.
@@ -318,11 +318,11 @@ def log(values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
 
 def watch(iterable: Items) -> Items:
     """
-    Return `iterable` with the wait for each of its items counted as `data`.
+    Return `iterable`; the wait for each item counts as `data`.
 
-    In all else it is what it was: length, attributes, `isinstance`; what can be iterated again still can. A
-    DataLoader, and batches of Ray Data, are returned as they are: they are timed anyway. What the iterable
-    raises is raised.
+    Length, attributes and `isinstance` stay as they are, and it can be iterated again if it could before. A
+    DataLoader, and batches of Ray Data, are returned unchanged: they are timed anyway. Exceptions of the
+    iterable pass through.
     """
     result: Items = watched(iterable)
     return result
@@ -334,9 +334,9 @@ def watch_router(
     """
     Count how many tokens a router of a mixture of experts gives to each expert, from here on.
 
-    Report and pages say how much more than the mean the busiest expert has. Counting is some small operations
-    on the router's device in each forward of training; nothing waits for it. Call it on each rank, once for a
-    router, after the process is watched.
+    Report and pages compare the busiest expert with the mean. Counting adds some small operations on the
+    router's device to each forward of training; nothing waits for it. Call it on each rank, once per router,
+    after the process is watched.
 
     Args:
         module: the router.
@@ -359,10 +359,10 @@ class profile:  # noqa: N801 - used as a function is
     """
     Profile some steps of the running job with torch's profiler: all of `ranks` record the same steps.
 
-    `traceml_ray.profile(steps=3)` asks for it and returns at once; as `with traceml_ray.profile(): …` it
-    waits at the end of the block for what came of it, in a driver. A rank that is watched asks for it and
-    never waits: training goes on, and the profile is in the session's folder. All ranks may ask for the same.
-    In a process that has no session and is not watched it does nothing.
+    `traceml_ray.profile(steps=3)` requests the profile and returns at once. In a driver, `with
+    traceml_ray.profile(): …` waits for the result at the end of the block. A watched rank never waits:
+    training continues, and the profile is in the session's folder. All ranks may make the same request. In a
+    process that has no session and is not watched it does nothing.
 
     The steps that are recorded begin some seconds later; a driver may ask before its run has begun.
 

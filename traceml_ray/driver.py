@@ -66,9 +66,10 @@ def start(
     """
     Start the monitor on every node of the cluster this driver is connected to, or find the one that runs.
 
-    From here on every TorchTrainer of this driver is watched. Nothing of the cluster's CPUs or GPUs
-    is held. Returns when the aggregator answers; the relays follow (`Session.wait_ready`). Call it from one
-    thread at a time. A session that runs already keeps its settings; a warning names those given here.
+    From here on every TorchTrainer of this driver is watched. The session reserves none of the cluster's CPUs
+    or GPUs. Returns when the aggregator answers; the relays follow (`Session.wait_ready`). Call it from one
+    thread at a time. A running session keeps its settings; a warning names the ones given here that are
+    ignored.
 
     Args:
         settings: of the session. An editor completes the fields of `start(Settings(interval=1))`.

@@ -23,7 +23,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class IdentityError(ValueError):
-    """Ranks that cannot be right; the message names the variable or keyword, its value and what is wrong."""
+    """Ranks that contradict each other; the message names the variable or keyword, and what is wrong."""
 
 
 class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -287,9 +287,9 @@ class Session(SessionQuestions):
     A running session, from outside. Use it as a context manager to have it stopped at the end.
 
     Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
-    thread, and raises StartError when the session does not answer within 20 s. One that has ended is asked
-    in the same way: its file answers, where that is on this node. What a session can only do while it runs
-    (`dump`, `profile`, `download`, …) then raises StartError at once.
+    thread, and raises StartError when the session does not answer within 20 s. A session that has ended
+    answers from its file, if the file is on this node. Calls that need a running session (`dump`, `profile`,
+    `download`, …) then raise StartError at once.
 
     Answers are structs, with the fields, and units, of `traceml_ray.store.results` and
     `traceml_ray.store.summary_shape`: `session.verdict().label`, `print(session.status())`. Some values of
@@ -314,8 +314,8 @@ class Session(SessionQuestions):
 
     def dump(self, timeout: float = 15.0) -> BundleInfo:
         """
-        Have a bundle made of the last minutes of every rank, with their stacks, and return it: some seconds,
-        at most one bundle every 5 s. Requests that come sooner share one.
+        Make a bundle of the last minutes of every rank, with their stacks, and return it. It takes some
+        seconds. Requests within 5 s share one bundle.
 
         Raises StartError with the reason where it cannot be made, and where there is none after `timeout` s.
         """
@@ -339,7 +339,7 @@ class Session(SessionQuestions):
         timeout: float = 300.0,
     ) -> Profile:
         """
-        Profile some steps of a run with torch's profiler, see `traceml_ray.profile`; return what became of
+        Profile some steps of a run with torch's profiler, see `traceml_ray.profile`; return the result of
         each rank. The traces are in the session's folder, `profiles/<id>/`, on the aggregator's node.
 
         Raises ValueError for arguments that cannot be used, StartError where the run is over, or the profile
@@ -363,8 +363,8 @@ class Session(SessionQuestions):
 
     def layers(self, steps: int | None = None, run: str | None = None, timeout: float = 300.0) -> Layers:
         """
-        Return the time and memory of each layer of the model: as measured so far or, with `steps`, in so many
-        steps to come, of the ranks that have by then. Raises ValueError, StartError.
+        Return the time and memory of each layer of the model: as measured so far or, with `steps`, in that
+        many next steps, for the ranks that have reported by then. Raises ValueError, StartError.
         """
         return ask_layers(self._ask, steps, run, timeout)
 
@@ -412,7 +412,7 @@ class Session(SessionQuestions):
         """
         Bring the session's files here, into the folder `path`/`id`; return that folder.
 
-        As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
+        It brings what is stored now, in pieces of 4 MiB. Raises OSError, StartError.
         """
         folder = Path(path) / self.id
         with text.progress_bar(f"downloading {self.id}"):
@@ -429,7 +429,7 @@ class Session(SessionQuestions):
 
     def dashboard(self, port: int | None = None) -> str:
         """
-        Serve the web app of this session from here, and return its URL; asked again, that of the first time.
+        Serve the web app of this session from here, and return its URL. A second call returns the same URL.
 
         It is a process of its own, on 127.0.0.1, and ends with `stop()` or with this process.
 
@@ -473,7 +473,7 @@ class Session(SessionQuestions):
         """
         End the session: its files are written, its actors are gone and its name is free when this returns.
 
-        Training that goes on is not touched. Raises StartError when something is still there after
+        Running training is not affected. Raises StartError when something is still there after
         `timeout` seconds, and when its files cannot be written; stopping a session that has ended already
         does nothing.
         """

@@ -23,7 +23,7 @@ from traceml_ray.wire.codec import ready
 
 
 class SettingError(ValueError):
-    """A setting that cannot be used; the message names it, its value, its source and what it may be."""
+    """A setting that cannot be used. The message names it, its value, its source and the allowed values."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     the environment, which overrides the default. A field that has its default value, a keyword that is None
     and a variable that is empty count as not given.
 
-    The constructor checks nothing; what takes settings does.
+    The constructor checks nothing; functions that take settings do.
     """
 
     session: Annotated[str | None, _SESSION_NAME, OF_RANKS] = None

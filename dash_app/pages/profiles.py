@@ -110,7 +110,7 @@ def request_of(values: Mapping[str, Any]) -> ProfileRequest:
     given |= {"ranks": str(values.get("ranks") or "all"), "run": values.get("run") or None}
     steps = str(values.get("steps") or "3").strip()
     if not (steps.isascii() and steps.isdecimal()):
-        raise ValueError(f"{steps[:20]!r} is no number of steps")
+        raise ValueError(f"{steps[:20]!r} is not a number of steps")
     return ProfileRequest.checked({**given, "steps": int(steps[:9])})
 
 

@@ -149,7 +149,7 @@ def test_profile_that_could_not_be_kept_is_not_waited_for(
     assert seen.wait(240)
     profiles.clear_unfinished(session)
     asking.join(240)
-    assert errors == ["session 's' could not keep the profile; `traceml-ray status` may say why"]
+    assert errors == ["session 's' could not keep the profile; `traceml-ray status` may give the reason"]
 
 
 def test_progress_is_shown_in_a_terminal(

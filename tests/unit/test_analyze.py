@@ -125,7 +125,7 @@ def played() -> Analysis:
         sources=[
             AnalyzedFile(path="exports/" + "deep/" * 12 + "events.json", format="Stormlog events", **read)
         ],
-        refused=[Refused(path="exports/rank3.json", reason="it is no JSON: Input data was truncated")],
+        refused=[Refused(path="exports/rank3.json", reason="it is not valid JSON: Input data was truncated")],
         notes=["The clocks of node-0 and node-1 were not compared."],
     )
 
@@ -344,7 +344,7 @@ def test_nothing_to_analyze_is_an_error_with_the_reason(tmp_path: Path) -> None:
         analyze(str(tmp_path / "gone"))
     with pytest.raises(AnalyzeError, match="no file at all"):
         analyze([])
-    with pytest.raises(AnalyzeError, match="sensitivity 'most': it is low, medium or high"):
+    with pytest.raises(AnalyzeError, match="sensitivity 'most': choose low, medium or high"):
         analyze(tmp_path, sensitivity="most")  # type: ignore[arg-type]
 
 
@@ -385,7 +385,7 @@ def test_refused_file_is_named_and_the_others_are_analyzed(
     (tmp_path / "rank3.json").write_text('[{"timestamp_ns": 1')
     code, out, err = run(capsys, tmp_path)
     assert code == 2
-    assert err == f"traceml-ray: {tmp_path}/rank3.json: it is no JSON: Input data was truncated\n"
+    assert err == f"traceml-ray: {tmp_path}/rank3.json: it is not valid JSON: Input data was truncated\n"
     assert "Rank 2 (node-a, device 0)" in out.splitlines()[0]
     assert "rank 3 of 4" in out
     assert "Not used" in out

@@ -247,7 +247,7 @@ def test_exit_code_says_whether_there_is_a_regression(
 def test_gate_is_a_percentage(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["compare", "a", "b", f"--fail-on-regression={given}"])
-    assert "is no percentage" in capsys.readouterr().err
+    assert "is not a percentage" in capsys.readouterr().err
 
 
 def test_text_of_a_comparison(out: Path, snapshot: Snapshot) -> None:

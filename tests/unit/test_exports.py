@@ -229,7 +229,7 @@ def test_edges_are_kept_within_a_bound(out: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (("--format", "perfetto", "--ranks", "7"), 1, "no step to be drawn"),
+        (("--format", "perfetto", "--ranks", "7"), 1, "no step to draw"),
         (("--format", "csv", "--ranks", "x"), 2, "'x' is not a rank"),
         (("--format", "perfetto", "--run", "gone"), 2, "no run 'gone'"),
     ],
@@ -299,6 +299,6 @@ def test_value_that_does_not_fit_its_column_is_named_and_the_file_is_not_called_
         file.execute("UPDATE span SET count = 'many'")
     assert export(tmp_path, "odd", "parquet", tmp_path / "tables") == 1
     errors = capsys.readouterr().err
-    assert "table 'spans': column 'count' has a value that is no int64" in errors and "damaged" not in errors
+    assert "table 'spans': column 'count' has a value that is not int64" in errors and "damaged" not in errors
     assert not (tmp_path / "tables" / "spans.parquet").exists()
     assert export(tmp_path, "odd", "csv", tmp_path / "csv") == 0

@@ -208,7 +208,7 @@ def test_list_has_cost_reasons_and_progress(played: Played) -> None:
 def test_form_says_what_is_wrong_with_its_values(played: Played) -> None:
     pages = pages_of(played)
     assert "is not a rank" in shown(pages, "/profiles", "?ranks=0,x")
-    assert "is no number of steps" in shown(pages, "/profiles", "?steps=many")
+    assert "is not a number of steps" in shown(pages, "/profiles", "?steps=many")
     assert "role" not in look(pages, "profiles", ranks="0-3", steps=50)["wrong"]
     assert look(pages, "profiles", ranks="0-3", steps=51)["wrong"]
 

@@ -198,7 +198,7 @@ def test_traces_of_users_become_one_without_being_asked(
         ("s x.json", "write `profile merge TRACE …`"),
         ("merge {out}", "no trace in"),
         ("merge {out}/s/profiles/p/rank-0.json.gz --diff 7,0", "the profile has rank 0"),
-        ("merge {out}/s/profiles/p --trace {out}/s/profiles/p/rank-1.json.gz", "it would be lost"),
+        ("merge {out}/s/profiles/p --trace {out}/s/profiles/p/rank-1.json.gz", "would be overwritten"),
         ("merge {out}/missing.json", "No such file"),
         ("merge {out}/s/profiles/p/profile.json", "no traceEvents"),
     ],

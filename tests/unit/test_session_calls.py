@@ -269,7 +269,7 @@ def test_each_answer_is_written_as_json_in_the_documented_way(cluster: Cluster, 
         "1": [[None, 1.0]],
         "x": [3, None],
     }
-    with pytest.raises(TypeError, match="object is no answer"):
+    with pytest.raises(TypeError, match="object is not an answer"):
         traceml_ray.to_builtins([object()])
 
 

@@ -164,7 +164,7 @@ def test_timeline_of_a_cpu_is_resident_memory(tmp_path: Path) -> None:
 
 
 def test_timeline_whose_lists_differ_in_length_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedFileError, match="not of one length: timestamps 5, allocated 5, reserved 1"):
+    with pytest.raises(RefusedFileError, match="differ in length: timestamps 5, allocated 5, reserved 1"):
         read_stormlog(timeline(tmp_path, reserved=[1.0]))
 
 
@@ -208,7 +208,7 @@ def test_missing_field_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contents", ["", "[1, 2", "\x00\x01", "{'a': 1}", "[" * 100_000, '{"events": [}'])
 def test_file_that_is_no_json_is_refused(tmp_path: Path, contents: str) -> None:
     (tmp_path / "x.json").write_text(contents)
-    with pytest.raises(RefusedFileError, match="it is no JSON"):
+    with pytest.raises(RefusedFileError, match="it is not valid JSON"):
         read_stormlog(tmp_path / "x.json")
 
 

@@ -105,7 +105,7 @@ _NO_GPU: Float = np.empty((0, len(GPU_LIMITED)), np.float32)
 
 class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """
-    A quantity of a node, or of one device of it, that is not as elsewhere or as before.
+    A value of a node, or of one of its devices, that differs from other nodes or from before.
 
     `kind` is the quantity (`signals.nodes.quantities`), `foreign_process` (bytes) or `xid` (its number).
     `value` is the median of the samples, `usual` that of the samples they were compared with (None: an

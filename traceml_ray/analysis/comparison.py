@@ -321,7 +321,7 @@ class NumberChange(msgspec.Struct, frozen=True, kw_only=True):
     word: Word | None = None
     """The judgement. None: the number is not judged, or cannot be; then `why` says so."""
     rank_a: int | None = None
-    """For memory: the rank of `a` that has most; `rank_b` is that of `b`."""
+    """For memory: the rank of `a` with the most memory; `rank_b` is the same for `b`."""
     rank_b: int | None = None
     why: str = ""
 

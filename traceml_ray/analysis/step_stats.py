@@ -545,7 +545,7 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
     others_s: float | None
     """Median work of the ranks that are not named, in s. None if no rank is named."""
     cost_s: float
-    """Time that these steps took beyond that of as many usual steps, in s."""
+    """Additional time of these steps compared with as many usual steps, in s."""
     cost_pct: float
     """`cost_s` as a share of the run, in %."""
     why: str = ""

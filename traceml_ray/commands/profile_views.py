@@ -85,12 +85,12 @@ def _files(arguments: argparse.Namespace) -> list[Source]:
     if arguments.session != "merge":
         raise ViewError(f"{arguments.files[0]}: write `profile merge TRACE …` for traces of your own")
     if arguments.id:
-        raise ViewError("--id is of a profile of a session: for merge give its folder")
+        raise ViewError("--id names a profile of a session; for `merge`, give the profile's folder")
     if not any((arguments.table, arguments.json, arguments.csv, arguments.parquet, arguments.diff)):
         arguments.trace = arguments.trace or Path(_MERGED)
     sources = sources_of_files([Path(file) for file in arguments.files])
     if arguments.trace and any(_same(arguments.trace, source.path) for source in sources):
-        raise ViewError(f"--trace {arguments.trace}: that is one of the traces, it would be lost")
+        raise ViewError(f"--trace {arguments.trace} is one of the input traces and would be overwritten")
     return sources
 
 

@@ -93,7 +93,7 @@ def _records(arguments: argparse.Namespace) -> list[str]:
 
 def _number(given: str) -> int:
     if not (given.isdecimal() and int(given[:9])):
-        raise argparse.ArgumentTypeError(f"{given[:20]!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{given[:20]!r} is not a number above 0")
     return int(given[:9])
 
 
@@ -115,8 +115,8 @@ def _contradiction(arguments: argparse.Namespace) -> str | None:
 
 def profile(arguments: argparse.Namespace) -> int:
     """
-    Profile some steps of a live session with torch's profiler: all named ranks, the same steps; or show what
-    was profiled.
+    Profile the same steps on all chosen ranks of a running session with torch's profiler, or show an earlier
+    profile.
     """
     from traceml_ray.launchers import control
     from traceml_ray.reports.profiles import render_list, render_profile
@@ -230,7 +230,8 @@ def layers(arguments: argparse.Namespace) -> int:
 def _nothing(folder: Path, steps: int | None) -> str:
     name = folder.name
     if steps is not None:
-        return f"no rank of session {name!r} has measured its layers; `traceml-ray status` may say why"
+        reason = "`traceml-ray status` may give the reason"
+        return f"no rank of session {name!r} has measured its layers; {reason}"
     return (
         f"no layer was measured in session {name!r}; start the job with --deep, or ask for some steps with "
         "--steps while it runs"

@@ -84,7 +84,7 @@ def _percent(given: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= 1000:
-        raise argparse.ArgumentTypeError(f"{one_line(given)} is no percentage above 0, as 5%")
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is not a percentage above 0, such as 5%")
     return value
 
 
@@ -144,7 +144,7 @@ def analyze_options(command: argparse.ArgumentParser) -> None:
 
 
 def analyze(arguments: argparse.Namespace) -> int:
-    """Show which rank's memory grew first, and what is left: of sessions, bundles, Stormlog exports."""
+    """Show which rank's memory grew first, and how much is left, from sessions, bundles, Stormlog exports."""
     from traceml_ray.identity import RankFilterError
     from traceml_ray.reports import analyze as over_files
     from traceml_ray.reports.analyze import render_analysis

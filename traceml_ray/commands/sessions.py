@@ -50,14 +50,14 @@ def _age(given: str) -> float:
     """Return "30d" in seconds. Raises ArgumentTypeError."""
     match = _AGE.fullmatch(given.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{one_line(given)} is no age, as 45min, 12h, 30d or 4w")
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is not an age such as 45min, 12h, 30d or 4w")
     return float(int(match[1]) * _SECONDS[match[2]])
 
 
 def _number(given: str) -> int:
     """Return "20" as 20. Raises ArgumentTypeError."""
     if not (given.isdecimal() and len(given) < 10):
-        raise argparse.ArgumentTypeError(f"{one_line(given)} is no number of sessions")
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is not a number of sessions")
     return int(given)
 
 
@@ -159,7 +159,7 @@ def _steps(given: str) -> tuple[int, int]:
     first, dash, last = given.partition("-")
     ends = first, last if dash else first
     if not all(end.isdecimal() and len(end) < 16 for end in ends) or int(ends[0]) > int(ends[1]):
-        raise argparse.ArgumentTypeError(f"{one_line(given)} is no range of steps, as 100-200")
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is not a range of steps such as 100-200")
     return int(ends[0]), int(ends[1])
 
 

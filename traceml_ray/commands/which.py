@@ -106,7 +106,7 @@ def seconds(given: str, least: float, most: float) -> float:
     except ValueError:
         value = -1.0
     if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{given} is no time: {least:g} to {most:g} seconds")
+        raise argparse.ArgumentTypeError(f"{given} is not a time: {least:g} to {most:g} seconds")
     return value
 
 

@@ -55,7 +55,7 @@ def export(
         if kind == "perfetto":
             with appearing(out) as temporary:
                 if not write_step_trace(session, temporary, chosen):
-                    raise ExportError(f"{path}: there is no step to be drawn")
+                    raise ExportError(f"{path}: there is no step to draw")
             return [out]
         write = {"parquet": _parquet, "csv": _csv}[kind]()
         out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _column(pyarrow: Any, values: Any, field: Any) -> Any:
     try:
         return pyarrow.array(values, field.type)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _KindError(f"{field.name!r} has a value that is no {field.type}: {error}") from error
+        raise _KindError(f"{field.name!r} has a value that is not {field.type}: {error}") from error
 
 
 @contextmanager

@@ -346,7 +346,7 @@ def read_timeline(data: bytes, path: Path) -> FileContents:
         raise NoSamplesError("the timeline is empty")
     if len({*lengths.values()}) > 1:
         lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise RefusedFileError(f"its lists are not of one length: {lengths_text}")
+        raise RefusedFileError(f"its lists differ in length: {lengths_text}")
     seconds = np.array(lists.pop("timestamps"), np.float64)
     order = np.argsort(seconds, kind="stable")
     columns = {name: column(values)[order] for name, values in lists.items()}
@@ -453,7 +453,7 @@ def read_stormlog(path: Path) -> FileContents:
     except msgspec.ValidationError as error:
         raise RefusedFileError(_reason(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, csv.Error, RecursionError) as error:
-        raise RefusedFileError(f"it is no {kind[1:].upper()}: {_reason(error)}") from None
+        raise RefusedFileError(f"it is not valid {kind[1:].upper()}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

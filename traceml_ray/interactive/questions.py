@@ -64,17 +64,18 @@ class SessionQuestions:
 
     def nodes(self) -> RowList[NodeInfo]:
         """
-        Return the nodes of the cluster, those that are gone too, with the ranks on each. The list is a table,
-        as that of `ranks`.
+        Return the nodes of the cluster, also lost ones, with the ranks on each. The list is a table, like
+        that of `ranks`.
         """
         return RowList(self._ask(query.GetNodes()), NodeInfo)
 
     def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> RowList[RankInfo]:
         """
-        Return which process is which rank in the run, and its rows so far. After a restart that is the
-        attempt that the numbers are of; with `every_attempt`, all processes of all attempts, oldest first.
+        Return the process of each rank in the run, and its rows so far. After a restart these are the
+        processes of the attempt that the numbers cover; with `every_attempt`, those of all attempts, the
+        oldest first.
 
-        The list is a table, too: `ranks.stored` is an array, `ranks.to_pandas()` a DataFrame.
+        The list is also a table: `ranks.stored` is an array, `ranks.to_pandas()` a DataFrame.
         """
         processes = [process for process in self._ask(query.GetRanks(run)).values() if process.identity]
         if every_attempt and processes and (identity := processes[0].identity):
@@ -159,25 +160,25 @@ class SessionQuestions:
         """
         Return the summary (`traceml_ray/summary/1`) of the run.
 
-        Of a session that is over it is the one in `summary.json`, of all steps. Of one that goes on, with a
-        run that is too long to be read in a moment, it is of the newest steps (`steps.covers` says of which).
+        For a session that has ended it is the content of `summary.json` and covers all steps. While a session
+        runs, the summary of a long run covers the newest steps only (`steps.covers` says which).
         """
         return self._ask(query.GetSummary(run))
 
     def verdict(self, run: str | None = None) -> LiveVerdict | None:
-        """Return the verdict on the run, as of now; of a run that is over, on all of it. None before any."""
+        """Return the verdict as of now, or on the whole run after its end. None before the first."""
         return self._ask(query.GetVerdict(run))
 
     def memory(self, run: str | None = None) -> RunMemory:
-        """Return which rank's memory grew first, and what else is to be said about it."""
+        """Return which rank's memory grew first, and all other results of the memory analysis."""
         return self._ask(GetMemory(run))
 
     def findings(self, run: str | None = None) -> RowList[Finding]:
         """
-        Return all that was found in the run, as of now: what the verdict names first, then the findings of
-        other signals (memory, layers, sharding, experts, nodes), the costliest first, of equal cost the most
-        severe first; a hundred at most. `explains` says which of them may explain which. The list is a table,
-        as that of `ranks`.
+        Return the current findings of the run: those of the verdict first, then those of other signals
+        (memory, layers, sharding, experts, nodes), the costliest first, at equal cost the most severe first;
+        a hundred at most. `explains` says which of them may explain which. The list is a table, like that of
+        `ranks`.
         """
         return RowList(self._ask(query.Findings(run)), Finding)
 
@@ -187,8 +188,8 @@ class SessionQuestions:
 
     def throughput(self, run: str | None = None) -> Throughput:
         """
-        Return samples, tokens and FLOPs a second, and how long the steps to come will take: of the newest
-        steps or, of a run that is over, of all. `why` has the reason for each that is not known.
+        Return samples, tokens and FLOPs per second, and the time left. They cover the newest steps; after the
+        end of a run, all steps. `why` has the reason for each value that is not known.
         """
         read_whole(self._ask, run, live=True)
         return self._ask(GetThroughput(run))
@@ -219,7 +220,7 @@ class SessionQuestions:
         return compared(stored, this_side, limits_of(least_pct))
 
     def bundles(self) -> list[BundleInfo]:
-        """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
+        """Return the bundles of incidents (a rank that died, a hang, …), the oldest first."""
         return self._ask(query.GetBundles())
 
     def profiles(self) -> list[ProfileInfo]:
@@ -227,7 +228,7 @@ class SessionQuestions:
         return self._ask(query.GetProfiles()).done
 
     def status(self) -> Status:
-        """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
+        """Return the state of the session itself: where its rows are, and swallowed exceptions by place."""
         return self._ask(query.GetStatus())
 
     def plot(self, name: str = "ranks", *, run: str | None = None) -> Any:

@@ -23,8 +23,8 @@ class StoredSession(SessionQuestions):
     A stored session, opened by `traceml_ray.open`. Use it as a context manager to have its file closed.
 
     It answers the same questions as `Session`, with the same structs, from the file alone: Ray is not needed.
-    Nothing is written, and a session that runs is not held up: of one, it answers what is stored as of each
-    question. Any thread may ask. Raises SessionError (a ValueError) where a question has no answer.
+    It writes nothing and does not delay a running session, whose stored rows answer each question. Any thread
+    may ask. Raises SessionError (a ValueError) where a question has no answer.
 
     `id` is its name, `folder` where its files are.
     """
@@ -42,7 +42,7 @@ class StoredSession(SessionQuestions):
 
     @property
     def is_live(self) -> bool:
-        """Whether the session still runs: what it answers changes."""
+        """Return whether the session still runs, so that answers may change."""
         return holder(self.folder) is not None
 
     def close(self) -> None:

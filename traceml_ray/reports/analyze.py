@@ -62,7 +62,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnalyzeError(ValueError):
-    """Nothing can be said: an argument is wrong, or there is nothing to read; the message says which."""
+    """An argument is wrong, or there is nothing to analyze. The message says which."""
 
     def __init__(self, message: str, refused: Sequence[Refused] = ()) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class AnalyzeError(ValueError):
 
 
 class Analysis(Memory, frozen=True, kw_only=True):
-    """What files say about the memory of a run; what is not known is None."""
+    """The memory of a run, from files. Unknown values are None."""
 
     run: str | None = None
     """The run that it is about; None where the files name none."""
@@ -78,7 +78,7 @@ class Analysis(Memory, frozen=True, kw_only=True):
     sources: list[AnalyzedFile] = []
     refused: list[Refused] = []
     notes: list[str] = []
-    """What a reader has to know: clocks that were not compared, ranks that were numbered here, other runs."""
+    """Notes for the reader: clocks that were not compared, ranks that were numbered here, other runs."""
 
 
 def analyze(
@@ -88,7 +88,8 @@ def analyze(
     sensitivity: Sensitivity = "medium",
 ) -> Analysis:
     """
-    Say which rank's memory grew first, what the allocator does not see, and what is left, from files.
+    Return which rank's memory grew first, memory that the allocator does not see, and what is left, from
+    files.
 
     Reads sessions and bundles of traceml-ray, exports of Stormlog (events of schema 2 to 4 as JSON, JSONL or
     CSV, `telemetry_timeline.json`), and folders of these; each rank may have files of its own. All files are
@@ -106,7 +107,7 @@ def analyze(
     """
     chosen = rank_filter(ranks)
     if sensitivity not in get_args(Sensitivity):
-        raise AnalyzeError(f"sensitivity {sensitivity!r}: it is low, medium or high")
+        raise AnalyzeError(f"sensitivity {sensitivity!r}: choose low, medium or high")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else [*paths]
     gathered = gather(map(Path, given))
     recordings = [recording for source in gathered.files for recording in source.contents.recordings]

@@ -60,7 +60,7 @@ _FACTS: tuple[tuple[str, str, Callable[[StepTimes, Mapping[str, Any]], Any]], ..
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One of two sessions that are compared; what is not known is None."""
+    """One of two sessions that are compared. Unknown values are None."""
 
     session: str | None
     run: str | None
@@ -74,11 +74,11 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """The steps that are compared: those beyond the warm-up."""
     last_step: int | None = None
     verdict: str | None = None
-    """What was found in it, in one line."""
+    """The finding in it, in one line."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How session `b` differs from session `a`; ms, %, bytes. What is not known is None."""
+    """How session `b` differs from session `a`; ms, %, bytes. Unknown values are None."""
 
     schema: str = SCHEMA
     word: Word | None
@@ -86,7 +86,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     headline: str
     """The same in a sentence, with by how much."""
     where: str
-    """What the rest of the step did; "" where nothing differs."""
+    """How the rest of the step changed; "" if nothing differs."""
     a: Side
     b: Side
     change_pct: float | None
@@ -127,7 +127,7 @@ def compare(
     least_pct: float | None = None,
 ) -> Comparison:
     """
-    Say whether the stored session `b` is better or worse than `a`, by how much, and what moved.
+    Return whether the stored session `b` is better or worse than `a`, by how much, and what changed.
 
     Intervals come from the steps of both: a block bootstrap, since steps are correlated, and by how much a
     run drifts. They do not cover what lasts longer than a run. See docs/method.md.

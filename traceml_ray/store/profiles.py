@@ -193,7 +193,7 @@ def read_profile(path: Path) -> Profile:
     profile = read_json(path / MANIFEST, Profile)
     for rank in profile.ranks:
         if any(step.stages_ns is not None and len(step.stages_ns) != N_STAGES for step in rank.steps):
-            raise ValueError(f"{path / MANIFEST}: rank {rank.rank} has a row that is none")
+            raise ValueError(f"{path / MANIFEST}: rank {rank.rank} has an invalid row")
         if rank.file is not None and rank.file != trace_name(rank.rank):
             raise ValueError(f"{path / MANIFEST}: {rank.file} is not the name of a trace")
     return profile

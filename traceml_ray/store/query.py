@@ -425,7 +425,7 @@ def decode(data: bytes, questions: tuple[type[Request[Any]], ...]) -> tuple[list
     try:
         asked = msgspec.msgpack.decode(data, type=ready(Asked))
     except UNREADABLE as error:
-        raise QueryError(f"this is no question ({error})") from None
+        raise QueryError(f"this is not a question ({error})") from None
     return [_decode_request(raw, asked.version, questions) for raw in asked.requests], asked.watching
 
 

@@ -52,7 +52,7 @@ class RankLedger(Ledger, frozen=True, kw_only=True):
     """The same of one rank, all of its attempts together."""
 
     unreported: int | None
-    """What it produced after its last report: 0 after a regular end, None for a process that was killed."""
+    """Rows produced after its last report: 0 after a regular end, None for a process that was killed."""
 
 
 class WholeLedger(Ledger, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class WholeLedger(Ledger, frozen=True, kw_only=True):
 
 
 class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was kept of an incident."""
+    """The bundle of an incident."""
 
     name: str
     path: str
@@ -138,11 +138,11 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EarlierStart(msgspec.Struct, frozen=True):
-    """What came of one start of all ranks before the one that the numbers are of."""
+    """An earlier start of all ranks, before the one that the numbers cover."""
 
     attempt: int
     steps: int
-    """That all its ranks closed, and that no number but this is of."""
+    """Steps that all its ranks closed. Only this number counts them."""
     seconds: float
     """From its first rank to its end."""
 
@@ -177,9 +177,9 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     process: int | None
     """Id of that process in the session; None for an event of a node or of the run."""
     node_id: str | None
-    """Id of the node that the event is of; None: not of a node, or not known."""
+    """Id of the event's node; None: it has no node, or it is not known."""
     run: str | None
-    """Id of the run that the event is of, where it is of no rank; None for other events."""
+    """Id of the event's run, for an event without a rank; None for other events."""
     kind: str
     """What happened, as `note`, `exception`, `node_lost`."""
     t_ns: int
@@ -191,7 +191,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     """What happened, in words; "" without any."""
     data: dict[str, Any]
-    """What else is known of it, by name; which names there are depends on `kind`."""
+    """Further values by name; the names depend on `kind`."""
 
 
 class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,21 +207,21 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None
     nodes: list[str]
     confidence: str | None
-    """low, medium or high; None where nothing is judged."""
+    """low, medium or high; None if nothing is judged."""
     excess_pct: float | None
     """By how much `rank` is late out of `stage`, of the mean step; of `group_wide`, all ranks together."""
     gain_pct: float | None
     """What fixing `stage` alone saves; of what, says `about`."""
     cost_pct: float | None
-    """What all that is named costs together; of what, says `about`."""
+    """Cost of all named causes together, as a share of the time given by `about` (%)."""
     cost_range_pct: list[float] | None
     """Between what `cost_pct` was in most windows (p10, p90)."""
     about: str
-    """What `cost_pct` is a share of: `now`, the time since what it names began; `run`, the whole run's."""
+    """The time that `cost_pct` is a share of: `now`, since the named cause began; `run`, the whole run."""
     cost_s: float | None
-    """`cost_pct` in seconds: what the run has waited for what is named here."""
+    """`cost_pct` in seconds."""
     lost_s: float | None
-    """What all that has been named in the run so far made it wait for."""
+    """Cost of everything named in the run so far, in seconds."""
     elapsed_s: float | None
     """How long the run has been judged (s)."""
     rank_hours_per_hour: float | None
@@ -240,29 +240,29 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     next: str
     note: str
-    """What is too brief to be named as yet, or named and not seen just now."""
+    """Findings too brief to be named so far, and named ones that are not seen at present."""
     last_step: int | None
     open_stage: str | None
     exit_reason: str | None
     span: str | None
-    """The span that `rank` is late in, inside `stage`; of a hang, what is open."""
+    """The span inside `stage` that makes `rank` late; for a hang, the open span."""
     began_ns: int | None
-    """Of a hang: when the last row before it came."""
+    """For a hang: arrival of the last row before it."""
     lasted_s: float | None
-    """Of a hang that is over."""
+    """For a hang that has ended: its duration."""
     stacks: list[Stack]
     machine: list[Anomaly] | None
     """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
     reason: Reason | None
     """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
     also: list[VerdictInfo]
-    """Other findings, the costliest first, each with its own cost; null there: what is of one window."""
+    """Other findings, the costliest first, each with its own cost. Their fields about one window are null."""
     z: float | None
     """By how many standard errors `rank` is late more often than it would be by chance."""
     at_most: bool = False
     """Fixing it may save less than `gain_pct`."""
     saving: str = ""
-    """The sentence of `why` on what fixing it saves; "" where it has none."""
+    """The sentence of `why` about what a fix saves; "" if it has none."""
 
 
 class TimedEpisode(Episode, frozen=True, kw_only=True):
@@ -277,20 +277,20 @@ class TimedEpisode(Episode, frozen=True, kw_only=True):
 
 
 class LiveVerdict(VerdictInfo, frozen=True, kw_only=True):
-    """The verdict of a session: of now, or of the whole run where it is over."""
+    """The verdict of a session: the current one, or that on the whole run after its end."""
 
     suspects: list[Suspect]
     exposed_ms: list[float] | None
     """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
     roles: list[RoleShare]
-    """Empty where all ranks do the same work, as far as is known."""
+    """Empty if all ranks are known, or assumed, to do the same work."""
     episodes: list[TimedEpisode] | None
     """Of the run, the costliest first; None: not known, as where a running session is read from its file."""
     brief: Brief | None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """How a session itself is doing; what its launcher did not say is null."""
+    """State of the session itself. Values that its launcher did not give are null."""
 
     session: str | None = None
     status: str = "running"

@@ -36,7 +36,7 @@ class SummaryNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SummarySession(msgspec.Struct, frozen=True, kw_only=True):
-    """The session of a summary, as its launcher told of it."""
+    """The session of a summary, as described by its launcher."""
 
     id: str | None
     status: str
@@ -58,7 +58,7 @@ class SummarySession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Covers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the statistics and the verdict over the run are of."""
+    """The steps that the statistics and the verdict over the run cover."""
 
     from_step: int | None
     to_step: int | None
@@ -67,15 +67,15 @@ class Covers(msgspec.Struct, frozen=True, kw_only=True):
     error_pct: float
     """Largest error of medians and percentiles, in % of their value."""
     counted_pct: float
-    """Share of the rows that the number of steps and their mean are of."""
+    """Share of the rows that the number of steps and their mean cover."""
     timed_pct: float
     """Share of the steps that have times: below 100 where a device's clock is read in some of them only."""
 
 
 class StepStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Step times of the run. `median_ms` and `p95_ms` are of the whole step; all else is busy time (without
-    waiting). Skew: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
+    Step times of the run. `median_ms` and `p95_ms` are for the whole step; all other times are busy time
+    (without waiting). Skew: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
     """
 
     count: int
@@ -141,7 +141,7 @@ class BaselineStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaselineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of the run costs when all is well."""
+    """Time of a healthy step of the run."""
 
     from_step: int | None
     to_step: int | None
@@ -185,7 +185,7 @@ class ProfileFound(msgspec.Struct, frozen=True, kw_only=True):
     """A profile of the run, without what became of each rank."""
 
     id: str
-    """Its folder is `profiles/<id>` in that of the session."""
+    """Its folder is `profiles/<id>` in the session's folder."""
     time: str
     why: str
     by_itself: bool
@@ -203,7 +203,7 @@ class ProfileFound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each node (`node_id`, `hostname`): median and peak of each figure that was sampled, and `gpus`."""
+    """Each node (`node_id`, `hostname`) with median and peak of each sampled value, and `gpus`."""
 
     nodes: list[dict[str, Any]]
 
@@ -234,7 +234,7 @@ Tone = Literal["critical", "warning", "notice", "unsure", "good"]
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """The most severe of all that was found in a run: what a person reads first."""
+    """The most severe finding of a run, which people read first."""
 
     subject: str
     """The signal that it is about; `steps`: it is the verdict."""
@@ -247,7 +247,7 @@ class Conclusion(msgspec.Struct, frozen=True):
     next: str
     rank: int | None
     key: str | None = None
-    """Of the finding that it is; None: the verdict has found nothing."""
+    """Key of that finding; None: the verdict has found nothing."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +272,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[RoleShare]
     """Shares of each role; empty if all ranks do the same work."""
     experts: list[ExpertLoad]
-    """Of the routers that are watched, the least even one first."""
+    """Loads of the watched routers, the least even first."""
     verdicts: list[VerdictInfo]
     """Every change of verdict."""
     episodes: list[TimedEpisode]
@@ -290,7 +290,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sharding: ShardingInfo | None
     """Null where no model is divided by FSDP2."""
     layers: dict[str, Any]
-    """What was measured of each layer, as `Session.layers` has it."""
+    """Measurements of each layer, as in `Session.layers`."""
     profiles: list[ProfileFound]
     """The oldest first."""
     system: System
@@ -325,11 +325,11 @@ def to_builtins(answer: Any) -> Any:
     """
     Return any answer of traceml-ray in plain dicts, lists, numbers and strings, as `json.dumps` takes them.
 
-    It takes what a method of `Session`, `analyze`, `compare` or `profile` returns, and whatever is in that.
+    It takes anything that a method of `Session`, `analyze`, `compare` or `profile` returns, and parts of it.
     Objects become dicts of their fields, arrays lists, and keys that are numbers text. NaN, which JSON has
     not, becomes None: both mean that it is not known.
 
-    Raises TypeError for what is no answer.
+    Raises TypeError for anything else.
     """
     if isinstance(answer, Summary):
         answer = plain(answer)
@@ -341,7 +341,7 @@ def _of_array(value: Any) -> Any:
 
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no answer of traceml-ray")
+    raise TypeError(f"{type(value).__name__} is not an answer of traceml-ray")
 
 
 def _plain(value: Any) -> Any:

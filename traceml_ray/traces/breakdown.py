@@ -83,7 +83,7 @@ def decode(data: bytes) -> Breakdown:
     try:
         made = _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError) as error:
-        raise ValueError(f"this is no breakdown: {error}") from None
+        raise ValueError(f"this is not a breakdown: {error}") from None
     if made.version != __version__:
         raise ValueError(f"it was made by version {made.version[:20]}")
     return made

@@ -81,7 +81,7 @@ class ChromeTrace:
             yield from self._listed(text, whole=False)
             return
         if not text.skip("{"):
-            raise TraceError("it is no trace: it begins with neither { nor [")
+            raise TraceError("it is not a trace: it begins with neither { nor [")
         size_of_header, has_events = 0, False
         while not text.skip("}"):
             key, length = text.value()
@@ -94,10 +94,10 @@ class ChromeTrace:
             self.header[key], more = text.value()
             size_of_header += length + more
             if size_of_header > _MAX_VALUE:
-                raise TraceError("it is no trace of torch: too much stands beside its events")
+                raise TraceError("it is not a trace of torch: it has too much besides its events")
         text.at_end()  # gzip has a checksum there
         if not has_events:
-            raise TraceError("it is no trace: there is no traceEvents in it")
+            raise TraceError("it is not a trace: there is no traceEvents in it")
 
     def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
         """Yield the events of an array; where it need not be `whole`, its end may be missing."""
@@ -107,7 +107,7 @@ class ChromeTrace:
                 return
             event, _ = text.value()
             if not isinstance(event, dict):
-                raise TraceError(f"it is no trace: {str(event)[:_SHOWN]!r} is no event")
+                raise TraceError(f"it is not a trace: {str(event)[:_SHOWN]!r} is not an event")
             number += 1
             if number > self._max_events:
                 raise TraceError(f"it has more than {count(self._max_events, 'event')}: {_ADVICE}")

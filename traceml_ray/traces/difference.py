@@ -337,7 +337,7 @@ def difference(
     if not others or others == [rank]:
         raise RecordingError(f"only rank {rank} was recorded: there is nothing to compare it with")
     if stage is not None and stage not in STAGES:
-        raise RecordingError(f"{stage!r} is no stage: it is one of {', '.join(STAGES)}")
+        raise RecordingError(f"{stage!r} is not a stage; choose one of {', '.join(STAGES)}")
     return compare(
         rank, spent(by_rank[rank], stage), {other: spent(by_rank[other], stage) for other in others}, stage
     )

@@ -162,7 +162,8 @@ def _operation(
 def sort(operations: Iterable[Operation], column: str) -> list[Operation]:
     """Return operations, those with most of a column first, unknown last. Raises ColumnError."""
     if column not in NUMBERS:
-        raise ColumnError(f"there is no column {column[:40]!r} to sort by: it is one of {', '.join(NUMBERS)}")
+        known = ", ".join(NUMBERS)
+        raise ColumnError(f"there is no column {column[:40]!r} to sort by; choose one of {known}")
     values = attrgetter(column)
     return sorted(operations, key=lambda operation: (values(operation) is None, -(values(operation) or 0)))
 

@@ -288,7 +288,7 @@ def _ns(event: dict[str, Any], key: str) -> int:
     value = event.get(key, 0)
     if isinstance(value, int | float) and abs(value) < _LATEST_NS / 1000:  # false for NaN
         return round(value * 1000)
-    raise _UnusableError(f"{key} of an event is no time: {str(value)[:40]!r}")
+    raise _UnusableError(f"{key} of an event is not a time: {str(value)[:40]!r}")
 
 
 def _shape(dims: Any) -> str:

@@ -124,7 +124,7 @@ class LiveSource:
             self._aggregator = find_aggregator(self.target)
         if self._aggregator is None:
             where = f"on the Ray cluster at {self._where.address}"
-            raise SourceError(f"There is no session {self.target!r} {where} (yet); it is looked for again.")
+            raise SourceError(f"There is no session {self.target!r} {where} yet; the search continues.")
         try:
             reply: bytes = ray.get(self._aggregator.query.remote(request), timeout=0.9 * ASK_S)
         except ray.exceptions.GetTimeoutError:

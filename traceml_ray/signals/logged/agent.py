@@ -118,7 +118,7 @@ class MetricLog(Collector):
             return self._copies.number_of(value)
         if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
             return float(value.item())
-        raise TypeError(f"{type(value).__name__} is no number")
+        raise TypeError(f"{type(value).__name__} is not a number")
 
     def _note(self, step: int, values: dict[str, Any]) -> None:
         """Called as the log of marks is replayed, by whichever thread does that."""

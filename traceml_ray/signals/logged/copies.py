@@ -35,9 +35,9 @@ class DeviceCopies:
         import torch
 
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() != 1:
-            raise TypeError(f"{type(tensor).__name__} of {tuple(tensor.shape)} is no number")
+            raise TypeError(f"{type(tensor).__name__} of {tuple(tensor.shape)} is not a number")
         if tensor.is_complex():
-            raise TypeError("a complex tensor is no number")
+            raise TypeError("a complex tensor is not a number")
         if tensor.device.type == "cpu":
             return float(tensor.item())
         if tensor.device.type != "cuda":

@@ -143,7 +143,7 @@ class FirstCause(_Shape, frozen=True, kw_only=True):
 
 
 class CollectiveOnset(_Shape, frozen=True, kw_only=True):
-    """Several ranks grew at once, as far as clocks and sampling can tell: no rank is the cause."""
+    """Several ranks grew at once, within the error of clocks and sampling: no rank is the cause."""
 
     at_ns: int
     """Time at which the first of them left its level (ns, aggregator's clock)."""
@@ -217,11 +217,11 @@ class RankMemory(_Shape, frozen=True, kw_only=True):
     severity: Severity | None
     """Severity of its most severe finding."""
     rise_bytes: int | None = None
-    """Excess of the newest sample over the first half, in bytes: what a dead rank had taken at its end."""
+    """Excess of the newest sample over the first half, in bytes: the final growth of a dead rank."""
 
 
 class Memory(_Shape, frozen=True, kw_only=True):
-    """What can be said about the memory of a run."""
+    """Analysis of the memory of a run."""
 
     first_cause: FirstCause | None = None
     """The rank whose memory grew first. None: no rank is named."""
@@ -236,4 +236,4 @@ class Memory(_Shape, frozen=True, kw_only=True):
     ranks: list[RankMemory] = []
     """Each rank process on each device in numbers, by rank and device."""
     missing_ranks: list[int] = []
-    """Expected ranks of which there is no sample."""
+    """Expected ranks without a sample."""

@@ -43,7 +43,7 @@ from traceml_ray.wire.codec import ready
 
 
 class MemoryOfRank(msgspec.Struct, frozen=True):
-    """Memory of a rank's newest process, in bytes; what is not known is None."""
+    """Memory of a rank's newest process, in bytes. Unknown values are None."""
 
     rss_peak_bytes: int | None = None
     rss_last_bytes: int | None = None
@@ -52,7 +52,7 @@ class MemoryOfRank(msgspec.Struct, frozen=True):
 
 
 class RunMemory(Memory, frozen=True, kw_only=True):
-    """What can be said about the memory of a run, and how much its ranks have used."""
+    """Analysis of the memory of a run, and how much its ranks have used."""
 
     per_rank: dict[int, MemoryOfRank] = {}
     """Peak and last memory of each rank's newest process; empty where it was not asked for."""

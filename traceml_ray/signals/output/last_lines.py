@@ -114,17 +114,17 @@ class OutputLine(msgspec.Struct, frozen=True):
     unfinished: bool
     """Whether the line has no end yet, like a progress bar or a prompt."""
     skipped: int
-    """Lines before it that were not kept: so many came at once."""
+    """Number of lines before it that were dropped because they came at once."""
 
 
 class LastOutput(msgspec.Struct, frozen=True):
-    """What a rank printed last."""
+    """The last lines that a rank printed."""
 
     rank: int
     lines: list[OutputLine]
     """In order of time."""
     missing: str | None
-    """Why there are none, or none of a stream, where that is known."""
+    """Why there are no lines, or none of a stream, if that is known."""
 
 
 def last_lines(outputs: Iterable[Output], most: int) -> list[OutputLine]:

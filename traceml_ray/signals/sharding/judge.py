@@ -28,7 +28,7 @@ class Imbalance(msgspec.Struct, frozen=True):
     """Some ranks hold more of a model, or less, than the median rank does."""
 
     ranks: list[int]
-    """Those that hold most, or where most hold as much, those that hold least."""
+    """Ranks that hold most; if most ranks hold equally much, ranks that hold least."""
     bytes: int
     """What each of them holds,"""
     median_bytes: float
@@ -62,7 +62,7 @@ class ModelShards(msgspec.Struct, frozen=True):
 
 
 class ShardsOfRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank holds of a model that FSDP2 has divided, and what a step of it moves on average."""
+    """The part of an FSDP2 model that a rank holds, and the bytes that a step moves on average."""
 
     shard_bytes: int
     """Its parts of the parameters,"""

@@ -204,17 +204,17 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     step_flops: float | None = None
     """FLOPs of the model in one step of all ranks."""
     flops_from: str | None = None
-    """`counted` once, in step `flops_step`, or `told`."""
+    """`counted` once in step `flops_step`, or `told` by the script."""
     flops_step: int | None = None
     peak_tflops: float | None = None
-    """What all `devices` together can do, in 10¹² FLOPs a second."""
+    """Peak of all `devices` together, in 10¹² FLOPs a second."""
     devices: int | None = None
     device: str | None = None
     dtype: str | None = None
     mfu_pct: float | None = None
     """The share of `peak_tflops` that the model's FLOPs are."""
     efficiency_pct: float | None = None
-    """The time of the fastest 5 % of the steps, as a share of that of the mean one."""
+    """Time of the fastest 5 % of the steps ÷ time of the mean step, in %."""
     total_steps: int | None = None
     eta_s: float | None = None
     """How long the steps to come will take."""
@@ -222,7 +222,7 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
-    """The same, with that of each rank and by step."""
+    """The same, also per rank and by step."""
 
     ranks: list[int] = []
     rank_samples_per_s: Float = msgspec.field(default_factory=no_values)
