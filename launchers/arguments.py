@@ -1,6 +1,6 @@
 """
-Command-line flags that all launchers share, and the settings derived from them; from torchrun's flags, which
-node of a job this is, and where the others find the monitor.
+Adds the command-line flags that all launchers share, and makes the settings from them. Reads from torchrun's
+flags which node of a job this is, and where the others find the monitor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UsageError(ValueError):
 
 
 class NotGiven(int):
-    """A node rank that was not given: to torchrun it is 0."""
+    """Stands for a node rank that was not given. To torchrun it is 0."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ RAY_PORT = 29501
 """Port of `traceml-ray run` on several nodes: torchrun's default port + 1."""
 LINGER_S = 1800
 _OF_SETTING = "setting_"
-"""What the names of parsed settings begin with: torchrun has names of its own."""
+"""Prefix of the names of parsed settings, because torchrun has names of its own."""
 _BARE = "--dashboard=\0"  # no argument can be that
 
 
 def add_flags(add: Callable[..., Any], default_port: str) -> None:
-    """Add our flags by `add`, an `add_argument`."""
+    """Add our flags by `add`, the `add_argument` of a parser."""
     for setting in table(Settings).values():
         _add_setting(add, setting)
     add(
@@ -166,7 +166,7 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
 
 
 def _add_setting(add: Callable[..., Any], setting: Setting) -> None:
-    """Add the flags of a setting. It is checked later, with what the environment has: `settings_of`."""
+    """Add the flags of a setting. `settings_of` checks its value later, with the environment."""
     about = help_of(Settings).get(setting.name, "").rstrip(".")
     usual = "" if setting.default is None else f"; default: {setting.default}"
     more: dict[str, Any] = {"dest": _OF_SETTING + setting.name, "default": None}
@@ -180,7 +180,7 @@ def _add_setting(add: Callable[..., Any], setting: Setting) -> None:
 
 
 def add_command(add: Callable[..., Any]) -> None:
-    """Add the arguments of `traceml-ray run` by `add`, an `add_argument`."""
+    """Add the arguments of `traceml-ray run` by `add`, the `add_argument` of a parser."""
     add_flags(add, str(RAY_PORT))
     add("--nnodes", type=int, default=1, metavar="N", help="Number of nodes; start one `run` on each.")
     add(
@@ -196,17 +196,17 @@ def add_command(add: Callable[..., Any]) -> None:
 
 
 def marked(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with a `--dashboard` without port as one word: it would take the next one for a port."""
+    """Return `argv` with a `--dashboard` that has no port as one word, so that the next is not its port."""
     return [_BARE if text == "--dashboard" else text for text in argv]
 
 
 def unmarked(argv: Sequence[str]) -> list[str]:
-    """Return those of `marked` that are not for us as they were."""
+    """Return `argv` as it was before `marked`: for words that another program gets."""
     return ["--dashboard" if text == _BARE else text for text in argv]
 
 
 def check_floors(args: argparse.Namespace) -> None:
-    """Set `no_monitor`, and say why in one line, where torch or Ray is too old for one."""
+    """Set `no_monitor` where torch or Ray is too old for a monitor, and print why in one line."""
     if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
         log(f"no monitor for this run: {lack}")
         args.no_monitor = True
@@ -223,7 +223,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _pairs(texts: Sequence[str] | None) -> dict[str, str]:
-    """Return thresholds by name. Raises SettingError."""
+    """Return the thresholds given as NAME=VALUE, by name. Raises SettingError."""
     for text in texts or ():
         if "=" not in text:
             raise SettingError(f"--thresholds={text!r} must be NAME=VALUE")
@@ -235,7 +235,7 @@ def _flag(name: str) -> str:
 
 
 def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
-    """Return the options of the dashboard; None for no dashboard."""
+    """Return the options of the dashboard, or None if none is wanted."""
     if args.dashboard is None:
         return None
     linger = LINGER_S if args.dashboard_linger is None else args.dashboard_linger
@@ -243,7 +243,7 @@ def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as a line, cut, without what looks like a secret."""
+    """Return a command as one line, shortened, and without words that look like a secret."""
     return masked(shlex.join(masked_command(words)))[:_COMMAND_CHARS]
 
 

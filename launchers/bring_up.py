@@ -1,4 +1,4 @@
-"""Brings up Ray and the actors of a launch, in a thread of its own: training does not wait for them."""
+"""Starts Ray and the actors of a launch in a thread of its own, so that training does not wait for them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BringUp:
         self._starting = threading.RLock()
 
     def begin(self) -> None:
-        """Start the thread. What it starts dies with it."""
+        """Start the thread. The processes that it starts end with it."""
         threading.Thread(target=self._run, name="traceml-start", daemon=True).start()
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class BringUp:
             helper.wait(KILL_S)
 
     def close(self) -> None:
-        """End the thread, and with it what is left of Ray."""
+        """End the thread. What is left of Ray ends with it."""
         self._ending.set()
         self._over.set()
 
@@ -123,7 +123,7 @@ class BringUp:
                 self.ray.stop()
 
     def _show(self, state: MonitorState, detail: str = "") -> bool:
-        """Show the state of the monitor; return False at its end, when the session is somebody else's."""
+        """Show the state of the monitor. Return False at its end, when the session is somebody else's."""
         with self._starting:
             if self._ending.is_set():
                 return False
@@ -143,7 +143,7 @@ class BringUp:
         )
 
     def _reply(self, helper: subprocess.Popen[bytes]) -> HelperReply:
-        """Wait for the reply of the helper, which ends in time by itself, or with Ray."""
+        """Wait for the reply of the helper. The helper ends in time by itself, or together with Ray."""
         to_send: bytes | None = msgspec.json.encode(self.request)
         while True:
             try:

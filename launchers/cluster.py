@@ -1,12 +1,14 @@
 """
-A private Ray cluster for one launch, which leaves nothing behind.
+Starts and ends the private Ray cluster of one launch, which leaves nothing behind.
 
-For one node: loopback only, with a token of its own. For a job of several nodes, the first starts a
-head that the others can reach, and each of the others a raylet that joins it; their token is the one
-that every node has been given. A token is never in arguments, nor put into a rank's environment.
-Everything on disk is in one private folder, which is also HOME, so that `~/.ray` is not written.
-As a program (`python -m traceml_ray.launchers.cluster PARENT HEAD RANK ARGS…`) it is `ray ARGS…`, which ends
-with everything it started when process PARENT dies; with a HEAD it waits for that first.
+The cluster of one node listens on loopback only and has a token of its own. In a job of several nodes the
+first node starts a head that the others can reach, and each of the others starts a raylet that joins it;
+their token is the one that every node has been given. A token is never in arguments, and never put into the
+environment of a rank. Everything on disk is in one private folder, which is also HOME, so that nothing is
+written to `~/.ray`.
+
+`python -m traceml_ray.launchers.cluster PARENT HEAD RANK ARGS…` is `ray ARGS…`, which ends with everything it
+started when process PARENT dies. With a HEAD it waits for that first.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class PrivateRay:
             )
 
     def yield_cores(self, nice: int) -> None:
-        """Lower the priority of all of it that runs, and of all that it will start."""
+        """Lower the priority of all processes of the cluster, and of those that they will start."""
         if (process := self._process) is not None:
             yield_cores(process.pid, nice)
 
@@ -114,13 +116,13 @@ class PrivateRay:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def last_line(self) -> str:
-        """Return the last line of its log."""
+        """Return the last line of the log of `ray start`."""
         with contextlib.suppress(OSError, IndexError):
             return self.log.read_text(errors="replace").split("\n")[-2][-300:]
         return "Ray ended at once, without a message"
 
     def stop(self, timeout: float = KILL_S) -> None:
-        """Kill every process of it (nothing in there is worth waiting for); safe to call twice."""
+        """Kill every process of the cluster: none is worth waiting for. It is safe to call this twice."""
         process = self._process
         if process is not None:
             kill_session(process.pid, timeout)
@@ -177,7 +179,7 @@ def kill_session(session: int, timeout: float) -> None:
 
 
 def cluster_token(environ: Mapping[str, str]) -> str | None:
-    """Return the token that every node of the job has been given, as Ray looks for it; None without one."""
+    """Return the token that every node of the job has been given, looked up as Ray does; None without one."""
     return find_token(environ)[0] or None
 
 
@@ -230,8 +232,8 @@ def wait_for_idle_core(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """
-    Return when a core has been idle for 2 s, after `most_s`, or when it is `over`; `cpu_pct` measures for so
-    many seconds how busy all `cores` are.
+    Return when a core has been idle for 2 s, after `most_s` seconds, or when `over` says so. `cpu_pct`
+    measures for the given number of seconds how busy all `cores` are, in percent of all of them.
     """
     until, idle = clock() + most_s, 0
     while clock() < until and idle < _IDLE_WINDOWS and not over():
@@ -246,13 +248,13 @@ def die_with(parent: int, with_signal: int = signal.SIGKILL) -> None:
 
 
 def _orphaned(_number: int, _frame: object) -> None:
-    """Take the whole cluster along: left to themselves, Ray's agents stay for a minute."""
+    """End the whole cluster with this process: left to themselves, Ray's agents stay for a minute."""
     kill_session(os.getsid(0), timeout=5)
     os._exit(1)
 
 
 def main() -> None:
-    """Run as `ray`, and end with the parent process."""
+    """Run the command `ray`, and end when the parent process ends."""
     signal.signal(signal.SIGUSR1, _orphaned)
     parent, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)

@@ -1,13 +1,13 @@
 """
-`traceml-ray run -- COMMAND …`: any command, with a monitor.
+Runs any command with a monitor: `traceml-ray run -- COMMAND …`.
 
-For launchers that are not torchrun (accelerate, deepspeed, mpirun, srun), and for scripts that start
+This is for launchers other than torchrun (accelerate, deepspeed, mpirun, srun), and for scripts that start
 their ranks themselves. The command is a child of this process and has its stdin, terminal and process
 group; what it starts is watched where it turns out to be a rank (`bootstrap.COMMAND`).
 
-Signals for the launcher are forwarded to the command, once. One for the group (`timeout`, `kill %1`, Ctrl-C)
-reaches both from the kernel; one for the launcher alone reaches only the launcher, and is forwarded. The
-kernel does not show which of the two it was. So there is a witness: a process in the same group that blocks
+A signal reaches the command once. The kernel delivers a signal for the group (`timeout`, `kill %1`, Ctrl-C)
+to both, and one for the launcher alone to the launcher only, which forwards it. The kernel does not show
+which of the two it was. So there is a witness: a process in the same group that blocks
 these signals and reports which of them are pending.
 """
 
@@ -90,7 +90,7 @@ class Forwarder:
                 signal.signal(number, _do_nothing)
 
     def to(self, command: subprocess.Popen[bytes]) -> None:
-        """Send `command` what came before it, and from now on what comes to this process alone."""
+        """Send `command` the signals that came before it, and from now on those for this process alone."""
         self._witness = _witness()
         thread = threading.Thread(target=self._forward, args=(command,), daemon=True)
         try:
@@ -111,7 +111,7 @@ class Forwarder:
         self._dismiss()
 
     def close(self) -> None:
-        """Have signals do what they did before."""
+        """Give signals back the handlers that they had before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
@@ -169,11 +169,11 @@ class Forwarder:
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
-    """The handler of a signal that is forwarded: without one Python writes nothing to the pipe."""
+    """Handle a signal that is forwarded: without a handler Python writes nothing to the pipe."""
 
 
 def _witness() -> subprocess.Popen[bytes] | None:
-    """Start it with the signals blocked: a mask outlives the start of a program."""
+    """Start the witness with the signals blocked: a mask outlives the start of a program."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         return subprocess.Popen(

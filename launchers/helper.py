@@ -1,9 +1,9 @@
 """
-Attaches to a Ray cluster, makes the session's actors there, and exits: the launcher must not do that itself,
-because an attached process is ended by Ray when the cluster's head is lost.
+Attaches to a Ray cluster, makes the session's actors there, and exits. The launcher must not do that itself,
+because Ray ends an attached process when the cluster's head is lost.
 
-`python -m traceml_ray.launchers.helper`: one JSON `HelperRequest` on stdin, one JSON `HelperReply` on
-stdout. Credentials come in the environment. It exits within `deadline_s`, whatever Ray does.
+`python -m traceml_ray.launchers.helper` reads one JSON `HelperRequest` from stdin and writes one JSON
+`HelperReply` to stdout. Credentials come in the environment. It exits within `deadline_s`, whatever Ray does.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class HelperRequest(msgspec.Struct, frozen=True):
     actors: ActorConfig
     deadline_s: float
     temp_dir: str = ""
-    """Folder of this node's raylet if the launcher started it: there may be other raylets."""
+    """Folder of this node's raylet if the launcher started it. There may be other raylets."""
     first: bool = True
-    """Whether to create the aggregator; else wait until the first node's launcher has created it."""
+    """Whether to create the aggregator. If not, wait until the launcher of the first node has created it."""
 
 
 class HelperReply(msgspec.Struct, frozen=True):
-    """Result of a HelperRequest."""
+    """The result of a `HelperRequest`."""
 
     ok: bool
     detail: str = ""
 
 
 def main() -> None:
-    """Serve the request on stdin; reply on stdout."""
+    """Read the request from stdin, and write the reply to stdout."""
     stdout, sys.stdout = sys.stdout, sys.stderr  # stdout carries only the reply, whatever Ray prints
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(HelperRequest))
     die_with(request.parent)
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _answer(stdout: TextIO, reply: HelperReply) -> None:
-    """Reply, once, and exit at once: a shutdown of Ray may hang, and the actors are detached anyway."""
+    """Reply and exit at once, without a shutdown of Ray: it may hang, and the actors are detached."""
     _answered.acquire()
     stdout.write(msgspec.json.encode(reply).decode() + "\n")
     stdout.flush()
@@ -119,7 +119,7 @@ def _make_actors(request: HelperRequest) -> None:
 
 
 def _make_relay(actors: ActorConfig, node_id: str) -> Any:
-    """Make the relay of this launch: several launches of one job may be on one node of a running cluster."""
+    """Make the relay of this launch. One node of a running cluster may have several launches of a job."""
     from traceml_ray.ray.membership import ensure_relay
 
     try:

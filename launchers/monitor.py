@@ -1,9 +1,9 @@
 """
-One launch's monitor: its session folder, its Ray, its actors, and their end; the folder in which its ranks,
-and their relay, leave rows that are not known to be stored.
+Starts and ends the monitor of one launch: its session folder, its Ray and its actors. Makes the folder in
+which its ranks and their relay leave rows that are not known to be stored.
 
-Nothing here may hurt the run. Before the ranks start, a session that cannot be had is an error; from
-then on whatever goes wrong is one line on stderr.
+Nothing here may hurt the run. Before the ranks start, a session that cannot be made is an error. From then on
+whatever goes wrong is one line on stderr.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def report_undelivered_rows(spool: Path, why: str = "") -> bool:
 
 
 _MAX_ALSO = 6
-"""So many findings are printed beside the first one."""
+"""Number of findings that are printed beside the first one."""
 ATTACH_S = 30.0
-"""How long a running cluster may take to answer, in s. A Ray of our own may take longer: it has to start."""
+"""How long a running cluster may take to answer, in s. A Ray of our own may take longer, as it starts."""
 _RAY_ENDS = (
     ": later rows stay on their node, because Ray ends with this one; with --ray-address they would come"
 )
@@ -98,8 +98,8 @@ def monitor_of(
     live: bool = False,
 ) -> Monitor | None:
     """
-    Return the monitor of a launch. None, and a line on stderr, where a name that the user has not chosen is
-    taken: on a cluster that stays, another node may still be busy with the job before.
+    Return the monitor of a launch. Returns None, after a line on stderr, if a name that the user has not
+    chosen is taken: on a cluster that stays, another node may still be busy with the job before.
 
     Raises SessionError when there can be no such session.
     """
@@ -119,18 +119,19 @@ def monitor_of(
 @dataclass(eq=False)
 class Monitor:
     """
-    Only the first of several nodes has the session's folder and makes its aggregator; each has a relay.
+    The monitor of one launch. Each node of a job makes a relay; only the first one also has the folder of the
+    session and makes its aggregator.
 
     Args:
-        settings: of the session; `ray_address` None starts a private Ray.
-        info: what the launcher knows of the run.
+        settings: settings of the session. With `ray_address` None a private Ray is started.
+        info: what the launcher knows of the run, by name.
         environ: the user's environment.
-        nodes: of the job.
-        dashboard: its options: `port` ("0" for a free one, "" for the usual one), `linger`; None for no
-            dashboard.
-        live: show the session beneath the job's output.
+        nodes: the nodes of the job.
+        dashboard: options of the dashboard: `port` ("0" for a free one, "" for the usual one) and `linger`.
+            With None there is no dashboard.
+        live: whether to show the session beneath the job's output.
 
-    Raises SessionError when there can be no such session.
+    Raises SessionError if the session cannot be made.
     """
 
     settings: Settings
@@ -169,7 +170,7 @@ class Monitor:
         return rank_environment(self.settings, paths, dict(self.environ))
 
     def discard(self) -> None:
-        """Undo what `__init__` did. Called instead of `start`."""
+        """Undo what `__init__` did. This is called instead of `start`."""
         folders.remove(self._runtime)
         os.close(self._lock)
         if (session := self._session) is not None:
@@ -180,7 +181,7 @@ class Monitor:
                     session.moved.rename(session.path)
 
     def start(self) -> None:
-        """Bring everything up in the background. When that fails, training goes on without a monitor."""
+        """Start everything in the background. When that fails, training goes on without a monitor."""
         try:
             self._start()
         except Exception as error:
@@ -272,7 +273,7 @@ class Monitor:
     def _finish_here(
         self, session: SessionFolder, finished: wire.Finished | None, offline: OfflineEnd | None
     ) -> bool:
-        """Have the session's files written, and print the verdict; return whether rows are left here."""
+        """Have the session's files written, and print the verdict. Return whether rows are left here."""
         try:
             if offline is not None and not self._finish_offline(offline, finished):
                 return report_undelivered_rows(self._spool)
@@ -292,14 +293,14 @@ class Monitor:
             return report_undelivered_rows(self._spool)
 
     def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
-        """Print where the session is; return whether rows of this node are left here."""
+        """Print where the session is. Return whether rows of this node are left here."""
         left = report_undelivered_rows(self._spool, finished.detail if finished is not None else "")
         host = self.nodes.host or "the first node"
         log(f"session {self._name!r} is written by the launcher on {host}, into its folder of sessions")
         return left
 
     def _clear(self, left_behind: bool) -> None:
-        """Remove the private folder, but for rows that could not be delivered."""
+        """Remove the private folder, except for rows that could not be delivered."""
         if not left_behind:
             folders.remove(self._runtime)
             return
@@ -310,7 +311,7 @@ class Monitor:
                 path.unlink(missing_ok=True)
 
     def _start_view(self) -> None:
-        """Start the live view; nothing of the run waits for that."""
+        """Start the live view. Nothing of the run waits for that."""
         fd = terminal() if self.live else None
         if fd is None:
             return
@@ -322,7 +323,7 @@ class Monitor:
         yield_cores(self._view.pid, self.settings.nice)
 
     def _start_dashboard(self) -> None:
-        """Start the dashboard; nothing of the run waits for that."""
+        """Start the dashboard. Nothing of the run waits for that."""
         if self.dashboard is None:
             return
         if self._session is None:
@@ -340,7 +341,7 @@ class Monitor:
             log(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
 
     def _let_others_attach(self, address: str) -> None:
-        """Write what ranks and views need to attach; so the token is in no environment."""
+        """Write what ranks and views need to attach to a file, so that the token is in no environment."""
         attachment = Attachment(address)
         if self._ray is not None:
             environ: dict[str, str | None] = {name: None for name in self.environ if name.startswith("RAY_")}
@@ -382,7 +383,7 @@ class Monitor:
         return OfflineEnd(request, self.environ, self._runtime)
 
     def _finish_offline(self, offline: OfflineEnd, finished: wire.Finished | None) -> bool:
-        """End the session without its aggregator; return whether its files are written."""
+        """End the session without its aggregator. Return whether its files are written."""
         why = finished.detail if finished is not None else ""
         if why:
             log(f"finishing the session without its aggregator: {why}")
