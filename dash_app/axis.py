@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from traceml_ray import text
 from traceml_ray.analysis.shapes import RunTimeline
 from traceml_ray.analysis.step_stats import MAX_BINS
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.reports.headlines import current_episode, named, severity
@@ -62,12 +63,12 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
         return Range(first or 0, last if last is None else max(last, (first or 0) + 1))
     if cache.source.stored or cache.is_over:
         return Range()
-    episode, newest = current_episode(run.verdict), run.last_step or 0
-    if episode is None or newest - episode["from_step"] < MAX_BINS:
+    episode, newest = current_episode(run.verdict, run.episodes), run.last_step or 0
+    if episode is None or newest - episode.from_step < MAX_BINS:
         return Range(newest=True)
     # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
-    lead = 1 << max(0, (newest - episode["from_step"]).bit_length() - 3)
-    return Range(max(0, episode["from_step"] - lead))
+    lead = 1 << max(0, (newest - episode.from_step).bit_length() - 3)
+    return Range(max(0, episode.from_step - lead))
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -79,23 +80,23 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     newest = int(timeline.last[-1])
     first = max(int(timeline.first[0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
     last = newest if shown.last is None else min(newest, shown.last)
-    verdict = run.verdict or {}
+    episode = current_episode(run.verdict, run.episodes)
     return {
         **asdict(timeline),
         "range": shown,
         "between": (min(first, last), last),
-        "lanes": _lanes(verdict.get("episodes") or ()),
-        "onset": (current_episode(verdict or None) or {}).get("from_step"),
+        "lanes": _lanes(run.episodes),
+        "onset": episode.from_step if episode else None,
         "ticks": _ticks(run, timeline),
     }
 
 
-def _lanes(episodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def _lanes(episodes: Sequence[TimedEpisode]) -> list[tuple[str, list[TimedEpisode]]]:
     """Return what was named, by cause, the costliest first; the last lane has all others."""
-    causes: dict[str, list[Mapping[str, Any]]] = {}
+    causes: dict[str, list[TimedEpisode]] = {}
     for episode in episodes:
-        who = text.ranks(episode["ranks"]) if episode["ranks"] else text.words(episode["label"])
-        causes.setdefault(f"{who} {episode['stage'] or ''}".strip(), []).append(episode)
+        who = text.ranks(episode.ranks) if episode.ranks else text.words(episode.label)
+        causes.setdefault(f"{who} {episode.stage or ''}".strip(), []).append(episode)
     lanes = [*causes.items()]
     if len(lanes) > _LANES:
         rest = [episode for _, episodes in lanes[_LANES - 1 :] for episode in episodes]
@@ -298,18 +299,18 @@ def _lane(name: str, marks: list[Any]) -> html.Div:
     )
 
 
-def _bar(episode: Mapping[str, Any], spine: Mapping[str, Any], route: Route) -> list[Any]:
+def _bar(episode: TimedEpisode, spine: Mapping[str, Any], route: Route) -> list[Any]:
     """Return an episode as a mark, and over it the link to its steps, which is never too small to be hit."""
-    first, last = episode["from_step"], episode["to_step"]
+    first, last = episode.from_step, episode.to_step
     around = max(_LEAST, (last - first) // _ROOM)
-    until = None if episode["goes_on"] or last + around >= spine["last"][-1] else last + around
-    lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
+    until = None if episode.goes_on or last + around >= spine["last"][-1] else last + around
+    lasted, cost = text.duration(episode.seconds), text.duration(episode.cost_s)
     about = f"{named(episode)}: steps {first:,}–{last:,}, {lasted}, cost {cost}"
-    style = _bar_style(spine, first, spine["last"][-1] if episode["goes_on"] else last)
+    style = _bar_style(spine, first, spine["last"][-1] if episode.goes_on else last)
     href = route.here(**{"from": max(0, first - around), "to": until})
     inside = html.Span(about, className="unseen")
     return [
-        html.I(style=style, className=f"bar-mark {severity(episode['label'])}"),
+        html.I(style=style, className=f"bar-mark {severity(episode.label)}"),
         html.A(inside, href=href, className="bar-link", style=style, title=about),
     ]
 

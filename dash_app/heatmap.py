@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from traceml_ray.analysis.window import UInt8
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MARKS, HEIGHT, HeatRow, css
 from traceml_ray.document.model import Column, Table
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.views.heat_figure import BOTTOM, TOP
 
 from .elements import table
@@ -30,7 +31,7 @@ _MOST_CHANGED = 8
 _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
 
 
-def rows(heat: StepColumns, verdict: Mapping[str, Any], route: Route) -> list[HeatRow]:
+def rows(heat: StepColumns, verdict: LiveVerdict | None, route: Route) -> list[HeatRow]:
     """
     Return the rows of the heatmap with their links, in the order that the URL asks for.
 

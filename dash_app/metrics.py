@@ -112,9 +112,9 @@ def _run_metrics(run: RunState) -> Iterator[Metric]:
     name, verdict = run.id, run.verdict
     if verdict is not None:
         named = ("label", "stage", "rank", "node")
-        series = [((name, *(verdict[key] for key in named)), 1.0)]
+        series = [((name, *(getattr(verdict, key) for key in named)), 1.0)]
         yield _gauge("verdict", "1 for the verdict at present.", ["run", *named], series)
-        cost = verdict["cost_pct"] if verdict["label"] != "healthy" else 0.0
+        cost = verdict.cost_pct if verdict.label != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
     ranks = {"expected": run.world or None, "reporting": len(run.reporting())}

@@ -24,6 +24,7 @@ from traceml_ray.reports.headlines import (
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import page_of
 from traceml_ray.store.profiles import Profile
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
 from traceml_ray.views import timezone
@@ -32,6 +33,7 @@ from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.state import (
     BADGES,
+    CurrentEpisode,
     began_text,
     coverage_text,
     session_facts,
@@ -77,13 +79,13 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     state = state_of(cache, run)
     verdict = run.verdict if run else None
     findings = found_in(cache, run, state) if run else []
-    began = None if run is None or verdict is None else incident(cache, run, verdict)
+    began = None if run is None else incident(cache, run)
     return {
         "version": cache.version,
         "state": state,
         "state_text": state_text(cache, run, state),
         "session": _session_data(cache, run),
-        "verdict": None if verdict is None else _verdict_data(verdict, state),
+        "verdict": verdict,
         "first": None if run is None else first_of(run, findings),
         "findings": findings,
         "incident": began,
@@ -128,20 +130,19 @@ def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
 def _by_operation(
     cache: SessionCache,
     run: RunState | None,
-    verdict: Mapping[str, Any] | None,
-    began: Mapping[str, Any] | None,
+    verdict: LiveVerdict | None,
+    began: CurrentEpisode | None,
 ) -> Profile | None:
     """Return the profile that says by operation why a rank is late."""
     if run is None or verdict is None or began is None:
         return None
-    return profiles.explains(cache, run, verdict, began["from_step"])
+    return profiles.explains(cache, run, verdict, began.episode.from_step)
 
 
-def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """Return the verdict with its headline, and the cost of all named causes so far."""
-    cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
-    kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
-    return {**kept, "headline": named(kept), "lost_text": cost}
+def _lost(header: Mapping[str, Any]) -> str:
+    """Return the cost of all named causes so far; "" where that is not known."""
+    verdict: LiveVerdict = header["verdict"]
+    return lost(verdict) + " so far" * (header["state"] == "live") if verdict.lost_s else ""
 
 
 def layout(poll_s: float) -> html.Div:
@@ -281,7 +282,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
         if first.subject == "steps":
             why = of_steps
         else:
-            steps = [html.B("Steps "), *marked(f"{verdict['headline']}. {of_steps}")]
+            steps = [html.B("Steps "), *marked(f"{named(verdict)}. {of_steps}")]
     to_do = html.P([html.B("Next "), *marked(following)] if following else None, id="verdict-next")
     others = _others(header)
     listed = [_beside(one, route) for one in others[:_MAX_ALSO]]
@@ -334,14 +335,14 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
         return []
     view = _lasting(header, route)
     why, following = f"Why: {first.why}", f"Next: {first.next}"
-    steps = "" if first.subject == "steps" else f"Steps: {verdict['headline']}: {verdict['why']}"
-    spent = f"Cost: {cost(incident, header['session']['gpus'])}." if incident else ""
+    steps = "" if first.subject == "steps" else f"Steps: {named(verdict)}: {verdict.why}"
+    spent = f"Cost: {cost(incident.episode, header['session']['gpus'])}." if incident else ""
     of_profile = header["by_operation"]
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
     others = "\n".join(f"Also: {line_of(one)}" for one in _others(header))
     every = (first.headline, began, spent, why, steps, operation, following, others, "{link}")
     copied = "\n".join(map(timezone.with_clocks, filter(None, every)))
-    chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
+    chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.machine or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
     if (page := page_of(first.subject)) is not None:
@@ -361,22 +362,20 @@ def _cost(header: Mapping[str, Any]) -> list[Any]:
     verdict, lines = header["verdict"], list[Any]()
     incident, gpus = header["incident"], bool(header["session"]["gpus"])
     is_headline = header["first"] is None or header["first"].subject == "steps"
-    if verdict["cost_pct"] and verdict["label"] != "healthy":
+    if verdict.cost_pct and verdict.label != "healthy":
         lines += [
-            html.Span(text.percent(verdict["cost_pct"]), className="value"),
-            html.Span(f"{part_of(verdict)}{_range(verdict.get('cost_range_pct'))}", className="unit"),
+            html.Span(text.percent(verdict.cost_pct), className="value"),
+            html.Span(f"{part_of(verdict)}{_range(verdict.cost_range_pct)}", className="unit"),
         ]
         if incident:
-            lines.append(html.Div(cost(incident, gpus)))
-        if hours := verdict["rank_hours_per_hour"]:
+            lines.append(html.Div(cost(incident.episode, gpus)))
+        if hours := verdict.rank_hours_per_hour:
             lines.append(html.Div(f"≈ {wasted(hours, gpus)}"))
-    if verdict["lost_text"] and not (incident and incident["alone"]):
-        lines.append(html.Div(f"all causes: {verdict['lost_text']}" if incident else verdict["lost_text"]))
-    sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
-    sure += (
-        ["comes and goes"] if verdict["pattern"] == "transient" else ["chronic"] if verdict["chronic"] else []
-    )
+    if (spent := _lost(header)) and not (incident and incident.alone):
+        lines.append(html.Div(f"all causes: {spent}" if incident else spent))
+    sure = [f"confidence {verdict.confidence}"] if verdict.confidence else []
+    sure += ["comes and goes"] if verdict.pattern == "transient" else ["chronic"] if verdict.chronic else []
     if not is_headline:
-        lines = [html.Div(f"{verdict['headline']}:"), *lines] if lines else []
+        lines = [html.Div(f"{named(verdict)}:"), *lines] if lines else []
         sure = sure if lines else []
     return [*lines, html.Div(", ".join(sure))] if lines or sure else []

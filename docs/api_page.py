@@ -45,18 +45,20 @@ ERRORS = {
 RESULTS = ("traceml_ray/store/results.py", "traceml_ray/store/summary_shape.py")
 PARTS = {
     "traceml_ray/analysis/verdict.py": ("Suspect", "Stack"),
+    "traceml_ray/analysis/verdict_shapes.py": ("VerdictInfo", "TimedEpisode"),
     "traceml_ray/analysis/uneven_work.py": ("Reason", "ExpertLoad"),
     "traceml_ray/analysis/anomalies.py": ("Anomaly",),
     "traceml_ray/analysis/roles.py": ("RoleShare",),
     "traceml_ray/analysis/track.py": ("Episode",),
     "traceml_ray/analysis/episodes.py": ("Brief",),
     "traceml_ray/analysis/step_stats.py": ("FirstSteps",),
-    "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput"),
-    "traceml_ray/signals/logged/judge.py": ("LoggedMetric", "NotFinite"),
+    "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput", "ThroughputStatistics"),
+    "traceml_ray/signals/logged/judge.py": ("LoggedMetric", "NotFinite", "LoggedNumbers"),
     "traceml_ray/signals/sharding/judge.py": (
         *("ShardingInfo", "ShardsOfRank", "ModelShards", "Uneven", "Imbalance"),
     ),
     "traceml_ray/signals/output/last_lines.py": ("LastOutput", "OutputLine"),
+    "traceml_ray/signals/layers/judge.py": ("Layers", "Layer", "LayerFinding"),
 }
 """Structs of other modules that answers are made of."""
 TABLES = {
@@ -66,10 +68,10 @@ TABLES = {
 FINDINGS = {"traceml_ray/signals/finding.py": ("Finding",)}
 MEMORY = {
     "traceml_ray/reports/analyze.py": ("Analysis", "AnalyzedFile", "Refused"),
-    "traceml_ray/signals/memory/view.py": ("RunMemory", "MemoryOfRank"),
+    "traceml_ray/signals/memory/view.py": ("RunMemory",),
     "traceml_ray/signals/memory/shapes.py": (
         *("Memory", "FirstCause", "CollectiveOnset", "MemoryFinding", "Attribution", "Incident"),
-        "RankMemory",
+        *("RankMemory", "MemoryOfRank", "MemoryNumbers"),
     ),
 }
 COMPARISON = {

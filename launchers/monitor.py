@@ -30,7 +30,7 @@ from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline import DiskHangsError, OfflineEnd, OfflineRequest
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
-from traceml_ray.reports.headlines import beside, findings_in, line_of
+from traceml_ray.reports.headlines import beside, line_of
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.store.session import (
@@ -42,6 +42,7 @@ from traceml_ray.store.session import (
     prepare,
     write_live,
 )
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.text import log
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -399,14 +400,14 @@ def _report(session: SessionFolder) -> None:
     """Print the most severe finding of the summary, the verdict on its steps, and where the files are."""
     # Snapshots that matter have been copied into a bundle.
     shutil.rmtree(session.path / SNAPSHOTS, ignore_errors=True)
-    summary = json.loads(session.summary_json.read_bytes())
-    first, verdict = summary["conclusion"], summary["verdict"]
-    log(f"{first['label']}: {first['why']}")
-    if first["next"]:
-        log(f"next: {first['next']}")
-    if first["subject"] != "steps":
-        log(f"steps: {text.words(verdict['label'])}: {verdict['why']}")
-    for one in beside(findings_in(summary), first["key"])[:_MAX_ALSO]:
+    summary = summary_of(json.loads(session.summary_json.read_bytes()))
+    first, verdict = summary.conclusion, summary.verdict
+    log(f"{first.label}: {first.why}")
+    if first.next:
+        log(f"next: {first.next}")
+    if first.subject != "steps":
+        log(f"steps: {text.words(verdict.label)}: {verdict.why}")
+    for one in beside(summary.findings, first.key)[:_MAX_ALSO]:
         log(f"also: {line_of(one)}")
     log(f"files: {session.path}")
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.document.json import as_json
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
@@ -21,6 +22,7 @@ from traceml_ray.ray.actors import ActorConfig
 from traceml_ray.ray.aggregator import Aggregator
 from traceml_ray.ray.membership import Membership
 from traceml_ray.reports.answers import QUESTIONS, Answers
+from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
 from traceml_ray.signals.kind import Kind, R
 from traceml_ray.signals.kinds import KINDS
@@ -29,7 +31,7 @@ from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store import query
 from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import Summary, summary_of, to_builtins
+from traceml_ray.store.summary_shape import Summary, plain, to_builtins
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import encode_part
@@ -236,10 +238,10 @@ def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
     return answer.items if isinstance(answer, query.Page) else answer
 
 
-def as_made(summary: dict[str, Any]) -> dict[str, Any]:
-    """A plain summary as `summarize` makes it: runs, ledger and last lines are structs."""
-    structs = summary_of(summary)
-    return {**summary, "runs": structs.runs, "ledger": structs.ledger, "output": structs.output}
+def written_summary(file: SessionFile, limits: Thresholds, run: str | None = None) -> dict[str, Any]:
+    """What `summary.json` has of a session."""
+    summary: dict[str, Any] = json.loads(as_json(plain(summarize(file, limits, run))))
+    return summary
 
 
 def stored(folder: Path) -> Callable[[bytes], bytes]:

@@ -15,8 +15,9 @@ from urllib.parse import quote
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.analysis.episodes import Brief
 from traceml_ray.document.model import SIGNS, Table, picked
-from traceml_ray.reports.headlines import brief, named
+from traceml_ray.reports.headlines import brief
 from traceml_ray.reports.manifest import BUNDLES
 from traceml_ray.store import query
 from traceml_ray.store.results import BundleInfo
@@ -53,7 +54,6 @@ def bundle_table(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any
     return part(html.Div(shown, id="bundles"))
 
 
-NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _SHOWN = 200
 """Episodes."""
 _LAST_S = {"10 min": 600, "1 h": 3600, "24 h": 86400}
@@ -77,14 +77,14 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     }
     for name, asked in route.select(*tests).items():
         events = [event for event in events if tests[name](event, asked)]
-    verdict = run.verdict or {}
+    verdict = run.verdict
     return {
         "chosen": listing.choose(events, route, _words, {}),
         "kinds": dict(kinds),
         "severities": {name: severities[name] for name in SIGNS if severities[name]},
-        "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
-        "brief": brief(verdict.get("brief") or NO_BRIEF),
-        "share_of": "of the run" if verdict.get("about") == "run" else "of its time",
+        "episodes": run.episodes,
+        "brief": brief((verdict.brief if verdict else None) or Brief()),
+        "share_of": "of the run" if verdict and verdict.about == "run" else "of its time",
         "bundles": bundles_of(cache),
     }
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from dash import html
 
 from traceml_ray import text
@@ -128,7 +127,7 @@ def _findings(layers: Layers) -> list[Any]:
     """Return the sentences that name a slow layer, or say that none is slow, and what they are based on."""
     sentences = layers_sentences(layers)
     tone = "warning" if layers.findings else "good" if sentences else "info"
-    about = [about_layers(msgspec.structs.asdict(layers)), *layers.limits]
+    about = [about_layers(layers), *layers.limits]
     shown = [html.P(marked(sentence)) for sentence in sentences]
     return [
         html.Div(shown, className=f"callout {tone}") if shown else None,
@@ -138,7 +137,7 @@ def _findings(layers: Layers) -> list[Any]:
 
 def _icicle(layers: Layers, route: Route) -> Any:
     named = {one.layer for one in layers.findings}
-    boxes = icicle([msgspec.structs.asdict(one) for one in layers.layers], named)
+    boxes = icicle(layers.layers, named)
     figure = figures.icicle(boxes)
     rows = max((box.depth for box in boxes), default=0) + 1
     return chart(

@@ -8,6 +8,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.document.model import Table
 from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity, charts
 from traceml_ray.store import query
@@ -77,7 +78,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         title = f"There is no node {route.key} in this run."
         return html.Div([way, part(html.H1(title, id="node-title")), tabs])
     samples, gpus, frame = view["samples"], view["gpus"], axis.clock(view["axis"])
-    named = (view["verdict"] or {}).get("ranks") or ()
+    named = view["verdict"].ranks if view["verdict"] else ()
     none = "No rank has reported from this node."
     block = Table("Ranks of this node", node_rank_columns(named), view["ranks"], empty=none)
     ranks = table(block, route, cells={"state": lambda rank: _state(rank, named)})
@@ -101,12 +102,12 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(body)
 
 
-def evidence_link(anomaly: Mapping[str, Any], route: Route) -> html.A:
+def evidence_link(anomaly: Anomaly, route: Route) -> html.A:
     """Return a link to the chart that shows an anomaly of a machine, with its sentence."""
-    kind, device = anomaly["kind"], anomaly["device"]
+    kind, device = anomaly.kind, anomaly.device
     anchor = f"node-{kind}" if device is None else "node-gpus"
-    href = f"{route.to('node', anomaly['node'])}#{_SEEN_IN.get(kind, anchor)}"
-    return link(anomaly["text"], href, "chip")
+    href = f"{route.to('node', anomaly.node)}#{_SEEN_IN.get(kind, anchor)}"
+    return link(anomaly.text, href, "chip")
 
 
 def quantity_charts(

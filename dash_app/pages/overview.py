@@ -106,7 +106,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     times = run.times if whole is None else cache.ask(query.GetTimes(run.id, whole))
     signals = run.signals if whole is None else _signals(cache, run, whole)
     columns = cache.ask(asked)
-    spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
+    spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict, run.episodes)
     view: dict[str, Any] = {
         "nodes": nodes(run, times),
         "events": events_of(cache, run)[:_EVENTS],
@@ -268,7 +268,7 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
     figure = figures.blank("No closed step yet.")
     rows: Any = html.P("No closed step yet.", className="empty")
     if heat is not None:
-        drawn = heatmap.rows(heat, view["verdict"] or {}, route)
+        drawn = heatmap.rows(heat, view["verdict"], route)
         frame, revision = axis.frame(view["axis"]), f"{view['session']['run']} {view['stage']}"
         figure, names = heat_figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
         if route.get("table") == "heat":

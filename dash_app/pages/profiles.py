@@ -25,6 +25,7 @@ from traceml_ray.reports.profiles import (
 )
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles, RankProfile
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Difference
 from traceml_ray.traces.key_averages import Operation
@@ -66,15 +67,15 @@ def newest_first(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
     return [*reversed(listed.done)] if listed else []
 
 
-def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], since: int) -> Profile | None:
+def explains(cache: SessionCache, run: RunState, verdict: LiveVerdict, since: int) -> Profile | None:
     """
     Return the newest profile that explains why the rank of the verdict is late, recorded from step `since`
     on.
     """
-    for info in newest_first(cache, run) if verdict["rank"] is not None else ():
+    for info in newest_first(cache, run) if verdict.rank is not None else ():
         one = info.profile
         first = -1 if one.first_step is None else one.first_step
-        if one.run == run.id and one.suspect == verdict["rank"] and one.found and first >= since:
+        if one.run == run.id and one.suspect == verdict.rank and one.found and first >= since:
             return one
     return None
 

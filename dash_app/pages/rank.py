@@ -8,8 +8,8 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.uneven_work import sentence
+from traceml_ray.analysis.verdict import Suspect
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Table, per_rank_columns
 from traceml_ray.signals.experts.view import GetExperts
@@ -52,8 +52,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     identity = process.identity
     node = node_key(process) if identity else ""
     samples = machines.samples_of(cache, query.GetNodeSamples((node,), _WITH_PROCESSES))
-    suspects = (run.verdict or {}).get("suspects") or ()
-    hung = hangs(run.verdicts)
+    suspects = run.verdict.suspects if run.verdict else ()
+    hung = [verdict for verdict in run.verdicts if verdict.began_ns is not None]
     spine = axis.data(cache, run, route)
     between = axis.time_of(spine) or ()
     most = machines.SAMPLES if between else machines.SAMPLES + machines.HELD
@@ -79,11 +79,11 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
                 if column.value(rank) is not None
             },
         },
-        "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
+        "suspect": next((suspect for suspect in suspects if suspect.rank == rank), None),
         "deaths": [*cache.deaths(run)],
         "output": printed[0] if printed else None,
         "stacks": hung[-1].stacks if hung else [],
-        "hangs": run.verdict is not None and run.verdict["label"] == "hang",
+        "hangs": run.verdict is not None and run.verdict.label == "hang",
         "profiles": _profiles(cache, run, rank),
         "process": machines.timed_series(sampled, PROCESS),
         "memory": machines.memory_series(machines.samples_of(cache, asked_memory)),
@@ -94,8 +94,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 def _bubble(run: RunState, role: str | None) -> float | None:
     """Return the share of its time in which a rank of this role waits for other roles."""
-    roles = (run.verdict or {}).get("roles") or ()
-    return next((one["bubble"] for one in roles if one["role"] == role), None)
+    roles = run.verdict.roles if run.verdict else ()
+    return next((one.bubble for one in roles if one.role == role), None)
 
 
 def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
@@ -296,10 +296,10 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
     )
 
 
-def _suspect(suspect: Mapping[str, Any]) -> html.P:
-    late, saves = text.ms(suspect["excess_ms"]), text.ms(suspect["gain_ms"])
-    sentence = f"▲ Late out of {suspect['stage']} by {late} a step; "
-    sentence += f"fixing it saves {saves} a step, {text.percent(suspect['cost_pct'])}."
+def _suspect(suspect: Suspect) -> html.P:
+    late, saves = text.ms(suspect.excess_ms), text.ms(suspect.gain_ms)
+    sentence = f"▲ Late out of {suspect.stage} by {late} a step; "
+    sentence += f"fixing it saves {saves} a step, {text.percent(suspect.cost_pct)}."
     return html.P(sentence, className="callout warning")
 
 

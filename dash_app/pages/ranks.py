@@ -42,7 +42,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     for row in chosen.items:
         if process := run.ranks.get(row["rank"]):
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
-    suspects = {(suspect["rank"], suspect["stage"]) for suspect in (run.verdict or {}).get("suspects") or ()}
+    suspects = {(one.rank, one.stage) for one in (run.verdict.suspects if run.verdict else ())}
     roles = any(process.work for process in run.ranks.values())
     columns = _columns(run, roles, suspects)
     return {"chosen": chosen, "states": dict(states), "columns": columns}

@@ -17,6 +17,7 @@ from traceml_ray.analysis.shapes import StepSample
 from traceml_ray.document import drawing
 from traceml_ray.document.model import Column, Table
 from traceml_ray.reports import comparison
+from traceml_ray.reports.headlines import named
 from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in
 from traceml_ray.store import query
 from traceml_ray.views import figures
@@ -163,7 +164,7 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], rout
         for column in numbers.columns
     ]
     tone = comparison.TONES.get(compared.word or "", "")
-    verdicts = [one["verdict"]["headline"] if one["verdict"] else text.NA for one in sides]
+    verdicts = [named(one["verdict"]) if one["verdict"] else text.NA for one in sides]
     words = [
         html.P(
             [html.B("Compared "), *marked(f"{compared.headline}. {compared.where}")],

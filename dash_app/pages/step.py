@@ -59,7 +59,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     body: list[Any] = [_trail(view, number, route), head]
     if step is None or not step.ranks:
         return html.Div([*body, part(html.P(_why_empty(step, number), id="step-missing", className="empty"))])
-    alone = view["world"] == 1 or (view["verdict"] or {}).get("label") == "accounting_only"
+    verdict = view["verdict"]
+    alone = view["world"] == 1 or (verdict is not None and verdict.label == "accounting_only")
     drawn = _gantt_rows(
         step, view["nodes"], _marked(view, route), route.get("open"), route.get("order") == "late"
     )

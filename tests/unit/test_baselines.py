@@ -6,16 +6,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sessions import LIMITS, Clock, Rank, Relay, aggregation
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, written_summary
 from snapshot import Snapshot
 
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray import actors
 from traceml_ray.reports.baseline import checked
-from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 
 BALANCED = [1.0, 2, 0, 3, 4, 1]
 SLOW = [1.0, 6, 0, 3, 4, 1]
@@ -85,11 +85,11 @@ def test_report_names_its_baseline(tmp_path: Path, good: Path, snapshot: Snapsho
     aggregator = judged_by(tmp_path / "now", good.name, tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 100, SLOW)
     with SessionFile(tmp_path / "now" / "session.sqlite") as session:
-        summary = summarize(session, LIMITS)
+        summary = written_summary(session, LIMITS)
     assert (summary["verdict"]["label"], summary["verdict"]["chronic"]) == ("group_wide", True)
     assert summary["baseline"]["source"] == "session good"
     assert summary["baseline"]["stages"][1] == {"name": "data", "exposed_ms": 2.0, "mad_ms": 0.0}
-    snapshot("report", render(summary, Path("<folder>")))
+    snapshot("report", render(summary_of(summary), Path("<folder>")))
 
 
 def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None:
@@ -98,19 +98,19 @@ def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None
     feed(aggregator, relay, ranks, 400, SLOW)
     with SessionFile(tmp_path / "session.sqlite") as session:
         live = [(verdict["label"], verdict["from_step"]) for verdict in session.verdicts()[0]]
-        summary = summarize(session, LIMITS)
+        summary = written_summary(session, LIMITS)
     spans = [(span["label"], span["from_step"], span["to_step"]) for span in summary["verdicts"]]
     assert spans == [("healthy", 11, 399), ("group_wide", 400, 799)]
     assert live[-1] == ("group_wide", 400)
     assert (summary["verdict"]["label"], summary["verdict"]["from_step"]) == ("group_wide", 400)
-    assert "of this run: 11 ms a step" in render(summary, tmp_path)
+    assert "of this run: 11 ms a step" in render(summary_of(summary), tmp_path)
 
 
 def test_report_has_no_baseline_line_where_none_is_used(good: Path) -> None:
     with SessionFile(good / "session.sqlite") as session:
-        summary = summarize(session, LIMITS)
+        summary = written_summary(session, LIMITS)
     assert summary["baseline"]["steps"] == 250
-    assert "Baseline" not in render(summary, good)
+    assert "Baseline" not in render(summary_of(summary), good)
 
 
 class TestChecked:

@@ -19,6 +19,8 @@ from plotly.io.json import to_json_plotly
 from sessions import MS
 
 from traceml_ray import text
+from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
@@ -34,19 +36,16 @@ from traceml_ray.signals.memory.shapes import Memory, MemoryFinding
 from traceml_ray.signals.views import findings_of
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
+from traceml_ray.store.results import LiveVerdict, live_verdict
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 
-HEALTHY = {"label": "healthy", "why": "No rank is late.", "next": "Nothing to do."}
-NAMED = {"label": "straggler", "ranks": [5], "rank": 5, "stage": "data", "why": "It is.", "next": "Look."}
-DEAD = {**NAMED, "label": "rank_lost"}
-
-
-def verdict(given: dict[str, Any]) -> dict[str, Any]:
-    return {**dict.fromkeys(("rank", "node", "stage", "span")), "ranks": [], "stages": [], **given}
+HEALTHY = Verdict(label="healthy", why="No rank is late.", next="Nothing to do.")
+NAMED = Verdict(label="straggler", ranks=(5,), rank=5, stage="data", why="It is.", next="Look.")
+DEAD = msgspec.structs.replace(NAMED, label="rank_lost")
 
 
 def of_memory(severity: Any) -> Memory:
@@ -63,7 +62,7 @@ LAYERS = Layers(
 
 
 @pytest.mark.parametrize(
-    ("steps", "memory", "layers", "first"),
+    ("given", "memory", "layers", "first"),
     [
         (HEALTHY, None, None, "healthy"),
         (HEALTHY, of_memory("info"), None, "healthy"),
@@ -75,10 +74,9 @@ LAYERS = Layers(
         (DEAD, of_memory("critical"), LAYERS, "rank lost: rank 5 in data"),
     ],
 )
-def test_the_most_severe_is_first(steps: Any, memory: Any, layers: Any, first: str) -> None:
-    given = verdict(steps)
+def test_the_most_severe_is_first(given: Any, memory: Any, layers: Any, first: str) -> None:
     answers = {"memory": memory or Memory(), "layers": layers or Layers()}
-    assert conclude(given, findings_of(given, answers)).headline == first
+    assert conclude(given, findings_of(given, None, answers)).headline == first
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +125,13 @@ def test_pages_and_terminal_begin_with_the_same(leaking: Path) -> None:
 
 def test_cost_is_of_whom_it_names() -> None:
     """The cost of a straggler is not read as that of the memory creep in the headline."""
-    late = {**verdict(NAMED), "headline": "straggler: rank 5 in data", "lost_text": "", "cost_pct": 33.0}
-    late |= {"rank_hours_per_hour": 0.0, "confidence": "high", "pattern": "", "chronic": False}
-    healthy = {**late, "label": "healthy", "cost_pct": None}
+    about: Any = {"rank_hours_per_hour": 0.0, "confidence": "high", "chronic": False}
+    late = live_verdict(msgspec.structs.replace(NAMED, cost_pct=33.0, **about), [], Brief())
+    healthy = msgspec.structs.replace(late, label="healthy", cost_pct=None)
 
-    def shown(steps: dict[str, Any], memory: Memory | None) -> list[Any]:
-        first = conclude(steps, findings_of(steps, {"memory": memory or Memory()}))
-        header = {"verdict": steps, "first": first, "incident": None}
+    def shown(steps: LiveVerdict, memory: Memory | None) -> list[Any]:
+        first = conclude(steps, findings_of(steps, None, {"memory": memory or Memory()}))
+        header = {"verdict": steps, "first": first, "incident": None, "state": "live"}
         return [element.children for element in _cost({**header, "session": {"gpus": 0}})]
 
     of_cost = ["33 %", "of the time", "confidence high"]
@@ -163,22 +161,22 @@ def faces(source: Any) -> dict[str, str]:
 
 def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
     """Whether `verdict` has one cost, in its own fields and sentence and on all faces."""
-    cost = text.percent(verdict["cost_pct"])
-    assert (verdict["label"], verdict["rank"], verdict["about"]) == ("straggler", 5, about)
-    assert text.percent(verdict["gain_pct"]) == cost
-    assert set(FIGURE.findall(verdict["why"])) == {cost}
-    (suspect,) = (one for one in verdict["suspects"] if one["rank"] == 5 and one["stage"] == "data")
-    assert text.percent(suspect["cost_pct"]) == cost
-    assert suspect["gain_ms"] == pytest.approx(verdict["cost_pct"] / 100 * verdict["mean_step_ms"], rel=1e-3)
-    assert text.percent(sum(one["cost_pct"] for one in verdict["episodes"])) == cost
-    assert verdict["cost_s"] == pytest.approx(sum(one["cost_s"] for one in verdict["episodes"]), rel=1e-3)
+    cost = text.percent(verdict.cost_pct)
+    assert (verdict.label, verdict.rank, verdict.about) == ("straggler", 5, about)
+    assert text.percent(verdict.gain_pct) == cost
+    assert set(FIGURE.findall(verdict.why)) == {cost}
+    (suspect,) = (one for one in verdict.suspects if one.rank == 5 and one.stage == "data")
+    assert text.percent(suspect.cost_pct) == cost
+    assert suspect.gain_ms == pytest.approx(verdict.cost_pct / 100 * verdict.mean_step_ms, rel=1e-3)
+    assert text.percent(sum(one.cost_pct for one in verdict.episodes)) == cost
+    assert verdict.cost_s == pytest.approx(sum(one.cost_s for one in verdict.episodes), rel=1e-3)
     for place in ("/", "top"):
         assert {*FIGURE.findall(shown[place])} <= {cost}, place
         assert cost in shown[place], place
     assert cost in shown["/events"] and f"a step, {cost}." in shown["/rank/5"]
     for name in ("verdict_cost", "finding_cost"):
         (ratio,) = re.findall(rf"^traceml_{name}_ratio{{.*}} (.*)$", shown["metrics"], re.MULTILINE)
-        assert float(ratio) == pytest.approx(verdict["cost_pct"] / 100, rel=1e-3), name
+        assert float(ratio) == pytest.approx(verdict.cost_pct / 100, rel=1e-3), name
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +199,15 @@ def test_cost_is_the_same_on_all_faces_live_and_stored(late: Played) -> None:
     whole = pages.newest.verdict if pages.newest else None
     assert whole is not None
     one_cost(whole, faces(source), "run")
-    cost = text.percent(whole["cost_pct"])
-    assert cost != text.percent(now["cost_pct"]), "of the run, not of the time since it began"
-    assert whole["cost_pct"] == pytest.approx(100 * whole["cost_s"] / whole["elapsed_s"], rel=1e-3)
+    cost = text.percent(whole.cost_pct)
+    assert cost != text.percent(now.cost_pct), "of the run, not of the time since it began"
+    assert whole.cost_pct == pytest.approx(100 * whole.cost_s / whole.elapsed_s, rel=1e-3)
     report = " ".join((late.folder / "report.txt").read_text().split())
     page = re.sub(r"<[^>]*>", "", (late.folder / "report.html").read_text())
     for shown in (report, page):
         assert {*FIGURE.findall(shown)} == {cost}
     summary = json.loads((late.folder / "summary.json").read_bytes())
-    assert summary["conclusion"]["why"] == summary["verdict"]["why"] == whole["why"]
+    assert summary["conclusion"]["why"] == summary["verdict"]["why"] == whole.why
 
 
 def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
@@ -220,16 +218,16 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
         played.play(5)
         verdict = played.aggregator._judge.answer()
         assert verdict is not None
-        labels.append(verdict["label"])
-    assert verdict["rank"] == 5 and verdict["cost_pct"] == pytest.approx(100 * 1.5 / 21.6, rel=0.1)
+        labels.append(verdict.label)
+    assert verdict.rank == 5 and verdict.cost_pct == pytest.approx(100 * 1.5 / 21.6, rel=0.1)
     shown = faces(played.source)
     assert "tone-notice" in shown["/"] and "tone-good" not in shown["/"]
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]
     assert 'traceml_verdict{label="watching"' in shown["metrics"]
     assert "Nothing to do" not in shown["top"] and "No rank delays" not in shown["top"]
-    conclusion = conclude(verdict, findings_of(verdict, {}))
+    conclusion = conclude(verdict, findings_of(verdict, None, {}))
     assert (conclusion.tone, conclusion.label, conclusion.rank) == ("notice", "watching", 5)
-    growing = findings_of(verdict, {"memory": of_memory("warning")})
+    growing = findings_of(verdict, None, {"memory": of_memory("warning")})
     assert conclude(verdict, growing).subject == "memory"
     assert [one.label for one in growing] == ["watching", "memory_creep"], "the verdict's are first"
     brief = played.aggregator._judge.brief["job"]
@@ -254,16 +252,16 @@ def test_what_costs_less_is_beside_the_headline_on_all_faces(tmp_path: Path) -> 
     for _ in range(40):
         played.play(8)
     verdict = played.aggregator._judge.answer()
-    assert verdict is not None and (verdict["rank"], verdict["stage"]) == (0, "post_sync")
-    (other,) = verdict["also"]
-    assert (other["rank"], other["stage"]) == (1, "forward")
-    assert verdict["cost_pct"] > 40 > 12 > other["cost_pct"] > 4
+    assert verdict is not None and (verdict.rank, verdict.stage) == (0, "post_sync")
+    (other,) = verdict.also
+    assert (other.rank, other.stage) == (1, "forward")
+    assert verdict.cost_pct > 40 > 12 > other.cost_pct > 4
     shown = faces(played.source)
-    line = f"straggler: rank 1 (host-0) in forward, {text.percent(other['cost_pct'])} of the time"
+    line = f"straggler: rank 1 (host-0) in forward, {text.percent(other.cost_pct)} of the time"
     assert line in shown["/"] and line in shown["top"]
     ratios = re.findall(r'^traceml_finding_cost_ratio{.*rank="(.)".*} (.*)$', shown["metrics"], re.MULTILINE)
     assert {rank: round(float(ratio), 4) for rank, ratio in ratios} == {
-        str(one["rank"]): round(one["cost_pct"] / 100, 4) for one in (verdict, other)
+        str(one.rank): round(one.cost_pct / 100, 4) for one in (verdict, other)
     }
 
 

@@ -20,6 +20,8 @@ from plotly.io.json import to_json_plotly
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import verdict_info
 from traceml_ray.dash_app import elements, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.elements import part
@@ -287,12 +289,13 @@ class TestHeatmap:
     ) -> None:
         heat = self.heat(world, per_node)
         late %= world
-        verdict = {"label": "straggler", "ranks": [late] if named and not by_cost else []}
+        ranks = (late,) if named and not by_cost else ()
+        verdict = verdict_info(Verdict(label="straggler", ranks=ranks))
         drawn = heatmap.rows(heat, verdict, Route(query=(("order", "cost"),) if by_cost else ()))
         covered = [line for row in drawn for line in row.lines]
         assert sorted(covered) == [*range(world)]
         assert by_cost or covered == sorted(covered)
-        assert [row.rank for row in drawn if row.named] == [late][: len(verdict["ranks"])]
+        assert [row.rank for row in drawn if row.named] == [late][: len(ranks)]
         figure = heat_figure(heat, drawn, "", {"between": (4.5, 14.5), "onset": None})
         assert "y" not in figure["data"][0]  # rows that are not equally high are painted cell by cell
         sent = figure["data"][0]["z"]
@@ -306,32 +309,32 @@ class TestHeatmap:
         assert 1 <= len(tops) <= 23 and all(b - a >= 12.9 for a, b in pairwise(tops))
 
     def test_few_ranks_are_rows_of_their_own(self) -> None:
-        drawn = heatmap.rows(self.heat(8, 4), {}, Route(query=(("run", "r1"),)))
+        drawn = heatmap.rows(self.heat(8, 4), None, Route(query=(("run", "r1"),)))
         assert [row.rank for row in drawn] == [*range(8)]
         assert (drawn[5].name, drawn[5].href) == ("rank 5 (host-1)", "/rank/5?run=r1")
         assert [self.high(world) for world in (3, 8, 128, 1024)] == [110, 220, 322, 322]
 
     def high(self, world: int) -> int:
-        return int(heatmap.gutter(heatmap.rows(self.heat(world, 4), {}, Route())).style["height"][:-2])
+        return int(heatmap.gutter(heatmap.rows(self.heat(world, 4), None, Route())).style["height"][:-2])
 
     def test_many_ranks_are_rows_of_nodes_that_open_and_close(self) -> None:
         heat = self.heat(1024, 8)
-        drawn = heatmap.rows(heat, {}, Route())
+        drawn = heatmap.rows(heat, None, Route())
         assert (len(drawn), drawn[3].name, drawn[3].href) == (128, "worst of host-3", "/?open=host-3")
-        drawn = heatmap.rows(heat, {}, Route(query=(("open", "host-3"),)))
+        drawn = heatmap.rows(heat, None, Route(query=(("open", "host-3"),)))
         opened = [row for row in drawn if row.rank is not None]
         assert [row.rank for row in opened] == [*range(24, 32)]
         assert len(drawn) == 127 + 8 and opened[0].height > 1 and opened[0].toggle == "/?shut=host-3"
-        straggler = {"label": "straggler", "ranks": [9]}
+        straggler = verdict_info(Verdict(label="straggler", ranks=(9,)))
         by_verdict = heatmap.rows(heat, straggler, Route())
         assert [row.rank for row in by_verdict if row.rank is not None] == [*range(8, 16)]
         closed = heatmap.rows(heat, straggler, Route(query=(("shut", "host-1"),)))
         assert len(closed) == 128 and closed[1].toggle == "/?open=host-1"
 
     def test_node_of_a_small_job_closes_and_opens_again(self) -> None:
-        drawn = heatmap.rows(self.heat(8, 4), {}, Route())
+        drawn = heatmap.rows(self.heat(8, 4), None, Route())
         assert [row.toggle for row in drawn if row.toggle] == ["/?shut=host-0", "/?shut=host-1"]
-        drawn = heatmap.rows(self.heat(8, 4), {}, Route(query=(("shut", "host-0"),)))
+        drawn = heatmap.rows(self.heat(8, 4), None, Route(query=(("shut", "host-0"),)))
         assert [row.rank for row in drawn] == [None, 4, 5, 6, 7] and drawn[0].toggle == "/?open=host-0"
 
     def test_order_by_cost_begins_with_the_worst_and_has_the_others_as_one_row(self) -> None:
@@ -339,7 +342,9 @@ class TestHeatmap:
         heat.z[:, :] = 127
         heat.z[[700, 3]] = [[254], [190]]  # more than four times, and twice as long
         heat.z[700, 0] = MISSING
-        drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [700]}, Route(query=(("order", "cost"),)))
+        drawn = heatmap.rows(
+            heat, verdict_info(Verdict(label="straggler", ranks=(700,))), Route(query=(("order", "cost"),))
+        )
         assert [row.rank for row in drawn[:3]] == [700, 3, 0] and drawn[0].named
         assert (len(drawn), drawn[-1].name, drawn[-1].href) == (41, "worst of 984 other ranks", None)
         text = json.dumps(
@@ -349,7 +354,8 @@ class TestHeatmap:
 
     def test_row_of_a_very_large_job_is_some_nodes(self) -> None:
         heat = msgspec.structs.replace(self.heat(1000, 1), by="node")
-        drawn = heatmap.rows(heat, {"label": "straggler", "nodes": ["host-7"], "ranks": [7]}, Route())
+        named_late = verdict_info(Verdict(label="straggler", nodes=("host-7",), ranks=(7,)))
+        drawn = heatmap.rows(heat, named_late, Route())
         assert len(drawn) == 200 + 4
         (named,) = (row for row in drawn if row.named)
         assert (named.name, named.href, named.rank) == ("host-7", "/node/host-7", None)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, written_summary
 
-from traceml_ray.reports.summary import summarize
 from traceml_ray.stages import FLAG_EXCLUDED, FLAG_INSEPARABLE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.messages import DEVICE_CLOCK
@@ -49,7 +48,7 @@ def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
         core.judge()
     live = ask(core, "verdict")
     with SessionFile(tmp_path / "s" / "session.sqlite") as file:
-        summary = summarize(file, LIMITS)
+        summary = written_summary(file, LIMITS)
     core.close()
     for verdict in (live, summary["verdict"], summary["verdicts"][-1]):
         assert verdict["label"] == ("accounting_only" if flags else "healthy")

@@ -9,8 +9,9 @@ import pytest
 
 from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.labels import LABELS, Label
-from traceml_ray.analysis.uneven_work import ExpertLoad, loads
+from traceml_ray.analysis.uneven_work import ExpertLoad, Reason, loads
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.reports.headlines import beside, line_of, named
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
@@ -21,10 +22,10 @@ from traceml_ray.signals.sharding.judge import Imbalance, ModelShards, ShardingI
 from traceml_ray.signals.views import findings_of
 
 
-def verdict(label: Label = "straggler", **given: Any) -> dict[str, Any]:
+def verdict(label: Label = "straggler", **given: Any) -> Verdict:
     about = {"ranks": (5,), "rank": 5, "nodes": ("node-1",), "stage": "forward", "stages": ("forward",)}
     usual = {"why": "It is late.", "next": "Look.", "cost_pct": 12.0, "cost_s": 3.0, "from_step": 40}
-    return Verdict(label=label, **{**about, **usual, **given}).plain()  # type: ignore[arg-type]
+    return Verdict(label=label, **{**about, **usual, **given})  # type: ignore[arg-type]
 
 
 def grows(rank: int, kind: Any = "creep", severity: Any = "warning", **given: Any) -> shapes.MemoryFinding:
@@ -74,7 +75,7 @@ def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> Non
     memory = Memory(findings=[grows(2), grows(3, severity="critical"), grows(1, "transient_spike", "info")])
     experts = tokens(moe=[9, 1, 1, 1], even=[1, 1])
     answers = {"memory": memory, "layers": SLOW, "sharding": SHARDS, "experts": experts}
-    findings = findings_of(one, answers)
+    findings = findings_of(one, None, answers)
     assert [finding.label for finding in findings] == [
         "straggler", "imbalance", "memory_creep", "memory_creep", "slow_layer", "slow_layer",
         "uneven_shards", "uneven_experts", "memory_transient_spike",
@@ -85,14 +86,15 @@ def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> Non
 
 
 def test_finding_of_the_verdict_has_its_figures() -> None:
-    episode = {
-        "label": "straggler",
-        "from_step": 40,
-        "started_at": "2026-03-01T03:31:10.250+00:00",
-        "ended_at": None,
-    }
+    named_so_far: Any = {"stages": ("forward",), "ranks": (5,), "nodes": ("node-1",), "pattern": "lasting"}
+    lasted: Any = {"seconds": 9.0, "cost_s": 3.0, "rank_hours": 0.0, "cost_pct": 12.0, "cost_range_pct": None}
+    episode = TimedEpisode(
+        **{**named_so_far, **lasted}, label="straggler", stage="forward", rank=5, node="node-1", why="",
+        next="", confidence=None, from_step=40, to_step=90, goes_on=True,
+        started_at="2026-03-01T03:31:10.250+00:00",
+    )  # fmt: skip
     one = verdict(about="run", z=5.0, confidence="high", to_step=90)
-    (finding,) = of_verdict({**one, "episodes": [episode]})
+    (finding,) = of_verdict(one, [episode])
     assert (finding.cost, finding.cost_s, finding.about, finding.why) == (0.12, 3.0, "run", "It is late.")
     assert (finding.from_step, finding.to_step, finding.from_ns, finding.to_ns) == (
         40,
@@ -126,36 +128,36 @@ def test_key_stays_while_the_same_is_found_and_no_two_are_alike() -> None:
     assert len({*swapped}) == 1
     assert key_of("straggler", range(4096), "data") == "straggler:0,1,2,3,4,5,6,7,+4088:data"
     memory = Memory(findings=[grows(2, "step_change"), grows(2, "step_change", from_ns=8)])
-    keys = [finding.key for finding in findings_of(None, {"memory": memory})]
+    keys = [finding.key for finding in findings_of(None, None, {"memory": memory})]
     assert keys == ["memory_step_change:2:device2", "memory_step_change:2:device2#2"]
 
 
 def test_many_findings_are_bounded() -> None:
     memory = Memory(findings=[grows(rank) for rank in range(4 * MOST)])
-    findings = findings_of(verdict(), {"memory": memory})
+    findings = findings_of(verdict(), None, {"memory": memory})
     assert len(findings) == MOST and findings[0].signal == "steps"
 
 
 def test_layer_explains_a_rank_that_is_late_where_it_is_slow() -> None:
-    late, slow, other = findings_of(verdict(), {"layers": SLOW})
+    late, slow, other = findings_of(verdict(), None, {"layers": SLOW})
     assert (slow.explains, other.explains) == (late.key, None)
     assert (slow.what, other.what, slow.why) == ("head", "all layers", "Layer head takes longer.")
-    elsewhere = findings_of(verdict(stages=("data",)), {"layers": SLOW})
+    elsewhere = findings_of(verdict(stages=("data",)), None, {"layers": SLOW})
     assert [finding.explains for finding in elsewhere] == [None] * 3
 
 
 def test_anomaly_of_a_node_may_explain_the_verdict() -> None:
     hot = Anomaly(kind="gpu_temperature", node="node-1", device=2, value=94.0, text="GPU 2 at 94 °C")
-    late, node = findings_of(verdict(machine=(hot,)), {})
+    late, node = findings_of(verdict(machine=(hot,)), None, {})
     assert (node.label, node.nodes, node.device, node.explains) == ("node_anomaly", ("node-1",), 2, late.key)
     assert node.headline == "node anomaly: gpu temperature on node-1" and node.severity == "info"
 
 
 def test_growth_may_explain_a_death_for_lack_of_memory() -> None:
     memory = Memory(findings=[grows(5), grows(2), grows(5, "transient_spike")])
-    oom, same_rank, other, spike = findings_of(verdict("oom", cost_pct=None), {"memory": memory})
+    oom, same_rank, other, spike = findings_of(verdict("oom", cost_pct=None), None, {"memory": memory})
     assert (same_rank.explains, other.explains, spike.explains) == (oom.key, None, None)
-    assert [finding.explains for finding in findings_of(verdict(), {"memory": memory})] == [None] * 4
+    assert [finding.explains for finding in findings_of(verdict(), None, {"memory": memory})] == [None] * 4
 
 
 def test_relations_of_memory_are_findings_that_explain_others() -> None:
@@ -175,7 +177,7 @@ def test_relations_of_memory_are_findings_that_explain_others() -> None:
             )
         ],
     )  # fmt: skip
-    by_label = {finding.label: finding for finding in findings_of(None, {"memory": memory})}
+    by_label = {finding.label: finding for finding in findings_of(None, None, {"memory": memory})}
     assert by_label["memory_collective_likely"].explains == by_label["memory_persistent_drift"].key
     assert by_label["memory_collective_likely"].evidence == {"calls": 9, "bytes": 4, "group": "world"}
     assert by_label["memory_first_cause"].explains == "memory_creep:2:device2", "it began before that"
@@ -184,10 +186,10 @@ def test_relations_of_memory_are_findings_that_explain_others() -> None:
 
 
 def test_uneven_experts_may_explain_an_imbalance() -> None:
-    findings = findings_of(verdict(), {"experts": tokens(moe=[7, 1], even=[5, 5])})
+    findings = findings_of(verdict(), None, {"experts": tokens(moe=[7, 1], even=[5, 5])})
     assert [finding.what for finding in findings] == [None, "moe"] and findings[1].explains is None
-    why = {**verdict("imbalance", ranks=(), rank=None), "reason": {"what": "experts"}}
-    imbalance, uneven = findings_of(why, {"experts": tokens(moe=[7, 1])})
+    why = verdict("imbalance", ranks=(), rank=None, reason=Reason(what="experts"))
+    imbalance, uneven = findings_of(why, None, {"experts": tokens(moe=[7, 1])})
     assert uneven.explains == imbalance.key
 
 

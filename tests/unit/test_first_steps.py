@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played import QUIET, Played
-from sessions import LIMITS, MS
+from sessions import LIMITS, MS, written_summary
 
 from traceml_ray.analysis.step_stats import first_steps
-from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 
 S = 10**9
 USUAL = S // 2
@@ -114,16 +114,16 @@ def test_summary_of_a_run_that_is_over_says_what_the_first_step_cost(tmp_path: P
     for _ in range(30):
         played.play(10)
     with SessionFile(played.folder / "session.sqlite") as file:
-        assert summarize(file, LIMITS)["first_steps"] is None  # its share is not known yet
+        assert written_summary(file, LIMITS)["first_steps"] is None  # its share is not known yet
     played.end()
     played.aggregator.close()
     with SessionFile(played.folder / "session.sqlite") as file:
-        summary = summarize(file, LIMITS)
+        summary = written_summary(file, LIMITS)
     first = summary["first_steps"]
     assert (first["steps"], first["ranks"], first["stage"]) == (1, [2], "forward")
     assert first["longest_s"] == pytest.approx(9.02, abs=0.01)
     assert first["others_s"] == pytest.approx(3.02, abs=0.01)
     assert first["cost_pct"] == pytest.approx(100 * 9 / (9 + 300 * 0.0209), abs=1)
     assert summary["verdict"]["label"] == "healthy" and first["why"] in summary["verdict"]["note"]
-    report = " ".join(render(summary, tmp_path).split())
+    report = " ".join(render(summary_of(summary), tmp_path).split())
     assert "the first step took 9 s on rank 2, 3 s on the others" in report

@@ -197,7 +197,7 @@ def test_shards_and_experts_of_an_older_file_are_read_and_stay_when_it_goes_on(t
     path = tmp_path / "demo" / "session.sqlite"
     with SessionFile(path) as file:
         before = summarize(file, Thresholds())
-    assert before["experts"] and before["sharding"]
+    assert before.experts and before.sharding
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE router")
         connection.execute("DROP TABLE shard")

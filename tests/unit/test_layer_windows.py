@@ -92,7 +92,7 @@ def test_layer_stands_beside_a_verdict_on_its_rank_and_stage(tmp_path: Path, sta
 
 def assert_beside_the_verdict(pages: SessionPages, stage: int, named: bool) -> None:
     header = [look(pages, page) for page in ("header", "overview", "header")][-1]  # asked with the page
-    assert (header["verdict"]["rank"], header["verdict"]["stage"]) == (LATE, STAGES[stage])
+    assert (header["verdict"].rank, header["verdict"].stage) == (LATE, STAGES[stage])
     sentence = f"Layer {LAYER} (Linear) takes 12 ms longer on rank {LATE}"
     (layer,) = (one for one in header["findings"] if one.signal == "layers")
     assert layer.why.startswith(sentence)

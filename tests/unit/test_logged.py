@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from fractions import Fraction
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integration import loops
 from messages import RECORDS
-from sessions import Clock, Rank, Relay, aggregation
+from sessions import Clock, Rank, Relay, aggregation, written_summary
 
 import traceml_ray
 from traceml_ray import text
@@ -26,7 +25,6 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.document.model import Number
 from traceml_ray.errors import Errors
 from traceml_ray.reports.answers import Answers
-from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.logged import copies
 from traceml_ray.signals.logged.agent import ROOM, MetricLog
 from traceml_ray.signals.logged.judge import MOST, LoggedHistory, joined
@@ -34,6 +32,7 @@ from traceml_ray.signals.logged.records import MAX_NAMES, LoggedValues
 from traceml_ray.signals.logged.view import GetLogged, LoggedView
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.text import sparkline, value
 
 NAN, INF = math.nan, math.inf
@@ -327,12 +326,12 @@ def test_logged_values_are_answered_stored_and_in_the_summary(tmp_path: Path) ->
         *("not_finite", "critical", (0,), 2),
     )
     with SessionFile(tmp_path / "session.sqlite") as file:
-        summary = json.loads(json.dumps(summarize(file, Thresholds()), default=str, allow_nan=False))
+        summary = written_summary(file, Thresholds())
     block = summary["logged"]
     assert block[0]["values"] == [None, 4.0] and block[1]["values"] == [3e-5] * 2
-    view = LoggedView()
-    assert view.block(view.of_block(block)) == block and view.of_block(None) == []
-    assert len(view.sections(view.of_block(block))) == 1
+    view, numbers = LoggedView(), summary_of(summary).logged
+    assert view.block(view.of_block(numbers)) == numbers
+    assert len(view.sections(view.of_block(numbers))) == 1
 
 
 def test_value_that_was_not_finite_once_is_no_more_than_a_notice(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, as_made, ask, check_ledger, run_message, stored
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, run_message, stored
 from snapshot import Snapshot
 
 from traceml_ray import live_session
@@ -22,6 +22,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import Node, label_nodes
 from traceml_ray.store.results import NodeInfo
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.wire import messages as wire
 
 
@@ -78,7 +79,7 @@ def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock
     assert [node["lost"] for node in summary["session"]["nodes"]] == [False, True]
     assert summary["ranks"]["3"]["ended"] == "died"
     assert summary["ledger"]["per_rank"]["3"]["stored"] == 80
-    assert "host-1 (lost)" in render(as_made(summary), tmp_path)
+    assert "host-1 (lost)" in render(summary_of(summary), tmp_path)
     assert "host-1 (lost)" in render_status(stored(tmp_path), tmp_path, None, clock())
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
@@ -138,7 +139,7 @@ def test_machine_that_comes_back_is_another_node_with_its_own_label(
         ("host-1 (10.0.0.2, node-1)", [], True),
     ]
     assert summary["session"]["nnodes"] == 2
-    snapshot("report", render(as_made(summary), Path("<folder>")))
+    snapshot("report", render(summary_of(summary), Path("<folder>")))
     snapshot("cli", render_status(stored(tmp_path), Path("<folder>"), None, clock()))
     assert [node.ranks for node in ask(aggregator, "nodes")] == [[1], [0], []]
     assert ask(aggregator, "verdict")["label"] == "healthy"

@@ -543,7 +543,7 @@ def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Pat
         assert len(lines_of(file, [1, 2], 9)) == 2
 
 
-def test_a_block_is_shown_as_its_answer_and_an_older_summary_has_none() -> None:
+def test_a_block_is_shown_as_its_answer() -> None:
     view = OutputView()
     line = OutputLine(stream="stderr", t_ns=1, text="x" * 200, unfinished=False, skipped=2)
     answer = [LastOutput(rank=3, lines=[line], missing=None)]
@@ -551,4 +551,3 @@ def test_a_block_is_shown_as_its_answer_and_an_older_summary_has_none() -> None:
     (lines,) = map(laid_out, section.blocks)
     assert lines[:2] == ["Last output of rank 3", "          … 2 more lines"]
     assert lines[2].startswith("  stderr  xxx") and len(lines[2]) == WIDTH and lines[2].endswith("x…")
-    assert [block for section in view.sections(view.of_block(None)) for block in section.blocks] == []

@@ -94,7 +94,7 @@ def in_state(played: Played, state: str) -> SessionPoll:
 def test_panel_at_the_sizes_of_windows(played: Played, kept: Any, state: str) -> None:
     newest = seen(in_state(played, state))
     assert newest.state == ("live" if state == "hang" else state)
-    assert (newest.verdict or {})["label"] == ("hang" if state == "hang" else "straggler")
+    assert newest.verdict and newest.verdict.judged.label == ("hang" if state == "hang" else "straggler")
     kept(newest)
 
 
@@ -244,7 +244,8 @@ def test_stored_session_shows_what_the_live_one_showed(played: Played) -> None:
     stored = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     stored.poll()
     live, file = seen(poll), seen(stored)
-    assert (live.step, live.named, live.verdict["why"]) == (file.step, file.named, file.verdict["why"])
+    assert live.verdict and file.verdict
+    assert (live.step, live.named, live.verdict.why) == (file.step, file.named, file.verdict.why)
     assert line(file, "12:00:00").startswith("12:00:00 ") and "rank 5 (host-1) in data" in line(file, "")
 
 
@@ -260,7 +261,7 @@ def test_stored_session_shows_the_steps_in_which_a_rank_was_late(played: Played)
     shown = text(newest, 120, 40)
     first, last = newest.steps or (0, 0)
     assert 30 <= first <= 40 and 85 <= last <= 95
-    assert newest.verdict and newest.verdict["label"] == "straggler"
+    assert newest.verdict and newest.verdict.judged.label == "straggler"
     assert "GLOBAL SKEW 62 %" in shown and f"NODE SUMMARY, steps {first}–{last}" in shown
     assert "rank5     31" in shown and f"Since step {first}" in shown and "so far" not in shown
     report = " ".join((played.folder / "report.txt").read_text().split())

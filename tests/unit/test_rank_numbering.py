@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, as_made, ask, check_ledger, stored
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, stored
 
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 
 
 def _process(name: str, *, job: str = "actors", life: str = "") -> Rank:
@@ -69,7 +70,7 @@ def test_restarted_actor_keeps_its_rank(tmp_path: Path) -> None:
     }  # fmt: skip
     summary = ask(aggregator, "summary")
     assert (summary["ranks"]["2"]["processes"], summary["ranks"]["1"]["name"]) == (2, "actor")
-    assert "learner" in render(as_made(summary), tmp_path)
+    assert "learner" in render(summary_of(summary), tmp_path)
     assert "learner" in render_status(stored(tmp_path), tmp_path, None, clock())
 
 

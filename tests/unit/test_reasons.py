@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from played import QUIET, Played
-from sessions import LIMITS, MS
+from sessions import LIMITS, MS, written_summary
 from unit.sample_windows import of_ms, window
 
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.analysis.reasons import with_reason
 from traceml_ray.analysis.uneven_work import ExpertLoad, Reason
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
@@ -71,7 +70,7 @@ class Uneven(Played):
         self.end()
         self.aggregator.close()
         with SessionFile(self.folder / "session.sqlite") as file:
-            return dict(summarize(file, LIMITS)["verdict"])
+            return dict(written_summary(file, LIMITS)["verdict"])
 
 
 @pytest.mark.parametrize("stage", [FORWARD, DATA])
@@ -144,7 +143,7 @@ def test_sizes_that_are_damaged_in_the_file_are_said_to_be(tmp_path: Path) -> No
         SessionFile(played.folder / "session.sqlite") as file,
         pytest.raises(SessionFileError, match="the session file is damaged"),
     ):
-        summarize(file, LIMITS)
+        written_summary(file, LIMITS)
 
 
 def test_sizes_are_found_by_their_steps(tmp_path: Path) -> None:

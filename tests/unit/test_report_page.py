@@ -28,6 +28,7 @@ from traceml_ray.reports.summary import report_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import EventInfo
 from traceml_ray.wire import messages as wire
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>'\"&`</style>\x1b[31m\ud800"
@@ -165,10 +166,12 @@ def test_page_names_the_bundles_as_the_text_does(tmp_path: Path) -> None:
 
 def _everywhere(value: Any, key: str = "") -> Any:
     """Return a summary with a hostile text in place of each that is not one of our own words."""
+    if isinstance(value, msgspec.Struct):
+        return type(value)(**_everywhere(msgspec.structs.asdict(value)))
     if isinstance(value, dict):
         return {name: _everywhere(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_everywhere(item, key) for item in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_everywhere(item, key) for item in value)
     kept_keys = {"label", "severity", "kind", "pattern", "name", "status", "id", "run", "stages", "stage"}
     kept_keys |= {"tone", "subject"}
     times = {"time", "started_at", "ended_at", "last_seen"}
@@ -204,16 +207,15 @@ def test_page_of_1024_ranks_is_bounded_and_a_part_too_large_says_so(late: Path) 
         nodes=[f"host-{rank // 8:03}" for rank in range(1024)],
         z=rng.integers(0, 256, (1024, steps), np.uint8),
     )
-    event = dict.fromkeys(("time", "rank", "node", "step", "stage")) | {"kind": "note", "message": "x" * 2000}
-    events = [event] * 1000
-    large = shown._replace(columns=columns, summary={**shown.summary, "events": events})
+    nobody = dict.fromkeys(("time", "rank", "node", "step", "stage"))
+    event = EventInfo(**nobody, kind="note", message="x" * 2000, data={})
+    summary = msgspec.structs.replace(shown.summary, events=[event] * 1000)
+    large = shown._replace(columns=columns, summary=summary)
     data = page.render(large, late)
     assert len(data) < page.MAX_BYTES // 2
     assert "worst of host-" in Parsed(data).text
-    wordy = {
-        **large.summary,
-        "verdict": {**shown.summary["verdict"], "why": "y" * page.MAX_BYTES},
-    }
+    verdict = msgspec.structs.replace(summary.verdict, why="y" * page.MAX_BYTES)
+    wordy = msgspec.structs.replace(summary, verdict=verdict)
     data = page.render(large._replace(summary=wordy), late)
     assert len(data) <= page.MAX_BYTES
     assert "The verdict would take 2" in Parsed(data).text
@@ -229,7 +231,7 @@ def test_page_that_cannot_be_made_is_counted_and_nothing_else_is_missing(
     monkeypatch.setattr(page, "render", broken)
     with SessionFile(late / "session.sqlite") as session:
         summary = files.write_reports(folder, session, Settings().thresholds, errors=errors)
-    assert summary["verdict"]["rank"] == 5
+    assert summary.verdict.rank == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.txt", "summary.json"]
     assert dict(errors) == {"report.html: ZeroDivisionError": 1}
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, stored
+from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, stored, written_summary
 from snapshot import Snapshot
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.text import WIDTH
 from traceml_ray.reports.deaths import Death, Moment
 from traceml_ray.reports.headlines import named
@@ -119,7 +120,7 @@ def test_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
     run.steps(5)
     summary = run.finish()
     with SessionFile(tmp_path / "session.sqlite") as session:
-        assert msgspec.to_builtins(summarize(session, Thresholds())) == summary
+        assert written_summary(session, Thresholds()) == summary
 
 
 def test_memory_system_and_overhead_are_in_the_summary(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -490,5 +491,6 @@ def test_death_reason_and_consequence_follow_from_exit_code_and_message(
 )
 def test_headline_gives_the_nodes_of_all_ranks(ranks: list[int], nodes: list[str] | None, where: str) -> None:
     """An episode knows the node of one rank only: it is not said of two."""
-    verdict = {"label": "straggler", "ranks": ranks, "node": "b", "stages": ["data"], "stage": "data"}
-    assert named(verdict if nodes is None else {**verdict, "nodes": nodes}) == f"straggler: {where} in data"
+    about: Any = {"ranks": tuple(ranks), "node": "b", "stages": ("data",), "stage": "data"}
+    verdict = Verdict(label="straggler", nodes=tuple(nodes or ()), **about)
+    assert named(verdict) == f"straggler: {where} in data"

@@ -10,10 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from sessions import MS, SECOND, Clock, Rank, Relay, ask
+from sessions import MS, SECOND, Clock, Rank, Relay, ask, written_summary
 
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.analysis.step_history import Reduction, begun
@@ -21,7 +20,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.stored_totals import folded_steps
-from traceml_ray.reports.summary import summaries, summarize
+from traceml_ray.reports.summary import summaries
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
@@ -30,6 +29,7 @@ from traceml_ray.stages import DATA, SEGMENT_BITS
 from traceml_ray.store.history_reader import MAX_RANKS, pack, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
+from traceml_ray.store.summary_shape import plain, summary_of
 from traceml_ray.wire import messages as wire
 
 LIMITS = Settings().thresholds
@@ -163,8 +163,8 @@ def test_statistics_and_ledger_include_folded_rows(job: Job) -> None:
     assert ledger.stored == ledger.produced == 400 * 20 * 4
     assert 0 < ledger.folded < ledger.stored
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        summary = summarize(session, Settings().thresholds)
-    text = render(summary, job.folder)
+        summary = written_summary(session, Settings().thresholds)
+    text = render(summary_of(summary), job.folder)
     assert f"the oldest {ledger.folded:,} stored rows are kept as sums" in text
     assert "Covers " not in text and "within 0.12 %" in text
     assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger.stored, 100, ERROR_PCT, 100, 100]
@@ -180,7 +180,7 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
         chunks = older.execute("SELECT n, keys FROM chunk").fetchall()
     left = sum(n for n, _ in chunks), min(int.from_bytes(keys[:8], "little") for _, keys in chunks)
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        summary, ledger = summarize(session, Settings().thresholds), session.ledger()
+        summary, ledger = written_summary(session, Settings().thresholds), session.ledger()
     covers = summary["steps"]["covers"]
     assert covers["to_step"] == 200 * 20 - 1
     assert covers["rows"] == ledger.stored - ledger.folded
@@ -188,7 +188,7 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
     assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger.stored, abs=1e-3)
     assert covers["counted_pct"] == 100
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
-    text = " ".join(render(summary, job.folder).split())
+    text = " ".join(render(summary_of(summary), job.folder).split())
     assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
     assert "; the 4,000 steps and their mean, 10 ms, are of the whole run" in text
     assert f"of steps {covers['from_step']:,}" in text
@@ -219,8 +219,7 @@ def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def report_of(job: Job) -> dict[str, Any]:
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        report: dict[str, Any] = msgspec.to_builtins(summarize(session, Settings().thresholds))
-        return report
+        return written_summary(session, Settings().thresholds)
 
 
 def without_moments(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -514,8 +513,8 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         monkeypatch.setattr("traceml_ray.analysis.step_store._STEPS", steps)
         monkeypatch.setattr("traceml_ray.reports.stored_totals.PIECE_ROWS", steps)
         with SessionFile(job.aggregator.folder.sqlite) as session:
-            summary[steps] = summarize(session, Settings().thresholds)
-        text = render(summary[steps], job.folder)
+            summary[steps] = written_summary(session, Settings().thresholds)
+        text = render(summary_of(summary[steps]), job.folder)
         assert "Covers " not in text
         assert ("within 0.12 %" in " ".join(text.split())) is (steps == 300)
     at_once, piecewise = summary.values()
@@ -551,10 +550,9 @@ def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
     monkeypatch.setattr("traceml_ray.reports.stored_totals.MAX_ROWS", 400)
     live = ask(job.aggregator, "summary")["steps"]["covers"]
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        newest, whole = [summary["steps"]["covers"] for summary in summaries(session, Settings().thresholds)]
-        assert (
-            write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
-        )
+        made = [plain(summary) for summary in summaries(session, Settings().thresholds)]
+        assert write_reports(job.aggregator.folder, session, Settings().thresholds) == summary_of(made[1])
+    newest, whole = (summary["steps"]["covers"] for summary in made)
     assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0, 100.0]
     assert live == newest
     assert list(whole.values()) == [0, 399, 1600, 100.0, 0.0, 100.0, 100.0]

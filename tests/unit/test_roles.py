@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from played import Played, look
-from sessions import Rank, Relay, aggregation
+from sessions import Rank, Relay, aggregation, written_summary
 from simulated_pipeline import Pipeline, Slow, elapsed_ms, windows
 from torch import nn
 from unit.sample_windows import judge
@@ -25,7 +25,6 @@ from traceml_ray.analysis.roles import bubbles, role_of
 from traceml_ray.analysis.uneven_work import loads, sentence
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.experts.routers import Routers
 from traceml_ray.stages import (
@@ -240,7 +239,7 @@ def test_roles_and_bubbles_are_in_verdict_summary_and_report_live_and_stored(tmp
     )
     aggregator.finish(wire.Finish(codec.VERSION, 0))
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
-        summary = summarize(file, DEFAULTS)
+        summary = written_summary(file, DEFAULTS)
     assert [(one["role"], one["size"]) for one in summary["roles"]] == [("pp=0", 2), ("pp=1", 2)]
     assert summary["ranks"]["3"]["role"] == "pp=1" and summary["verdict"]["ranks"] == [3]
     assert summary["steps"]["exchanges"] == 1
@@ -311,7 +310,7 @@ def test_load_of_experts_is_in_summary_and_report(tmp_path: Path) -> None:
         played.play(5, experts=[RouterTokens(0, "router", [second, second, 2 * second, 0])])
     played.end()
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
-        (load,) = summarize(file, DEFAULTS)["experts"]
+        (load,) = written_summary(file, DEFAULTS)["experts"]
     assert (load["most"], load["times_mean"], load["tokens"]) == (2, 2.0, 88)
     report = (tmp_path / "demo" / "report.txt").read_text()
     assert "Experts    router: expert 2 of 4 has 2 times the mean; 1 had no token" in report
@@ -328,7 +327,9 @@ def test_file_that_was_written_before_placements_were_known_can_be_read(tmp_path
         connection.execute("ALTER TABLE rank_process DROP COLUMN placement")
     connection.close()
     with SessionFile(path) as file:
-        assert file.ranks()[0].role is None and summarize(file, DEFAULTS)["verdict"]["label"] == "healthy"
+        assert (
+            file.ranks()[0].role is None and written_summary(file, DEFAULTS)["verdict"]["label"] == "healthy"
+        )
 
 
 def test_worker_that_only_serves_over_rpc_is_listed_and_not_missing(tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ def test_worker_that_only_serves_over_rpc_is_listed_and_not_missing(tmp_path: Pa
         stored.poll()
     assert times == [False, True, True]
     with SessionFile(tmp_path / "demo" / "session.sqlite") as file:
-        summary = summarize(file, DEFAULTS)
+        summary = written_summary(file, DEFAULTS)
     assert summary["verdict"]["label"] == "healthy" and summary["session"]["silent_ranks"] == []
     assert [summary["ranks"][rank]["serves"] for rank in "012"] == [False, True, True]
     assert "RPC stage1, serves, no steps" in (tmp_path / "demo" / "report.txt").read_text()

@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, confirmed, run_message
+from sessions import (
+    LIMITS,
+    Clock,
+    Rank,
+    Relay,
+    aggregation,
+    ask,
+    check_ledger,
+    confirmed,
+    run_message,
+    written_summary,
+)
 from snapshot import Snapshot
 
 from traceml_ray.live_session import Session
@@ -67,7 +77,7 @@ def _second(aggregator: AggregatorCore, clock: Clock) -> None:
 
 def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
     with SessionFile(folder / "session.sqlite") as session:
-        summary: dict[str, Any] = msgspec.to_builtins(summarize(session, LIMITS, run))
+        summary: dict[str, Any] = written_summary(session, LIMITS, run)
         return summary
 
 

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played import HOST, Played, PlayedSource, look
 from plotly.io.json import to_json_plotly
-from sessions import LIMITS, Clock, Rank, Relay, aggregation, run_message
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, run_message, written_summary
 from snapshot import Snapshot
 
 from traceml_ray import text
+from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
 from traceml_ray.dash_app import metrics, shell
 from traceml_ray.dash_app.app import Refresher
@@ -31,7 +32,7 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.reports.comparison import compare
 from traceml_ray.reports.files import write_reports
-from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.headlines import named
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
@@ -69,7 +70,7 @@ def _read(view: dict[str, Any]) -> list[str]:
     """What a person reads first: headline, why and next, and what is under each number."""
     verdict = view["verdict"]
     kpis = [f"{kpi['key']}: {kpi['text']}" for kpi in view["kpis"]]
-    return [verdict["headline"], verdict["why"], verdict["next"], *kpis]
+    return [named(verdict), verdict.why, verdict.next, *kpis]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -107,7 +108,7 @@ def test_board_numbers_are_those_of_the_summary(
     played.end()
     live.poll()
     with SessionFile(played.folder / "session.sqlite") as session:
-        summary = summarize(session, LIMITS)
+        summary = written_summary(session, LIMITS)
     source = StoredSource(played.folder)
     stored = SessionPages(source)
     stored.poll()
@@ -131,8 +132,8 @@ def test_board_numbers_are_those_of_the_summary(
         for stage in summary["stages"]:
             mean = np.mean(by_stage(view["columns"].exposed)[stage["name"]][warm:])
             assert mean == pytest.approx(stage["exposed_ms"], rel=1e-3, abs=1e-3)
-    assert look(stored, "header")["verdict"]["label"] == summary["verdict"]["label"]
-    assert look(stored, "header")["verdict"]["rank"] == summary["verdict"]["rank"] == late
+    assert look(stored, "header")["verdict"].label == summary["verdict"]["label"]
+    assert look(stored, "header")["verdict"].rank == summary["verdict"]["rank"] == late
     source.close()
 
 
@@ -165,7 +166,7 @@ CELL = {"ranks": [5], "first": 120, "last": 122}
 
 def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: Snapshot) -> None:
     view = look(followed(played), "overview")
-    assert (view["verdict"]["label"], view["verdict"]["rank"]) == ("straggler", 5)
+    assert (view["verdict"].label, view["verdict"].rank) == ("straggler", 5)
     snapshot("web", *_read(view))
     z, late = view["heat"].z, view["heat"].ranks.index(5)
     after = view["heat"].first >= played.onset
@@ -294,8 +295,8 @@ def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, 
     assert metrics.health(pages) == {"status": "ok", "state": "idle"}
     assert b'traceml_state{state="idle"} 1' in metrics.exposition(pages, "")[0]
     idle = look(pages, "header")
-    assert (idle["coverage_text"], idle["verdict"]["label"]) == ("data from 8 of 8 ranks", "straggler")
-    assert not idle["incident"]["goes_on"]
+    assert (idle["coverage_text"], idle["verdict"].label) == ("data from 8 of 8 ranks", "straggler")
+    assert not idle["incident"].episode.goes_on
     assert pages.newest is not None and pages.newest.times is not None and pages.newest.times.of_all
     assert run_message(played.aggregator, "second", info={"name": "fit 2"}).ok
     assert played.aggregator.commit() and pages.poll()
@@ -363,12 +364,13 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
             played.play(5)
             pages.poll()
         incidents.append(look(pages, "overview")["incident"])
-    assert {(one["from_step"], one["started_at"][:19]) for one in incidents} == {(100, "2023-11-14T22:13:41")}
-    assert incidents[0]["cost_s"] < incidents[-1]["cost_s"] and incidents[-1]["goes_on"]
-    assert incidents[-1]["changes"] == ["a checkpoint was written", "restart of ranks 0-7: its loader"]
-    evidence = {"kind": "thermal", "node": "host-1", "device": 1, "text": "GPU 1 throttles: too hot"}
+    episodes = [one.episode for one in incidents]
+    assert {(one.from_step, one.started_at[:19]) for one in episodes} == {(100, "2023-11-14T22:13:41")}
+    assert episodes[0].cost_s < episodes[-1].cost_s and episodes[-1].goes_on
+    assert incidents[-1].changes == ["a checkpoint was written", "restart of ranks 0-7: its loader"]
+    evidence = Anomaly(kind="thermal", node="host-1", device=1, text="GPU 1 throttles: too hot")
     assert pages.newest is not None and pages.newest.verdict is not None
-    pages.newest.verdict["machine"] = [evidence]
+    pages.newest.verdict = msgspec.structs.replace(pages.newest.verdict, machine=[evidence])
     pages.version += 1
     _, answer = Refresher(pages).refresh("/", "?session=demo", {})
     shown = to_json_plotly(answer["set"]["verdict-strip"]).replace("\\u002f", "/")
@@ -377,8 +379,8 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     assert '"data-link":"/?session=demo&run=job"' in shown and "Open rank 5" in shown
     played.end()
     pages.poll()
-    stored = look(pages, "header")["incident"]
-    assert stored["from_step"] == 100 and stored["started_at"]
+    stored = look(pages, "header")["incident"].episode
+    assert stored.from_step == 100 and stored.started_at
 
 
 def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Played) -> None:
@@ -388,7 +390,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     played.dies(2, 1, "RuntimeError: Connection closed by peer\n[10.0.0.2]:5")
     pages.poll()
     header = look(pages, "header")
-    assert (header["state"], header["verdict"]["label"]) == ("ending", "rank_lost")
+    assert (header["state"], header["verdict"].label) == ("ending", "rank_lost")
     assert header["state_text"] == "Ranks 2 and 5 have ended, ranks 0, 1, 3, 4, 6 and 7 still run."
     assert b'traceml_state{state="ending"} 1' in metrics.exposition(pages, "")[0]
     paths = "/rank/5", "/rank/2", "/rank/1"
@@ -396,8 +398,8 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     died = '"Killed by SIGKILL at ",["time",{"dateTime":"2023-11-14T22:13:56.000+00:00",'
     assert died + '"title":"2023-11-14 22:13:56 UTC"},"22:13:56 UTC"],", after step 174, in "' in shown[0]
     steps = {event["step"] for event in look(pages, "events")["chosen"].items if event["rank"] == 5}
-    assert "after step 174, in `forward`" in header["verdict"]["why"]
-    assert header["verdict"]["last_step"] == 174
+    assert "after step 174, in `forward`" in header["verdict"].why
+    assert header["verdict"].last_step == 174
     assert 174 in steps and 175 not in steps, "one death has one step"
     assert "first of 2 ranks" in shown[0] and "Late out of" not in shown[0]
     assert (
@@ -571,7 +573,7 @@ def test_node_page_without_sensors_has_no_devices(tmp_path: Path) -> None:
 
 def test_rank_page_shows_suspect_stages_spans_and_process(played: Played) -> None:
     page = look(followed(played, 40), "rank", rank=5)
-    assert page["suspect"]["stage"] == "data"
+    assert page["suspect"].stage == "data"
     after = np.array(page["stages"]["steps"]) >= played.onset
     more = np.array(page["stages"]["data"]) - np.array(page["median"]["data"])
     assert more[after].mean() == pytest.approx(12, abs=0.2) and abs(more[~after].mean()) < 0.2
@@ -614,10 +616,10 @@ def test_rank_page_has_the_rows_of_gpu_and_host_under_each_other(tmp_path: Path)
 def test_episodes_are_shown_live_and_stored(played: Played) -> None:
     live = look(followed(played), "events")
     (episode,) = live["episodes"]
-    assert (episode["headline"], episode["goes_on"]) == ("straggler: rank 5 (host-1) in data", True)
-    assert (episode["from_step"], episode["to_step"]) == (played.onset, 149)
-    assert episode["cost_s"] == pytest.approx(50 * 0.012, rel=0.05)
-    assert live["verdict"]["lost_text"].endswith(" so far") and "episodes" not in live["verdict"]
+    assert (named(episode), episode.goes_on) == ("straggler: rank 5 (host-1) in data", True)
+    assert (episode.from_step, episode.to_step) == (played.onset, 149)
+    assert episode.cost_s == pytest.approx(50 * 0.012, rel=0.05)
+    assert shell._lost(live).endswith(" so far")
     played.end()
     with SessionFile(played.folder / "session.sqlite") as session:
         write_reports(SessionFolder(played.folder), session, LIMITS)
@@ -626,8 +628,8 @@ def test_episodes_are_shown_live_and_stored(played: Played) -> None:
     pages.poll()
     (stored,) = look(pages, "events")["episodes"]
     source.close()
-    assert (stored["rank"], stored["from_step"], stored["to_step"]) == (5, played.onset, 149)
-    assert stored["started_at"] < stored["ended_at"]
+    assert (stored.rank, stored.from_step, stored.to_step) == (5, played.onset, 149)
+    assert stored.started_at < stored.ended_at
 
 
 def test_events_are_selected_by_kind_rank_and_node(played: Played) -> None:
@@ -674,7 +676,7 @@ def test_sessions_are_compared_side_by_side(tmp_path: Path) -> None:
         1,
     )
     good, slow = view["sides"]
-    assert (good["verdict"]["label"], slow["verdict"]["label"]) == ("healthy", "straggler")
+    assert (good["verdict"].label, slow["verdict"].label) == ("healthy", "straggler")
     assert len(good["columns"].step_ms) == len(slow["columns"].step_ms) > 50
     pages = SessionPages(StoredSource(tmp_path / "good"))
     page, answer = Refresher(pages).refresh("/sessions", "?a=good&b=slow", {})
@@ -744,7 +746,7 @@ def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
     assert look(pages, "header")["session"]["id"] == "now"
     old = look(pages, "overview", session="old")
     assert (old["session"]["id"], old["state"], old["step"]) == ("old", "stored", 59)
-    assert old["verdict"]["rank"] == 1 and len(old["heat"].first) == 59
+    assert old["verdict"].rank == 1 and len(old["heat"].first) == 59
     assert look(pages, "rank", session="old", rank=1)["rank"]["state"] == "finished"
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database")
@@ -832,7 +834,7 @@ def test_session_stays_open_while_another_thread_reads_it(
     held.go.set()
     seen = reading.result(30)
     assert (seen["session"]["id"], seen["state"], seen["step"]) == ("b", "stored", 39)
-    assert seen["verdict"]["label"]
+    assert seen["verdict"].label
 
 
 def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
@@ -933,7 +935,7 @@ def test_spine_has_a_lane_for_each_cause_and_events_by_their_time(tmp_path: Path
     pages.poll()
     spine = look(pages, "overview")["axis"]
     ((name, (episode,)),) = spine["lanes"]
-    assert name == "rank 5 data" and episode["from_step"] == 100 and episode["goes_on"]
+    assert name == "rank 5 data" and episode.from_step == 100 and episode.goes_on
     (tick,) = spine["ticks"]
     assert abs(tick["step"] - 150) <= 5 and tick["text"].endswith("disk replaced")
     assert (spine["first"][0], spine["last"][-1]) == (1, 174)
@@ -971,7 +973,7 @@ def test_cost_is_said_once_on_the_first_screen(played: Played) -> None:
         return [element] if isinstance(element, str) else []
 
     shown_text = " ".join(words(strip))
-    cost = look(pages, "header")["incident"]["cost_s"]
+    cost = look(pages, "header")["incident"].episode.cost_s
     assert (
         shown_text.count(text.duration(cost)) == 1
         and shown_text.count(" % ") + shown_text.count("\u00a0% ") == 2

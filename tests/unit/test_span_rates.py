@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import MS, Rank, Relay, aggregation, as_made, ask
+from sessions import MS, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 from unit.sample_windows import align, judge
 
@@ -25,6 +25,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.wire.messages import SpanSum
 
 LIMITS = Thresholds()
@@ -215,7 +216,7 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
         "bytes": None,
     }
     assert (reduce["name"], reduce["max_ms"], reduce["bytes"]) == ("all_reduce", 0.1, 4000.0)
-    text = render(as_made(summary), tmp_path)
+    text = render(summary_of(summary), tmp_path)
     assert max(map(len, text.splitlines())) <= WIDTH
     (line,) = [line.split() for line in text.splitlines() if line.startswith("  optimizer ")]
     assert line == ["optimizer", "post_sync", "16.0", "31.0", "rank", "1", "100", "%"]

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played import QUIET, Played
-from sessions import LIMITS, run_message, stored
+from sessions import LIMITS, run_message, stored, written_summary
 
 from traceml_ray.reports.comparison import read_whole
-from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.signals.throughput.judge import MOST, WorkHistory, peak_tflops
 from traceml_ray.signals.throughput.records import StepWork
@@ -23,6 +22,7 @@ from traceml_ray.signals.throughput.view import GetThroughput
 from traceml_ray.store import query
 from traceml_ray.store.session import prepare
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.wire import messages as wire
 
 STEP_S = sum(QUIET) / 1e3
@@ -169,12 +169,12 @@ def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(jo
     job.end()
     job.held.release()
     with SessionFile(job.folder / "session.sqlite") as file:
-        summary = summarize(file, LIMITS)
+        summary = written_summary(file, LIMITS)
     block = summary["throughput"]
     assert block["tokens_per_s"] == pytest.approx(live.tokens_per_s, abs=1e-4)
     assert block["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
     assert block["eta_s"] is None and job.numbers().eta_s is None
-    report = render(summary, job.folder)
+    report = render(summary_of(summary), job.folder)
     assert "6,400 tokens/s, 400 samples/s of all ranks" in report
     assert "5.1 % of the 1,979 TFLOP/s in bfloat16 of 2 × NVIDIA H200: 2 TFLOPs a step, counted in" in report
 
@@ -237,7 +237,7 @@ def test_run_that_has_just_ended_is_known_to_its_last_step(job: Job, monkeypatch
     assert numbers.steps == 100 - 1 - LIMITS.warmup_steps, "the first one has no beginning"
     assert (numbers.samples_per_s, numbers.eta_s) == (pytest.approx(2 * 4 / STEP_S), None)
     with SessionFile(job.folder / "session.sqlite") as file:
-        assert summarize(file, LIMITS)["throughput"]["eta_s"] is None
+        assert written_summary(file, LIMITS)["throughput"]["eta_s"] is None
     verdict = query.ask_one(job.aggregator.query, query.GetVerdict())
     assert verdict is not None and verdict.label == "healthy"
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played import QUIET, Played
-from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
+from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger, written_summary
 from unit.sample_windows import held_bytes
 
 from traceml_ray.analysis.row_table import (
@@ -29,7 +29,6 @@ from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.reports.stored_totals import reduce
-from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
@@ -46,6 +45,7 @@ from traceml_ray.stages import (
 from traceml_ray.store import query
 from traceml_ray.store.history_reader import pack, unpack
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import summary_of
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool
@@ -170,12 +170,16 @@ def test_report_of_sampled_steps_counts_all_of_them(tmp_path: Path) -> None:
     times = query.ask_one(played.aggregator.query, query.GetTimes("job"))
     played.end()
     with SessionFile(played.aggregator.folder.sqlite) as file:
-        summary = summarize(file, LIMITS)
-        text = " ".join(render(summary, tmp_path).split())
+        summary = written_summary(file, LIMITS)
+        text = " ".join(render(summary_of(summary), tmp_path).split())
     took_s = 1200 * sum(QUIET) / 1e3 + 1100 * 12e-3
     steps, verdict = summary["steps"], summary["verdict"]
     assert (steps["count"], steps["covers"]["to_step"], steps["covers"]["timed_pct"]) == (1200, 1199, 12.5)
-    assert steps["judged"] < 150 and "1,200 steps" in text and "% of the steps: only in these" in text
+    assert (
+        steps["judged"] < 150
+        and "1,200 steps" in text
+        and "% of the steps; all figures but the number" in text
+    )
     assert steps["mean_ms"] < 1.1 * 1e3 * took_s / 1200
     assert (verdict["label"], verdict["rank"], verdict["stage"]) == ("straggler", 1, "data")
     assert verdict["elapsed_s"] == pytest.approx(took_s, rel=0.1)
@@ -409,7 +413,7 @@ def test_report_judges_device_rows_as_the_live_verdict_does(node: Node) -> None:
     node.play(20)
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:
-        stored = summarize(file, LIMITS)["verdict"]
+        stored = written_summary(file, LIMITS)["verdict"]
         whole = reduce(file, LIMITS)
     named = "straggler", "data", 1
     assert (live["label"], live["stage"], live["rank"]) == named
@@ -424,7 +428,7 @@ def test_run_whose_device_clock_began_after_some_steps_is_judged_live_and_afterw
     node.play(20)
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:
-        stored, whole = summarize(file, LIMITS)["verdict"], reduce(file, LIMITS)
+        stored, whole = written_summary(file, LIMITS)["verdict"], reduce(file, LIMITS)
     for verdict in (live, stored):
         assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
     sample = whole and whole.judged.sample()
@@ -444,7 +448,7 @@ def test_rank_without_a_device_clock_among_others_is_reported(node: Node) -> Non
     node.play(10)
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:
-        stored = summarize(file, LIMITS)["verdict"]
+        stored = written_summary(file, LIMITS)["verdict"]
     for verdict in (live, stored):
         assert verdict["label"] == "telemetry_limited" and "(the CPU's: rank 1)" in verdict["why"]
     assert second.produced == 200
@@ -480,8 +484,8 @@ def test_device_rows_that_are_folded_away_still_count(tmp_path: Path) -> None:
             assert rank is not None
             rows = node.rows(rank, "rows")[: int(sums.counts.sum()) - 1]
             assert sums.sums[:, DATA].sum() == rows[:, DATA].sum() + node.first(rank)[DATA]
-        summary = summarize(file, LIMITS)
-    assert summary["ledger"].folded > 2000
+        summary = written_summary(file, LIMITS)
+    assert summary["ledger"]["folded"] > 2000
     assert summary["steps"]["covers"]["rows_pct"] == 100 and summary["steps"]["count"] == 3000
     assert not node.core.errors
     node.close()

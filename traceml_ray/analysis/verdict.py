@@ -147,14 +147,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """Meaning of the label."""
         return LABELS[self.label]
 
-    def plain(self) -> dict[str, Any]:
-        """Return the verdict as data. Findings in `also` come without the facts about the window."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        for other in fields["also"]:
-            for name in ("suspects", "exposed_ms", "roles"):
-                del other[name]
-        return fields
-
     @property
     def of_window(self) -> dict[str, Any]:
         """Facts about the window, whatever the verdict names."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, excess, level
+from traceml_ray.analysis.verdict_shapes import VerdictInfo
 from traceml_ray.analysis.window import UInt8
 
 STAGES = {
@@ -133,22 +134,38 @@ def stage_bars(stages: Mapping[str, float]) -> list[Bar]:
     return bars
 
 
-def icicle(layers: Sequence[Mapping[str, Any]], named: Collection[str | None]) -> list[Box]:
+class Nested(Protocol):
+    """A layer (`signals.layers.judge.Layer`), which may have others inside it."""
+
+    @property
+    def name(self) -> str:
+        """What it is called; "" is the model itself."""
+
+    @property
+    def parent(self) -> int | None:
+        """Index of the layer that it is in."""
+
+    @property
+    def total_ms(self) -> float:
+        """Time of a step in it and in the layers inside it (ms)."""
+
+
+def icicle(layers: Sequence[Nested], named: Collection[str | None]) -> list[Box]:
     """
-    Return layers (`signals.layers.judge.Layer` as dicts) as boxes, what is inside a layer below it, in the
+    Return layers as boxes, what is inside a layer below it, in the
     order of the model; ORANGE are those of `named`. Boxes too narrow to be seen are left out.
     """
     inside: dict[int | None, list[int]] = {}
     for index, one in enumerate(layers):
-        inside.setdefault(one["parent"], []).append(index)
-    whole = sum(layers[index]["total_ms"] for index in inside.get(None, ()))
+        inside.setdefault(one.parent, []).append(index)
+    whole = sum(layers[index].total_ms for index in inside.get(None, ()))
     boxes: list[Box] = []
     waiting = [(inside.get(None, []), 0, 0.0)]
     while waiting:
         children, depth, start = waiting.pop()
         for index in children:
-            one, name = layers[index], layers[index]["name"]
-            width = one["total_ms"]
+            one, name = layers[index], layers[index].name
+            width = one.total_ms
             if width >= _NARROW * whole > 0:
                 colour = ORANGE if name in named else _DEPTHS[depth % len(_DEPTHS)]
                 fits = int(_CHARS * width / whole)
@@ -232,12 +249,13 @@ def ordered(columns: StepColumns, absent: Mapping[int, str]) -> StepColumns:
     )
 
 
-def suspects(heat: StepColumns, verdict: Mapping[str, Any]) -> set[int]:
+def suspects(heat: StepColumns, verdict: VerdictInfo | None) -> set[int]:
     """Return the lines of `heat` that a verdict names."""
-    kind = "nodes" if heat.by == "node" else "ranks"
+    if verdict is None or verdict.label == "healthy":
+        return set()
+    named: Sequence[int | str] = verdict.nodes if heat.by == "node" else verdict.ranks
     lines: Sequence[int | str] = heat.nodes if heat.by == "node" else heat.ranks
-    named = () if verdict.get("label") == "healthy" else (verdict.get(kind) or ())[:_MOST_NAMED]
-    return {index for index, line in enumerate(lines) if line in named}
+    return {index for index, line in enumerate(lines) if line in named[:_MOST_NAMED]}
 
 
 def by_node(

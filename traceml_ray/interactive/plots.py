@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, ratio
@@ -17,7 +15,6 @@ from traceml_ray.reports.headlines import change
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.signals.memory.view import GetMemory
 from traceml_ray.store import query
-from traceml_ray.store.summary_shape import to_builtins
 from traceml_ray.views import figures
 from traceml_ray.views.figures import Figure
 from traceml_ray.views.heat_figure import heat_figure
@@ -44,7 +41,7 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
     if columns is None:
         return figures.blank("No closed step yet.")
     heat = drawing.ordered(columns, {})
-    verdict = to_builtins(ask(query.GetVerdict(run))) or {}
+    verdict = ask(query.GetVerdict(run))
     rows = drawing.by_node(heat, drawing.suspects(heat, verdict))
     figure = heat_figure(heat, rows, "", {})
     edges = [0, *accumulate(row.height for row in rows)]
@@ -97,8 +94,8 @@ def _skew(ask: Ask, run: str | None) -> Figure:
 
 
 def _change(ask: Ask, run: str | None) -> Figure:
-    verdict = to_builtins(ask(query.GetVerdict(run)))
-    asked = change(run, verdict) if verdict else None
+    verdict = ask(query.GetVerdict(run))
+    asked = change(run, verdict, verdict.episodes) if verdict else None
     if asked is not None:
         read_whole(ask, run, live=True)
         parts = ask(asked)
@@ -130,7 +127,7 @@ def _layers(ask: Ask, run: str | None) -> Figure:
     if not layers.layers:
         return figures.blank("No layer was measured.")
     named = {one.layer for one in layers.findings}
-    boxes = drawing.icicle([msgspec.structs.asdict(one) for one in layers.layers], named)
+    boxes = drawing.icicle(layers.layers, named)
     return figures.icicle(boxes)
 
 

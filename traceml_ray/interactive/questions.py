@@ -40,7 +40,7 @@ from traceml_ray.store.profiles import ProfileInfo
 from traceml_ray.store.rank_processes import of_run
 from traceml_ray.store.results import BundleInfo, EventRow, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.store.step_rows import StepRows
-from traceml_ray.store.summary_shape import Summary, plain
+from traceml_ray.store.summary_shape import Summary
 
 
 class SessionQuestions:
@@ -251,8 +251,8 @@ class SessionQuestions:
         return page_of_session(self._chart_data(), repr(self).strip("<>"))
 
     def _chart_data(self) -> ChartData:
-        summary = plain(self._ask(query.GetSummary()))
-        run = summary["run"]
+        summary = self._ask(query.GetSummary())
+        run = summary.run
         chart_data = of_summary(summary)
         if run is None:
             return chart_data
@@ -260,7 +260,7 @@ class SessionQuestions:
         columns = self._ask(query.GetColumns(run, whole=True))
         if not len(columns.first):
             return chart_data
-        silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
+        silent = dict.fromkeys(summary.session.silent_ranks, "no report")
         return chart_data._replace(times=times, columns=drawing.ordered(columns, silent))
 
     def _ask(self, request: query.Request[query.A]) -> query.A:

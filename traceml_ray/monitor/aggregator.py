@@ -33,6 +33,7 @@ from traceml_ray.store.history_reader import RunSteps
 from traceml_ray.store.profiles import remove_profile
 from traceml_ray.store.query import OfRun, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, current_ranks, has_ended, is_over, process_labels
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session import REPORTS, SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -149,7 +150,7 @@ class LiveAnswers(Answers):
     def _over(self, run: str | None = None) -> bool:
         return is_over(self._writer.meta, run)
 
-    def _verdict_now(self, run: str | None) -> Any:
+    def _verdict_now(self, run: str | None) -> LiveVerdict | None:
         return self._judge.answer(run)
 
     def _judged_live(self, asked: OfRun[Any]) -> Any:

@@ -22,6 +22,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import MAX_RUNS, RankProcess, by_run, last_attempt, newest, note
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import Summary
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -234,7 +235,7 @@ class Endings:
             with self.writer.reader() as reader:
                 summary = summarize(reader, self.settings.thresholds, run)
         with self.writer.lock:
-            self._set_run(run, {"label": summary["verdict"]["label"]})
+            self._set_run(run, {"label": summary.verdict.label})
         self.writer.commit()
         end.written = missing
 
@@ -254,7 +255,7 @@ class Endings:
         finally:
             end.reporting = False
 
-    def _report(self, end: End) -> dict[str, Any]:
+    def _report(self, end: End) -> Summary:
         """Write the reports; `reporting` while they are made, and not while the disk has to take them."""
 
         def put(files: Mapping[Path, bytes]) -> None:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from traceml_ray.analysis.anomalies import Anomaly, Excerpt
 from traceml_ray.analysis.baseline import Baseline
@@ -36,6 +37,7 @@ from traceml_ray.analysis.thresholds import MACHINE, Thresholds
 from traceml_ray.analysis.track import Clock, Episode, FindingTrack, Recurring
 from traceml_ray.analysis.uneven_work import Reason, amounts, loads
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.analysis.watching import Watch
 from traceml_ray.analysis.window import Float, Int64, Window, missing_of
 from traceml_ray.errors import Errors
@@ -60,7 +62,7 @@ from traceml_ray.store.rank_processes import (
     node_key,
     rpc_only_ranks,
 )
-from traceml_ray.store.results import EventRow
+from traceml_ray.store.results import EventRow, LiveVerdict, live_verdict
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.store.writer import SessionWriter
@@ -313,12 +315,12 @@ class LiveJudge:
         live_run = self._runs.get(run or self.newest() or "")
         return live_run.verdict if live_run else None
 
-    def answer(self, run: str | None = None) -> dict[str, Any] | None:
-        """Return `verdict` as data, with the `episodes` of the run, the costliest first, and the `brief`."""
+    def answer(self, run: str | None = None) -> LiveVerdict | None:
+        """Return `verdict` as it is answered, with the episodes of the run, the costliest first."""
         live_run = self._runs.get(run or self.newest() or "")
         if live_run is None or live_run.verdict is None:
             return None
-        return {**live_run.verdict.plain(), **msgspec.to_builtins(live_run.history)}
+        return live_verdict(live_run.verdict, *live_run.history)
 
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
@@ -440,7 +442,7 @@ class LiveJudge:
         rates = functools.partial(self._rates, ranks)
         verdict = with_spans(state.judge.update(window), window, rates, limits)
         verdict = self._with_reason(state, verdict, window, ranks)
-        state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
+        state.history = state.dated(self.clock(), ranks), state.judge.episodes.brief
         self._saved.keep(run, which, state.judge, state.began)
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
@@ -560,8 +562,7 @@ class LiveJudge:
         answers = {name: answer for name, answer in worst.items() if answer is not None}
         if not answers:
             return None
-        plain = verdict.plain()
-        first = conclude(plain, findings_of(plain, answers))
+        first = conclude(verdict, findings_of(verdict, None, answers))
         return first if first.subject != "steps" else None
 
 
@@ -578,27 +579,29 @@ class _LiveRun:
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None
-        self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
-        """Read by other threads."""
+        self.history: tuple[list[TimedEpisode], Brief] = [], Brief()
+        """Episodes of the run, and findings that were not named; read by other threads."""
         self.began: dict[int, int] = {}
         """When each episode began (ns since the epoch), by its first step."""
 
-    def dated(self, now_ns: int, ranks: dict[int, RankProcess]) -> list[dict[str, Any]]:
+    def dated(self, now_ns: int, ranks: dict[int, RankProcess]) -> list[TimedEpisode]:
         """
         Return the episodes, the costliest first, with when they began: dated once named, by the rows as the
         summary does, and kept.
         """
         episodes = self.judge.episodes
-        episodes_told = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
-        for episode in episodes_told:
-            step = episode["from_step"]
+        shown = episodes.episodes[:MAX_EPISODES]
+        for episode in shown:
+            step = episode.from_step
             for_ns = episodes.named_for_ns(step)
-            if episode["goes_on"] and for_ns is not None and step not in self.began:
-                self.began[step] = self.evidence.began_ns(episode["rank"], step, ranks) or now_ns - for_ns
-            episode["started_at"] = moment(self.began.get(step))
-        first = {episode["from_step"] for episode in episodes_told}
+            if episode.goes_on and for_ns is not None and step not in self.began:
+                self.began[step] = self.evidence.began_ns(episode.rank, step, ranks) or now_ns - for_ns
+        first = {episode.from_step for episode in shown}
         self.began = {step: t_ns for step, t_ns in self.began.items() if step in first}
-        return episodes_told
+        return [
+            TimedEpisode(**asdict(episode), started_at=moment(self.began.get(episode.from_step)))
+            for episode in shown
+        ]
 
 
 def _reports(process: RankProcess, deadline: int) -> bool:

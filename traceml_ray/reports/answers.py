@@ -175,12 +175,13 @@ class Answers:
             raise QueryError(f"there is no run {name!r} in {self.folder}; the newest there: {known}")
         return same[-1]
 
-    def _verdict_now(self, run: str | None) -> Any:
+    def _verdict_now(self, run: str | None) -> results.LiveVerdict | None:
         """Return the verdict of a run that goes on."""
         with self._file(run) as file:
             verdicts, _ = file.verdicts()
-        last = {name: value for name, value in verdicts[-1].items() if name != "t_ns"} if verdicts else None
-        return last and {**last, "episodes": None, "brief": None}
+        if not verdicts:
+            return None
+        return msgspec.convert({**verdicts[-1], "episodes": None, "brief": None}, ready(results.LiveVerdict))
 
     def _judged_live(self, asked: OfRun[Any]) -> Any:
         """Return what the live judge of a signal has found in a run that goes on; None: it has none."""
@@ -215,8 +216,7 @@ class Answers:
 
     def _verdict(self, asked: query.GetVerdict) -> results.LiveVerdict | None:
         if not self._over(asked.run):
-            verdict = self._verdict_now(asked.run)
-            return verdict and msgspec.convert(verdict, ready(results.LiveVerdict))
+            return self._verdict_now(asked.run)
         summary = self._reported(asked.run)
         exposed = [stage.exposed_ms for stage in summary.stages] or None
         more = {name: getattr(summary, name) for name in ("suspects", "roles", "episodes", "brief")}
@@ -228,14 +228,14 @@ class Answers:
             return self._reported(asked.run).findings
         questions = questions_on_findings(asked.run)
         answers = {name: self.answer(question) for name, question in questions.items()}
-        return findings_of(self._verdict_now(asked.run), answers)
+        verdict = self._verdict_now(asked.run)
+        return findings_of(verdict, verdict.episodes if verdict else None, answers)
 
     def _summary(self, asked: query.GetSummary) -> Summary:
         if not asked.whole and holder(self.folder) is None:
             return self._reported(asked.run)
         with self._file(asked.run) as file:
-            summary = summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
-        return summary_of(msgspec.to_builtins(summary))
+            return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
 
     def _page(self, asked: query.GetReportPage) -> bytes:
         with self._file(asked.run) as file:
@@ -277,7 +277,7 @@ class Answers:
                 summary = summary_of(every)
                 if (summary.run, summary.session.status) == known:
                     return summary
-            return summary_of(msgspec.to_builtins(next(summaries(file, self._limits))))
+            return next(summaries(file, self._limits))
 
     def _steps(self, asked: Any) -> Any:
         whole = getattr(asked, "whole", None)

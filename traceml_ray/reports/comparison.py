@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from traceml_ray.analysis.comparison import (
 from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.shapes import StepSample, StepTimes
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
+from traceml_ray.analysis.verdict_shapes import VerdictInfo
 from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.answers import Answers
@@ -39,7 +40,6 @@ from traceml_ray.store import query, session
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import Status
 from traceml_ray.store.schema import legible
-from traceml_ray.store.summary_shape import to_builtins
 
 SCHEMA = "traceml_ray/comparison/1"
 DEFAULT_PCT = 100 * COMPARE.least
@@ -51,11 +51,11 @@ _MEMORY = {
     "device memory, allocated": "allocated_bytes",
     "device memory, reserved": "reserved_bytes",
 }
-_FACTS: tuple[tuple[str, str, Callable[[StepTimes, Mapping[str, Any]], Any]], ...] = (
+_FACTS: tuple[tuple[str, str, Callable[[StepTimes, VerdictInfo | None], float | None]], ...] = (
     ("throughput", "steps/s", lambda times, _: times.steps_per_s if times.steps else None),
     ("productive time", "%", lambda times, _: times.productive_pct),
-    ("cost of the verdict", "%", lambda _, verdict: verdict.get("cost_pct")),
-    ("time lost to causes", "s", lambda _, verdict: verdict.get("lost_s")),
+    ("cost of the verdict", "%", lambda _, verdict: verdict.cost_pct if verdict else None),
+    ("time lost to causes", "s", lambda _, verdict: verdict.lost_s if verdict else None),
 )
 
 
@@ -111,7 +111,7 @@ class Known(NamedTuple):
 
     side: Side
     times: StepTimes
-    verdict: Mapping[str, Any]
+    verdict: VerdictInfo | None
     sample: StepSample
     memory: Mapping[str, Sequence[MemorySeries]]
     """By what is measured."""
@@ -176,7 +176,7 @@ def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
         status,
         run or status.run,
         times,
-        to_builtins(verdict),
+        verdict,
         ranks,
         query.ask_one(send, query.GetStepSample(run)),
         memory,
@@ -208,7 +208,7 @@ def known(
     status: Status,
     run: str | None,
     times: StepTimes,
-    verdict: Mapping[str, Any] | None,
+    verdict: VerdictInfo | None,
     ranks: Mapping[int, RankProcess],
     sample: StepSample,
     memory: Sequence[tuple[int, MemorySample]],
@@ -229,7 +229,7 @@ def known(
     )
     rank_of_process = {process.id: rank for rank, process in ranks.items()}
     series = {what: _series(memory, field, rank_of_process, sample.first) for what, field in _MEMORY.items()}
-    return Known(side, times, verdict or {}, sample, series)
+    return Known(side, times, verdict, sample, series)
 
 
 def _series(

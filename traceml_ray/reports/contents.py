@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Meaning
-from traceml_ray.analysis.uneven_work import sentence
+from traceml_ray.analysis.uneven_work import ExpertLoad, sentence
+from traceml_ray.analysis.verdict import Stack
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 from traceml_ray.document.model import SIGNS, Column, Facts, Section, Table, per_rank_columns
 from traceml_ray.reports.headlines import (
     beside,
@@ -15,7 +17,6 @@ from traceml_ray.reports.headlines import (
     cost_of,
     costs,
     current_episode,
-    findings_in,
     line_of,
     lost,
     named,
@@ -25,6 +26,16 @@ from traceml_ray.reports.headlines import (
 )
 from traceml_ray.signals.finding import Finding
 from traceml_ray.store.results import EarlierStart, RunInfo, WholeLedger
+from traceml_ray.store.summary_shape import (
+    EventInfo,
+    RankOverhead,
+    SpanStatistics,
+    StageStatistics,
+    StepStatistics,
+    Summary,
+    SummaryNode,
+    SummaryRank,
+)
 
 _MAX_RANKS = 32
 _MAX_ROUTERS = 3
@@ -50,27 +61,27 @@ def runs_table(runs: Sequence[RunInfo], chosen: str | None) -> Table:
     return Table("Runs of this session", columns, runs[-_MAX_LINES:] if len(runs) > 1 else [])
 
 
-def verdict_facts(summary: dict[str, Any]) -> Facts:
+def verdict_facts(summary: Summary) -> Facts:
     """Return the verdict, what it costs, why, what else was anomalous then, and what to do."""
-    verdict, first = summary["verdict"], summary["conclusion"]
-    is_first = first["subject"] == "steps"
+    verdict, first = summary.verdict, summary.conclusion
+    is_first = first.subject == "steps"
     # What is more severe than the verdict on the steps comes before it.
-    before = (("Verdict", first["headline"]), ("Why", first["why"]), ("Next", first["next"]))
+    before = (("Verdict", first.headline), ("Why", first.why), ("Next", first.next))
     return Facts(
         *(() if is_first else before),
         ("Verdict" if is_first else "Steps are", named(verdict)),
         ("", ", ".join(about_verdict(summary))),
-        ("Why", verdict["why"]),
-        ("", verdict["note"]),
-        *(("", line) for line in evidence(findings_in(summary))),
-        ("Next", verdict["next"] if is_first or meaning(verdict).kind == "finding" else ""),
+        ("Why", verdict.why),
+        ("", verdict.note),
+        *(("", line) for line in evidence(summary.findings)),
+        ("Next", verdict.next if is_first or meaning(verdict).kind == "finding" else ""),
     )
 
 
-def findings_facts(summary: Mapping[str, Any]) -> Facts:
+def findings_facts(summary: Summary) -> Facts:
     """Return what else was found, each with its cost, why, and what to do."""
     shown, lines = findings_beside(summary), list[tuple[str, str]]()
-    advised = {summary["conclusion"]["next"], summary["verdict"]["next"]}
+    advised = {summary.conclusion.next, summary.verdict.next}
     for one in shown[:_MAX_FINDINGS]:
         following = "" if one.next in advised else one.next
         lines += [
@@ -101,35 +112,35 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     )
 
 
-def findings_beside(summary: Mapping[str, Any]) -> list[Finding]:
+def findings_beside(summary: Summary) -> list[Finding]:
     """
     Return the findings of a summary that are not said with its verdict; of a run that failed, also those that
     are only information.
     """
-    failed = meaning(summary["verdict"]).kind == "failure"
-    every = beside(findings_in(summary), summary["conclusion"].get("key"), all_of=failed)
+    failed = meaning(summary.verdict).kind == "failure"
+    every = beside(summary.findings, summary.conclusion.key, all_of=failed)
     return [one for one in every if one.signal != "nodes"]  # these are evidence of the verdict
 
 
-def about_verdict(summary: Mapping[str, Any]) -> list[str]:
+def about_verdict(summary: Summary) -> list[str]:
     """Return how sure a verdict is, and what its cause and all causes cost."""
-    verdict, about = summary["verdict"], list[str]()
-    if verdict["confidence"]:
-        about.append(f"confidence {verdict['confidence']}")
-    transient = verdict["pattern"] == "transient"
-    if verdict["chronic"] is not None or transient:
-        about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
-    if verdict["cost_pct"]:
+    verdict, about = summary.verdict, list[str]()
+    if verdict.confidence:
+        about.append(f"confidence {verdict.confidence}")
+    transient = verdict.pattern == "transient"
+    if verdict.chronic is not None or transient:
+        about.append("chronic" if verdict.chronic else "transient" if transient else "now and then")
+    if verdict.cost_pct:
         about.append(f"costs {costs(verdict)}")
-        about.append(wasted(verdict["rank_hours_per_hour"], has_gpus(summary)))
-    if verdict["lost_s"] and verdict["lost_s"] != verdict.get("cost_s"):
+        about.append(wasted(verdict.rank_hours_per_hour, has_gpus(summary)))
+    if verdict.lost_s and verdict.lost_s != verdict.cost_s:
         about.append(f"all causes together {lost(verdict)}")
     return about
 
 
-def has_gpus(summary: Mapping[str, Any]) -> bool:
+def has_gpus(summary: Summary) -> bool:
     """Return whether the ranks of the run have GPUs: else hours are those of ranks."""
-    return any(node["gpus"] for node in summary["system"]["nodes"])
+    return any(node["gpus"] for node in summary.system.nodes)
 
 
 def evidence(findings: Sequence[Finding]) -> list[str]:
@@ -141,56 +152,56 @@ def evidence(findings: Sequence[Finding]) -> list[str]:
     return [f"at the same time on {node}: {'; '.join(sentences)}" for node, sentences in nodes.items()]
 
 
-def _of_a_part(summary: Mapping[str, Any]) -> str:
+def _of_a_part(summary: Summary) -> str:
     """Return that medians of all steps hide what was named, where that was in a part of them only."""
-    episode = current_episode({**summary["verdict"], "episodes": summary["episodes"]})
-    steps = 0 if episode is None else episode["to_step"] - episode["from_step"] + 1
-    if episode is None or steps > _MOST_OF * summary["steps"]["count"]:
+    episode = current_episode(summary.verdict, summary.episodes)
+    steps = 0 if episode is None else episode.to_step - episode.from_step + 1
+    if episode is None or steps > _MOST_OF * summary.steps.count:
         return ""
-    return f" (of all steps; the named cause was in steps {episode['from_step']:,}–{episode['to_step']:,})"
+    return f" (of all steps; the named cause was in steps {episode.from_step:,}–{episode.to_step:,})"
 
 
-def steps_facts(summary: dict[str, Any]) -> Facts:
+def steps_facts(summary: Summary) -> Facts:
     """Return the time of a step, how far ranks and nodes are apart, and what these numbers are of."""
-    steps = summary["steps"]
+    steps = summary.steps
     before = ("Restarts", restarted(earlier_of(summary)))
-    if steps["median_ms"] is None:
+    if steps.median_ms is None:
         return Facts(before, *_baseline(summary))
-    times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
-    several = steps["exchanges"] > 1.05  # else a single step was cut in two
-    exchanges = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
-    error_pct = (steps["covers"] or {}).get("error_pct")
+    times = f"median {text.ms(steps.median_ms)}, p95 {text.ms(steps.p95_ms)}"
+    several = (steps.exchanges or 0) > 1.05  # else a single step was cut in two
+    exchanges = f" of {text.number(steps.exchanges)} exchanges" if several else ""
+    error_pct = steps.covers.error_pct if steps.covers else 0.0
     within = f"; medians and percentiles within {text.percent(error_pct)}" if error_pct else ""
     skew = node = ""
-    if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
-        worst, over = steps["per_rank_median_ms"][str(steps["worst_rank"])], steps["global_skew_pct"]
-        skew = f"rank {steps['worst_rank']} is busy longest: {text.ms(worst)} a step without waiting, "
-        skew += f"{text.percent(over)} over the median of {text.ms(steps['busy_median_ms'])}"
+    if steps.worst_rank is not None and steps.global_skew_pct is not None:
+        worst, over = steps.per_rank_median_ms[str(steps.worst_rank)], steps.global_skew_pct
+        skew = f"rank {steps.worst_rank} is busy longest: {text.ms(worst)} a step without waiting, "
+        skew += f"{text.percent(over)} over the median of {text.ms(steps.busy_median_ms)}"
         skew += _of_a_part(summary)
-    if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
-        node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
-    after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
+    if steps.worst_node is not None and steps.node_skew_pct is not None:
+        node = f"slowest node {steps.worst_node}, {text.percent(steps.node_skew_pct)} over the fastest"
+    after = f"of the {text.plain(steps.judged)} after warm-up{within}"
     return Facts(
-        ("Steps", f"{text.count(steps['count'], 'step')}{exchanges}, {times} ({after})"),
+        ("Steps", f"{text.count(steps.count, 'step')}{exchanges}, {times} ({after})"),
         before,
         ("Skew", skew),
         ("" if skew else "Skew", node),
         ("GPU idle", _idle(steps)),
-        *_experts(summary.get("experts") or []),
+        *_experts(summary.experts),
         ("Covers", _covers(steps)),
         ("Sampled", _sampled(steps)),
         *_baseline(summary),
     )
 
 
-def earlier_of(summary: Mapping[str, Any]) -> Sequence[EarlierStart]:
+def earlier_of(summary: Summary) -> Sequence[EarlierStart]:
     """Return the starts of the run before the one that the summary is of."""
-    return next((run.earlier for run in summary["runs"] if run.id == summary["run"]), ())
+    return next((run.earlier for run in summary.runs if run.id == summary.run), ())
 
 
-def _idle(steps: dict[str, Any]) -> str:
+def _idle(steps: StepStatistics) -> str:
     """Return for how much of their time GPUs wait for their hosts; "" without device clocks."""
-    idle = {rank: pct for rank, pct in steps.get("per_rank_gpu_idle_pct", {}).items() if pct is not None}
+    idle = {rank: pct for rank, pct in steps.per_rank_gpu_idle_pct.items() if pct is not None}
     if not idle:
         return ""
     most, middle = max(idle, key=lambda rank: idle[rank]), sorted(idle.values())[(len(idle) - 1) // 2]
@@ -200,7 +211,7 @@ def _idle(steps: dict[str, Any]) -> str:
     )
 
 
-def _experts(loads: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _experts(loads: Sequence[ExpertLoad]) -> list[tuple[str, str]]:
     """Return how uneven the load of experts is, of the least even routers."""
     pairs = [
         ("" if number else "Experts", sentence(load)) for number, load in enumerate(loads[:_MAX_ROUTERS])
@@ -209,9 +220,9 @@ def _experts(loads: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return [*pairs, *([("", f"and {text.count(more, 'more router')} that are more even")] if more else [])]
 
 
-def _sampled(steps: dict[str, Any]) -> str:
+def _sampled(steps: StepStatistics) -> str:
     """Return which numbers are of some steps only, where devices' clocks are not read in all of them."""
-    timed_pct = (steps["covers"] or {}).get("timed_pct", 100)
+    timed_pct = steps.covers.timed_pct if steps.covers else 100.0
     if timed_pct > 99:
         return ""
     return (
@@ -220,87 +231,90 @@ def _sampled(steps: dict[str, Any]) -> str:
     )
 
 
-def _covers(steps: dict[str, Any]) -> str:
+def _covers(steps: StepStatistics) -> str:
     """Return which steps the numbers and the verdict are of, where they leave out the oldest rows."""
-    covers = steps["covers"]
-    if covers is None or covers["rows_pct"] == 100:
+    covers = steps.covers
+    if covers is None or covers.rows_pct == 100:
         return ""
-    all_counted = covers["counted_pct"] == 100
+    all_counted = covers.counted_pct == 100
     what = "medians, shares, the verdict and its history" if all_counted else "all numbers"
-    line = f"not the whole run: {what} are of steps {covers['from_step']:,}–{covers['to_step']:,}, "
-    line += f"{text.percent(covers['rows_pct'])} of the rows that were stored"
+    line = f"not the whole run: {what} are of steps {covers.from_step:,}–{covers.to_step:,}, "
+    line += f"{text.percent(covers.rows_pct)} of the rows that were stored"
     if all_counted:
-        mean = text.ms(steps["mean_ms"])
-        line += f"; the {text.plain(steps['count'])} steps and their mean, {mean}, are of the whole run"
+        mean = text.ms(steps.mean_ms)
+        line += f"; the {text.plain(steps.count)} steps and their mean, {mean}, are of the whole run"
     return line
 
 
-def _baseline(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _baseline(summary: Summary) -> list[tuple[str, str]]:
     """Return the baseline, where it was given or something has drifted from it."""
-    baseline = summary["baseline"]
-    drifted = any(meaning(one).names == "all" for one in [summary["verdict"], *summary["verdicts"]])
-    if baseline is None or not (baseline["source"] or drifted):
+    baseline = summary.baseline
+    drifted = any(meaning(one).names == "all" for one in [summary.verdict, *summary.verdicts])
+    if baseline is None or not (baseline.source or drifted):
         return []
-    where = baseline["source"] or f"steps {baseline['from_step']:,}–{baseline['to_step']:,} of this run"
-    return [("Baseline", f"{where}: {text.ms(baseline['step_ms'])} a step")]
+    where = baseline.source or f"steps {baseline.from_step:,}–{baseline.to_step:,} of this run"
+    return [("Baseline", f"{where}: {text.ms(baseline.step_ms)} a step")]
 
 
-def stages_table(stages: Sequence[dict[str, Any]]) -> Table:
+def stages_table(stages: Sequence[StageStatistics]) -> Table:
     """Return where the time of a step goes."""
     columns = [
-        Column("stage", lambda stage: stage["name"]),
-        Column("exposed ms", lambda stage: stage["exposed_ms"], "aligned"),
-        Column("share", lambda stage: stage["exposed_share"], "share"),
-        Column("", lambda stage: "█" * round(20 * stage["exposed_share"])),
-        Column("median ms", lambda stage: stage["median_ms"], "aligned"),
-        Column("largest ms", lambda stage: stage["max_ms"], "aligned"),
+        Column("stage", lambda stage: stage.name),
+        Column("exposed ms", lambda stage: stage.exposed_ms, "aligned"),
+        Column("share", lambda stage: stage.exposed_share, "share"),
+        Column("", lambda stage: "█" * round(20 * stage.exposed_share)),
+        Column("median ms", lambda stage: stage.median_ms, "aligned"),
+        Column("largest ms", lambda stage: stage.max_ms, "aligned"),
         Column("on", _of_rank),
     ]
     return Table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
 
 
-def spans_table(spans: Sequence[dict[str, Any]], step_ms: float | None) -> Table:
+def spans_table(spans: Sequence[SpanStatistics], step_ms: float | None) -> Table:
     """Return the spans that take a noticeable share of a step."""
     columns = [
-        Column("span", lambda span: span["name"]),
-        Column("in", lambda span: span["stage"]),
-        Column("median ms", lambda span: span["median_ms"], "aligned"),
-        Column("largest ms", lambda span: span["max_ms"], "aligned"),
+        Column("span", lambda span: span.name),
+        Column("in", lambda span: span.stage),
+        Column("median ms", lambda span: span.median_ms, "aligned"),
+        Column("largest ms", lambda span: span.max_ms, "aligned"),
         Column("on", _of_rank),
-        Column("of its stage", lambda span: span["share"], "share"),
+        Column("of its stage", lambda span: span.share, "share"),
     ]
-    large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
+    large = [span for span in spans if step_ms and span.max_ms >= _WORTH * step_ms]
     return Table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
 
 
-def _of_rank(stage: dict[str, Any]) -> str:
+def _of_rank(stage: StageStatistics | SpanStatistics) -> str:
     """Return the rank with the largest time, where that is above the median."""
-    alone = stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
-    return f"rank {stage['worst_rank']}" if alone else ""
+    alone = stage.worst_rank is not None and stage.max_ms > 1.01 * stage.median_ms
+    return f"rank {stage.worst_rank}" if alone else ""
 
 
-def nodes_table(summary: dict[str, Any]) -> Table:
+def nodes_table(summary: Summary) -> Table:
     """Return the nodes, of many the worst ones: their ranks, and how busy and how full they were."""
-    busy = summary["steps"]["per_node_median_ms"]
-    measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
-    nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
+    busy, nodes = summary.steps.per_node_median_ms, summary.session.nodes
+    measured = {node["node_id"]: node for node in summary.system.nodes}
+
+    def sampled(node: SummaryNode, name: str) -> Any:
+        return measured.get(node.node_id, {}).get(name)
+
     columns = [
-        Column("node", lambda node: node["hostname"] + " (lost)" * node["lost"]),
-        Column("ranks", lambda node: node["ranks"], "ranks"),
-        Column("busy ms", lambda node: busy.get(node["hostname"]), "aligned"),
-        Column("cpu (peak)", lambda node: _spread(node.get("cpu_pct"), text.percent), "figures"),
-        Column("memory (peak)", lambda node: _spread(node.get("mem_used_bytes"), text.size), "figures"),
-        Column("gpus", lambda node: _load(node.get("gpus") or []), "figures"),
+        Column("node", lambda node: node.hostname + " (lost)" * node.lost),
+        Column("ranks", lambda node: node.ranks, "ranks"),
+        Column("busy ms", lambda node: busy.get(node.hostname), "aligned"),
+        Column("cpu (peak)", lambda node: _spread(sampled(node, "cpu_pct"), text.percent), "figures"),
+        Column("memory (peak)", lambda node: _spread(sampled(node, "mem_used_bytes"), text.size), "figures"),
+        Column("gpus", lambda node: _load(sampled(node, "gpus") or []), "figures"),
     ]
-    named, title = {*summary["verdict"]["nodes"]}, "Nodes"
+    named, title = {*summary.verdict.nodes}, "Nodes"
     if len(nodes) > _MAX_RANKS:
         title = f"Nodes (the worst {_MAX_RANKS} of {len(nodes):,})"
         order = sorted(
             range(len(nodes)),
             key=lambda index: (
-                not nodes[index]["lost"],
-                nodes[index]["hostname"] not in named,
-                -(busy.get(nodes[index]["hostname"]) or 0),
+                not nodes[index].lost,
+                nodes[index].hostname not in named,
+                -(busy.get(nodes[index].hostname) or 0),
             ),
         )
         nodes = [nodes[index] for index in sorted(order[:_MAX_RANKS])]
@@ -312,125 +326,125 @@ def _load(gpus: Sequence[dict[str, Any]]) -> str:
     return f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA
 
 
-def ranks_table(summary: dict[str, Any], sections: Iterable[Section]) -> Table:
+def ranks_table(summary: Summary, sections: Iterable[Section]) -> Table:
     """Return the ranks, of many the worst ones: their times, what signals know, and how they ended."""
-    busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
-    median = summary["steps"]["busy_median_ms"]
-    idle = summary["steps"].get("per_rank_gpu_idle_pct")  # older summaries have none
+    busy, ranks = summary.steps.per_rank_median_ms, summary.ranks
+    median = summary.steps.busy_median_ms
+    idle = summary.steps.per_rank_gpu_idle_pct
     listed, title = list(ranks), "Ranks"
     if len(listed) > _MAX_RANKS:
-        worst = sorted(listed, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
+        worst = sorted(listed, key=lambda rank: (ranks[rank].ended != "died", -(busy.get(rank) or 0)))
         listed = sorted(worst[:_MAX_RANKS], key=int)
         title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
     over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
     columns = [
         Column("rank", str, "figures"),
-        Column("name", lambda rank: ranks[rank]["name"] or ""),
-        Column("node", lambda rank: text.plain(ranks[rank]["node"])),
+        Column("name", lambda rank: ranks[rank].name or ""),
+        Column("node", lambda rank: text.plain(ranks[rank].node)),
         *([Column("role", lambda rank: _role(ranks[rank]))] if any(map(_role, ranks.values())) else []),
         Column("busy ms", lambda rank: busy.get(rank), "aligned"),
         Column("to median", lambda rank: over.get(rank), "more"),
         *([Column("gpu idle", lambda rank: idle.get(rank), "percent")] if idle else []),
         *per_rank_columns(sections, int),
-        Column("last step", lambda rank: ranks[rank]["last_step"], "plain"),
+        Column("last step", lambda rank: ranks[rank].last_step, "plain"),
         Column("end", lambda rank: _end(ranks[rank])),
     ]
     return Table(title, columns, listed)
 
 
-def _role(rank: Mapping[str, Any]) -> str:
-    """Return what work a rank does, where not all do the same; older summaries do not say."""
-    worker = (rank.get("placement") or {}).get("worker")
-    serves = ", serves, no steps" * bool(rank.get("serves"))
-    return " ".join(filter(None, [rank.get("role"), f"RPC {worker}{serves}" if worker else ""]))
+def _role(rank: SummaryRank) -> str:
+    """Return what work a rank does, where not all do the same."""
+    worker = rank.placement.get("worker")
+    serves = ", serves, no steps" * rank.serves
+    return " ".join(filter(None, [rank.role, f"RPC {worker}{serves}" if worker else ""]))
 
 
-def roles_table(summary: dict[str, Any]) -> Table:
+def roles_table(summary: Summary) -> Table:
     """Return what the ranks of each role wait for those of others; none where all do the same work."""
     members: dict[str, list[int]] = {}
-    for number, rank in summary["ranks"].items():
-        members.setdefault(rank.get("role") or "", []).append(int(number))
+    for number, rank in summary.ranks.items():
+        members.setdefault(rank.role or "", []).append(int(number))
     columns = [
-        Column("role", lambda one: one["role"]),
-        Column("ranks", lambda one: str(one["size"]), "figures"),
-        Column("", lambda one: members.get(one["role"], []), "ranks"),
-        Column("bubble", lambda one: one["bubble"], "share"),
+        Column("role", lambda one: one.role),
+        Column("ranks", lambda one: str(one.size), "figures"),
+        Column("", lambda one: members.get(one.role, []), "ranks"),
+        Column("bubble", lambda one: one.bubble, "share"),
     ]
     title = "Roles (bubble: the share of their time in which ranks wait for those of other roles)"
-    return Table(title, columns, summary.get("roles") or [])
+    return Table(title, columns, summary.roles)
 
 
-def _end(rank: dict[str, Any]) -> str:
-    attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
-    return (rank["exit_reason"] or rank["ended"] or "no last message") + attempt
+def _end(rank: SummaryRank) -> str:
+    attempt = f", attempt {rank.attempt}" if rank.attempt else ""
+    return (rank.exit_reason or rank.ended or "no last message") + attempt
 
 
-def suspects_table(summary: dict[str, Any]) -> Table:
+def suspects_table(summary: Summary) -> Table:
     """Return the ranks that were late; none where all is well."""
-    healthy = meaning(summary["verdict"]).kind == "healthy"
+    healthy = meaning(summary.verdict).kind == "healthy"
     columns = [
-        Column("rank", lambda suspect: f"rank {suspect['rank']}"),
-        Column("node", lambda suspect: suspect["node"]),
-        Column("stage", lambda suspect: suspect["stage"]),
-        Column("late by ms a step", lambda suspect: suspect["excess_ms"], "aligned"),
-        Column("fixing saves ms a step", lambda suspect: suspect["gain_ms"], "aligned"),
-        Column(part_of(summary["verdict"]), lambda suspect: suspect["cost_pct"], "percent"),
+        Column("rank", lambda suspect: f"rank {suspect.rank}"),
+        Column("node", lambda suspect: suspect.node),
+        Column("stage", lambda suspect: suspect.stage),
+        Column("late by ms a step", lambda suspect: suspect.excess_ms, "aligned"),
+        Column("fixing saves ms a step", lambda suspect: suspect.gain_ms, "aligned"),
+        Column(part_of(summary.verdict), lambda suspect: suspect.cost_pct, "percent"),
     ]
-    return Table("Suspects", columns, [] if healthy else summary["suspects"])
+    return Table("Suspects", columns, [] if healthy else summary.suspects)
 
 
-def history_table(summary: dict[str, Any]) -> Table:
+def history_table(summary: Summary) -> Table:
     """Return the hangs, the episodes, and the steps for which no verdict was possible."""
-    episodes, verdicts = summary["episodes"], summary["verdicts"]
-    costly = {(episode["label"], episode["from_step"]) for episode in episodes}
-    others = [verdict for verdict in verdicts if (verdict["label"], verdict["from_step"]) not in costly]
-    hung = [verdict for verdict in others if verdict["began_ns"] is not None]
+    episodes, verdicts = summary.episodes, summary.verdicts
+    costly = {(episode.label, episode.from_step) for episode in episodes}
+    others = [verdict for verdict in verdicts if (verdict.label, verdict.from_step) not in costly]
+    hung = [verdict for verdict in others if verdict.began_ns is not None]
     blind = [verdict for verdict in others if meaning(verdict).kind == "abstention"]
     columns = [
-        Column("steps", lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}"),
-        Column("verdict", lambda one: text.words(one["label"])),
-        Column("stage", lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all")),
-        Column("who", lambda one: text.ranks(one["ranks"])),
+        Column("steps", lambda one: f"{text.plain(one.from_step)}–{text.plain(one.to_step)}"),
+        Column("verdict", lambda one: text.words(one.label)),
+        Column("stage", lambda one: ", ".join(one.stages) or "all" * (meaning(one).names == "all")),
+        Column("who", lambda one: text.ranks(one.ranks)),
         Column("lasted", _lasted, "figures"),
-        Column("cost", lambda one: one["cost_s"] if "seconds" in one else None, "known duration"),
-        Column(
-            "of the run", lambda one: text.percent(one["cost_pct"]) if "seconds" in one else "", "figures"
-        ),
+        Column("cost", lambda one: one.cost_s if isinstance(one, TimedEpisode) else None, "known duration"),
+        Column("of the run", _of_the_run, "figures"),
     ]
     title = "Episodes, the costliest first"
-    return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))
+    return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary.brief))
 
 
-def meaning(verdict: dict[str, Any]) -> Meaning:
+def meaning(verdict: VerdictInfo) -> Meaning:
     """Return what the label of a verdict means."""
-    return LABELS[verdict["label"]]
+    return LABELS[verdict.label]
 
 
-def _lasted(one: dict[str, Any]) -> str:
-    if "seconds" in one:
-        return text.duration(one["seconds"])
-    goes_on = one["began_ns"] is not None and one["lasted_s"] is None
-    return "to the end" if goes_on else "" if one["began_ns"] is None else text.duration(one["lasted_s"])
+def _of_the_run(one: VerdictInfo | TimedEpisode) -> str:
+    return text.percent(one.cost_pct) if isinstance(one, TimedEpisode) else ""
 
 
-def last_stacks(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _lasted(one: VerdictInfo | TimedEpisode) -> str:
+    if isinstance(one, TimedEpisode):
+        return text.duration(one.seconds)
+    goes_on = one.began_ns is not None and one.lasted_s is None
+    return "to the end" if goes_on else "" if one.began_ns is None else text.duration(one.lasted_s)
+
+
+def last_stacks(verdicts: Sequence[VerdictInfo]) -> list[Stack]:
     """Return where the ranks were in the last hang: all threads of the rank named, then the others."""
-    every = [span["stacks"] for span in verdicts if span["stacks"]]
+    every = [span.stacks for span in verdicts if span.stacks]
     return every[-1] if every else []
 
 
-def events_table(events: Sequence[dict[str, Any]]) -> Table:
+def events_table(events: Sequence[EventInfo]) -> Table:
     """Return the newest events that say something."""
     silent = ("exit", "relay_start", "process_ended")
-    worth = [event for event in events if event["message"] or event["kind"] not in silent]
-    worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
+    worth = [event for event in events if event.message or event.kind not in silent]
+    worth = [event for event in worth if event.kind not in ("stacks", "flight_recorder")]
     columns = [
-        Column("time", lambda event: event["time"], "clock"),
-        Column("kind", lambda event: event["kind"]),
-        Column(
-            "who", lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}"
-        ),
-        Column("what", lambda event: event["message"].partition("\n")[0]),
+        Column("time", lambda event: event.time, "clock"),
+        Column("kind", lambda event: event.kind),
+        Column("who", lambda event: event.node or "" if event.rank is None else f"rank {event.rank}"),
+        Column("what", lambda event: event.message.partition("\n")[0]),
     ]
     return Table("Events (UTC)", columns, worth[-_MAX_LINES:])
 
@@ -449,15 +463,16 @@ def ledger_facts(ledger: WholeLedger) -> Facts:
     return Facts(("Ledger", line), ("", folded * (ledger.folded > 0)), ("", missing * bool(unknown)))
 
 
-def overhead_facts(overhead: dict[str, Any]) -> Facts:
+def overhead_facts(overhead: RankOverhead) -> Facts:
     """Return what the monitor cost."""
     names = {
         "training_thread_us_per_step": "µs a step on the training thread",
         "agent_cpu_pct": "% of a core for the agent",
         "bytes_per_step": "bytes a step sent",
     }
-    known = [f"{text.number(overhead[n])} {what}" for n, what in names.items() if overhead[n] is not None]
-    return Facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
+    values = {what: getattr(overhead, name) for name, what in names.items()}
+    known = [f"{text.number(value)} {what}" for what, value in values.items() if value is not None]
+    return Facts(("Monitor", f"{', '.join(known)} ({overhead.of})" if known else ""))
 
 
 def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:

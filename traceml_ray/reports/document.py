@@ -12,10 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
+
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.shapes import ChangedParts, StepColumns, StepTimes
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document import drawing
 from traceml_ray.document.model import (
     Bars,
@@ -32,13 +35,13 @@ from traceml_ray.document.model import (
 from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports import contents
 from traceml_ray.reports.deaths import exit_words, place_words
-from traceml_ray.reports.headlines import change, current_episode, findings_in, named
+from traceml_ray.reports.headlines import change, current_episode, named
 from traceml_ray.reports.kpis import kpis
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.summary import Report
-from traceml_ray.signals.views import VIEWS, sections_of, signal_numbers
+from traceml_ray.signals.views import answers_in, sections_of, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.bundles import FOLDER as BUNDLES
@@ -47,12 +50,13 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import RunInfo
 from traceml_ray.store.session import DATABASE, REPORTS
 from traceml_ray.store.step_shapes import DeathInfo
+from traceml_ray.store.summary_shape import Summary, SummarySession
 
 
 class ChartData(NamedTuple):
     """All that a report is made of: a summary, and what of it is drawn; None: not known."""
 
-    summary: dict[str, Any]
+    summary: Summary
     signals: Mapping[str, Any]
     """The answers of signals, by name."""
     times: StepTimes | None = None
@@ -81,7 +85,7 @@ class _Steps:
 def read_chart_data(report: Report) -> ChartData:
     """Return all of a report. Raises `SessionFileError`."""
     summary, facts = report.summary, report.facts
-    run = summary["run"]
+    run = summary.run
     times: Any = None
     columns = changed = None
     if report.history is not None and report.history.ranks:
@@ -89,9 +93,9 @@ def read_chart_data(report: Report) -> ChartData:
         times, columns = (
             OF_STEPS[type(q)](steps, q, True) for q in (query.GetTimes(run), query.GetColumns(run))
         )
-        asked = change(run, {**summary["verdict"], "episodes": summary["episodes"]})
+        asked = change(run, summary.verdict, summary.episodes)
         changed = cast("ChangedParts", OF_STEPS[query.GetChange](steps, asked, True)) if asked else None
-    silent = dict.fromkeys(summary["session"]["silent_ranks"], "no report")
+    silent = dict.fromkeys(summary.session.silent_ranks, "no report")
     return ChartData(
         summary,
         report.signals,
@@ -104,19 +108,19 @@ def read_chart_data(report: Report) -> ChartData:
     )
 
 
-def of_summary(summary: dict[str, Any]) -> ChartData:
+def of_summary(summary: Summary) -> ChartData:
     """Return what a summary says, without what is drawn."""
-    return ChartData(summary, {name: view.of_block(summary.get(name)) for name, view in VIEWS.items()})
+    return ChartData(summary, answers_in(summary))
 
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_STACK_LINES, _MAX_ALIKE, _MAX_SETTINGS = 8, 4, 100, 4, 60
 
 
-def episode_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def episode_of(summary: Summary) -> TimedEpisode | None:
     """Return the episode that the verdict is about; of a run that is over none goes on."""
-    episode = current_episode({**summary["verdict"], "episodes": summary["episodes"]})
-    running = summary["session"]["status"] == "running"
-    return episode and {**episode, "goes_on": episode["goes_on"] and running}
+    episode = current_episode(summary.verdict, summary.episodes)
+    running = summary.session.status == "running"
+    return episode and msgspec.structs.replace(episode, goes_on=episode.goes_on and running)
 
 
 def _of_signals(place: str) -> Callable[[ChartData], Iterator[Section]]:
@@ -131,7 +135,7 @@ def _of_signals(place: str) -> Callable[[ChartData], Iterator[Section]]:
 
 
 def _blocks(
-    *made: Callable[[dict[str, Any]], Block], title: str = "", half: bool = False
+    *made: Callable[[Summary], Block], title: str = "", half: bool = False
 ) -> Callable[[ChartData], Iterator[Section]]:
     """Return a section with what some functions make of a summary."""
 
@@ -143,7 +147,7 @@ def _blocks(
 
 def _findings(chart_data: ChartData) -> Iterator[Section]:
     """Yield what was found beside the verdict."""
-    yield Section(blocks=[contents.findings_table(findings_in(chart_data.summary))])
+    yield Section(blocks=[contents.findings_table(chart_data.summary.findings)])
 
 
 def _ranks(chart_data: ChartData) -> Iterator[Section]:
@@ -166,23 +170,24 @@ def _deaths(chart_data: ChartData) -> Iterator[Section]:
     yield Section(blocks=shown, title="Ranks that died, the first cause first")
 
 
-def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Lines:
-    node = (summary["ranks"].get(str(death.rank)) or {}).get("node")
+def _death(death: DeathInfo, summary: Summary) -> Lines:
+    rank = summary.ranks.get(str(death.rank))
     when = f"{'at' if death.exact else 'about'} {text.date(moment(death.t_ns))} UTC"
     place = place_words(death.step, death.stage)
     manner = ", ".join(filter(None, (f"{death.how} {when}", place)))
     words = death.traceback or (death.message if "\n" in death.message else "")
-    title = f"rank {death.rank}{f' ({node})' if node else ''}: {manner}"
+    node = f" ({rank.node})" if rank and rank.node else ""
+    title = f"rank {death.rank}{node}: {manner}"
     return Lines(title, [("", line) for line in words.splitlines()])
 
 
 def _stacks(chart_data: ChartData) -> Iterator[Section]:
     """Yield where the ranks were in the last hang."""
-    last = contents.last_stacks(chart_data.summary["verdicts"])[:_MAX_STACKS]
+    last = contents.last_stacks(chart_data.summary.verdicts)[:_MAX_STACKS]
     stacks = [
-        Lines(text.ranks(stack["ranks"]), [("", line) for line in lines[:_MAX_STACK_LINES]])
+        Lines(text.ranks(stack.ranks), [("", line) for line in lines[:_MAX_STACK_LINES]])
         for stack in last
-        for lines in [stack["text"].expandtabs(4).splitlines()]
+        for lines in [stack.text.expandtabs(4).splitlines()]
     ]
     yield Section(blocks=stacks, title="Where the ranks were")
 
@@ -190,7 +195,7 @@ def _stacks(chart_data: ChartData) -> Iterator[Section]:
 def _by_rank(chart_data: ChartData) -> Iterator[Section]:
     """Yield the heatmap of ranks by step."""
     if (columns := chart_data.columns) is not None:
-        rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary["verdict"]))
+        rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary.verdict))
         label = "Busy time of each rank by step, over the median of the step"
         heat = Heat(label, columns.first, columns.last, rows, drawing.worst(columns, rows))
         yield Section(blocks=[heat], title="Busy time by rank, against the median of the step")
@@ -201,7 +206,7 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
     if (columns := chart_data.columns) is None:
         return
     episode = episode_of(chart_data.summary)
-    first, last, onset = columns.first, columns.last, episode["from_step"] if episode else None
+    first, last, onset = columns.first, columns.last, episode.from_step if episode else None
     stages = [
         Line(name, columns.exposed[:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
     ]
@@ -246,12 +251,12 @@ def _change(chart_data: ChartData) -> Iterator[Section]:
 
 def _environment(chart_data: ChartData) -> Iterator[Section]:
     """Yield how it was run, and with what."""
-    session = chart_data.summary["session"]
+    session = chart_data.summary.session
     run = Facts(
-        ("Command", session["command"] or ""),
-        ("Launcher", session["launcher"] or ""),
-        ("Began", f"{text.date(session['started_at'])} UTC" if session["started_at"] else ""),
-        ("Ended", f"{text.date(session['ended_at'])} UTC" if session["ended_at"] else ""),
+        ("Command", session.command or ""),
+        ("Launcher", session.launcher or ""),
+        ("Began", f"{text.date(session.started_at)} UTC" if session.started_at else ""),
+        ("Ended", f"{text.date(session.ended_at)} UTC" if session.ended_at else ""),
     )
     yield Section(blocks=[run], title="How it was run", half=True)
     names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]
@@ -299,11 +304,9 @@ SECTIONS: Mapping[str, Callable[[ChartData], Iterator[Section]]] = {
     "model": _of_signals("model"),
     "steps": _steps,
     "stages": _blocks(
-        lambda summary: contents.stages_table(summary["stages"]), title="Stages of a step", half=True
+        lambda summary: contents.stages_table(summary.stages), title="Stages of a step", half=True
     ),
-    "spans": _blocks(
-        lambda summary: contents.spans_table(summary["spans"], summary["steps"]["median_ms"]), half=True
-    ),
+    "spans": _blocks(lambda summary: contents.spans_table(summary.spans, summary.steps.median_ms), half=True),
     "tables": _of_signals("tables"),
     "change": _change,
     "suspects": _blocks(contents.suspects_table),
@@ -312,12 +315,12 @@ SECTIONS: Mapping[str, Callable[[ChartData], Iterator[Section]]] = {
     "ranks": _ranks,
     "of ranks": _of_signals("ranks"),
     "history": _blocks(contents.history_table),
-    "events": _blocks(lambda summary: contents.events_table(summary["events"])),
-    "runs": _blocks(lambda summary: contents.runs_table(summary["runs"], summary["run"])),
+    "events": _blocks(lambda summary: contents.events_table(summary.events)),
+    "runs": _blocks(lambda summary: contents.runs_table(summary.runs, summary.run)),
     "environment": _environment,
     "monitor": _blocks(
-        lambda summary: contents.ledger_facts(summary["ledger"]),
-        lambda summary: contents.overhead_facts(summary["overhead"]),
+        lambda summary: contents.ledger_facts(summary.ledger),
+        lambda summary: contents.overhead_facts(summary.overhead),
         title="Monitor",
         half=True,
     ),
@@ -330,36 +333,36 @@ _SHELL = 128
 """A shell adds the number of the signal to it."""
 
 
-def title(summary: dict[str, Any], folder: Path) -> list[str]:
+def title(summary: Summary, folder: Path) -> list[str]:
     """Return the first lines of a report: the session, who and why where a run has failed, and its size."""
-    name = f"traceml-ray · session {summary['session']['id']}"
-    verdict, kept = summary["verdict"], kept_why(folder)
+    name = f"traceml-ray · session {summary.session.id}"
+    verdict, kept = summary.verdict, kept_why(folder)
     # Who and why comes before anything else where a run has failed, or this was kept of it.
     first = f"bundle of {kept}" if kept else ""
-    if LABELS[verdict["label"]].kind == "failure":
-        first = f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}"
+    if LABELS[verdict.label].kind == "failure":
+        first = f"{named(verdict)}: {verdict.exit_reason or verdict.why}"
     about = [first, " · ".join(about_session(summary))]
     return [
         *(name, "=" * len(name)),
         *(shortened(line) for line in about if line),
-        *(shortened(line) for line in run_of(summary["runs"], summary["run"])),
+        *(shortened(line) for line in run_of(summary.runs, summary.run)),
     ]
 
 
-def about_session(summary: Mapping[str, Any]) -> list[str]:
+def about_session(summary: Summary) -> list[str]:
     """Return how a session ended, how it was started, and its size."""
-    session = summary["session"]
-    ranks, nodes = session["world_size"], session["nnodes"]
+    session = summary.session
+    ranks, nodes = session.world_size, session.nnodes
     size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
-    if size and session["silent_ranks"]:
-        size += f" (no report from {text.ranks(session['silent_ranks'])})"
-    status = session["status"]
-    if status == "failed" and session["exit_code"] is not None:
-        status += f" (exit code {session['exit_code']})"
-    if status == "stopped" and session["exit_code"]:
-        code = session["exit_code"]
+    if size and session.silent_ranks:
+        size += f" (no report from {text.ranks(session.silent_ranks)})"
+    status = session.status
+    if status == "failed" and session.exit_code is not None:
+        status += f" (exit code {session.exit_code})"
+    if status == "stopped" and session.exit_code:
+        code = session.exit_code
         status += f" by {exit_words(code if code < 0 else _SHELL - code)}"
-    about = [status, session["launcher"], size, session["strategy"], _duration(session)]
+    about = [status, session.launcher, size, session.strategy, _duration(session)]
     return [fact for fact in about if fact]
 
 
@@ -389,8 +392,8 @@ def bundles_in(folder: Path) -> tuple[int, list[str]]:
     return len(bundles), [f"{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
 
 
-def _duration(session: Mapping[str, Any]) -> str | None:
-    if session["started_at"] is None or session["ended_at"] is None:
+def _duration(session: SummarySession) -> str | None:
+    if session.started_at is None or session.ended_at is None:
         return None
-    began, ended = (datetime.fromisoformat(session[name]) for name in ("started_at", "ended_at"))
+    began, ended = map(datetime.fromisoformat, (session.started_at, session.ended_at))
     return text.duration(round((ended - began).total_seconds()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.document.json import as_json
@@ -16,6 +15,7 @@ from traceml_ray.reports.summary import Report, reports
 from traceml_ray.reports.text import render
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.summary_shape import Summary, plain
 
 
 def write_reports(
@@ -26,7 +26,7 @@ def write_reports(
     quick: bool = False,
     put: Callable[[Mapping[Path, bytes]], None] = write_files,
     errors: Errors | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """
     Write the reports of `session` into `folder`, each whole or not at all; return the summary.
 
@@ -35,13 +35,13 @@ def write_reports(
     where another process has the session. A page that cannot be made is counted in `errors`; the others are
     there before it. Raises what `put` raises, OSError for one.
     """
-    summary: dict[str, Any] = {}
+    summary: Summary | None = None
     errors = Errors() if errors is None else errors
     for report in reports(session, thresholds):
         summary = report.summary
         put(
             {
-                folder.summary_json: as_json(summary).encode(),
+                folder.summary_json: as_json(plain(summary)).encode(),
                 folder.report_txt: render(summary, folder.path).encode(),
             }
         )
@@ -51,6 +51,7 @@ def write_reports(
             errors.note("report.html", error)
         if quick:
             break
+    assert summary is not None  # there is always a report
     return summary
 
 

@@ -5,14 +5,16 @@ about, and the conclusion: the verdict, or a finding of another signal that is m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import LABELS, Label, Severity
+from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.labels import LABELS, Severity
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document.model import SIGNS
-from traceml_ray.signals.finding import Finding, from_plain, headline, nodes_named
+from traceml_ray.signals.finding import Finding, OnSteps, headline, nodes_named
 from traceml_ray.store import query
 from traceml_ray.store.results import EarlierStart
 from traceml_ray.store.summary_shape import Conclusion, Tone
@@ -21,23 +23,22 @@ _LEAST_HOURS = 0.01
 """Less is not told from none."""
 
 
-def named(verdict: Mapping[str, Any]) -> str:
-    """Return a verdict in one line: "straggler: rank 5 (node-1) in data"."""
-    label: Label = verdict["label"]
-    stages = verdict["stages"] or [verdict["stage"] or ""]
-    inside = f"{verdict['span']}" if label == "stalled" else " and ".join(stages)
-    nodes = nodes_named(verdict) if verdict["ranks"] else ()
-    return headline(label, verdict["ranks"], nodes, inside=inside)
+def named(verdict: OnSteps | TimedEpisode) -> str:
+    """Return a verdict, or an episode, in one line: "straggler: rank 5 (node-1) in data"."""
+    stages = verdict.stages or [verdict.stage or ""]
+    inside = f"{verdict.span}" if verdict.label == "stalled" else " and ".join(stages)
+    nodes = nodes_named(verdict) if verdict.ranks else ()
+    return headline(verdict.label, verdict.ranks, nodes, inside=inside)
 
 
-def part_of(verdict: Mapping[str, Any]) -> str:
+def part_of(verdict: OnSteps | Finding) -> str:
     """Return what the cost of a verdict is a share of: "of the run", or of the time since it began."""
-    return "of the run" if verdict.get("about") == "run" else "of the time"
+    return "of the run" if verdict.about == "run" else "of the time"
 
 
-def costs(verdict: Mapping[str, Any]) -> str:
+def costs(verdict: OnSteps) -> str:
     """Return "28 % of the run, 41 s": what is named costs; "" where that is not known."""
-    return _cost(verdict["cost_pct"], part_of(verdict), verdict.get("cost_s"))
+    return _cost(verdict.cost_pct, part_of(verdict), verdict.cost_s)
 
 
 def _cost(cost_pct: float | None, part: str, cost_s: float | None) -> str:
@@ -48,17 +49,12 @@ def _cost(cost_pct: float | None, part: str, cost_s: float | None) -> str:
 def cost_of(finding: Finding) -> str:
     """Return the same of a finding."""
     cost_pct = None if finding.cost is None else 100 * finding.cost
-    return _cost(cost_pct, part_of({"about": finding.about}), finding.cost_s)
+    return _cost(cost_pct, part_of(finding), finding.cost_s)
 
 
 def line_of(finding: Finding) -> str:
     """Return a finding in a line: "straggler: rank 1 (node-0) in forward, 5 % of the run, 3 s"."""
     return ", ".join(filter(None, (finding.headline, cost_of(finding))))
-
-
-def findings_in(summary: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings of a summary; none of one that is older than they are."""
-    return [from_plain(one) for one in summary.get("findings") or ()]
 
 
 def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = False) -> list[Finding]:
@@ -77,23 +73,23 @@ def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = Fal
     ]
 
 
-def lost(verdict: Mapping[str, Any]) -> str:
+def lost(verdict: OnSteps) -> str:
     """Return the cost of all that was named in the run: "cost 41 s of 16 min"."""
-    return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"
+    return f"cost {text.duration(verdict.lost_s)} of {text.duration(verdict.elapsed_s)}"
 
 
-def since(episode: Mapping[str, Any]) -> str:
+def since(episode: TimedEpisode) -> str:
     """Return "since step 1,203 (2026-03-01T03:31:10Z), for 4.1 min"."""
-    began = f" ({episode['started_at']})" if episode.get("started_at") else ""
-    until = "" if episode["goes_on"] else f" to step {episode['to_step']:,}"
-    return f"since step {episode['from_step']:,}{began}{until}, for {text.duration(episode['seconds'])}"
+    began = f" ({episode.started_at})" if episode.started_at else ""
+    until = "" if episode.goes_on else f" to step {episode.to_step:,}"
+    return f"since step {episode.from_step:,}{began}{until}, for {text.duration(episode.seconds)}"
 
 
-def cost(episode: Mapping[str, Any], gpus: bool) -> str:
+def cost(episode: TimedEpisode, gpus: bool) -> str:
     """Return "61 s and 0.14 GPU-hours so far": what an episode has cost; see `hours_of` for `gpus`."""
-    hours = episode["rank_hours"]
+    hours = episode.rank_hours
     also = f" and {text.number(hours)} {hours_of(gpus)}" if hours >= _LEAST_HOURS else ""
-    return f"{text.duration(episode['cost_s'])}{also}{' so far' if episode['goes_on'] else ''}"
+    return f"{text.duration(episode.cost_s)}{also}{' so far' if episode.goes_on else ''}"
 
 
 def wasted(hours_per_hour: float | None, gpus: bool) -> str:
@@ -125,10 +121,10 @@ def restarted(earlier: Sequence[EarlierStart]) -> str:
     )
 
 
-def brief(brief_findings: Mapping[str, Any]) -> str:
+def brief(brief_findings: Brief) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
-    counted = text.count(brief_findings["count"], "brief finding")
-    return f"{counted}, {text.duration(brief_findings['cost_s'])} in all" if brief_findings["count"] else ""
+    counted = text.count(brief_findings.count, "brief finding")
+    return f"{counted}, {text.duration(brief_findings.cost_s)} in all" if brief_findings.count else ""
 
 
 _SEVERITY: dict[str, Severity] = {
@@ -143,9 +139,9 @@ def severity(kind: str) -> Severity:
     return _SEVERITY.get(kind, "info")
 
 
-def tone_of(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+def tone_of(verdict: OnSteps | None) -> tuple[str, str]:
     """Return how bad a verdict is, as colour and sign."""
-    label = verdict["label"] if verdict else ""
+    label = verdict.label if verdict else ""
     tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
     return tone, sign_of(tone)
 
@@ -155,25 +151,25 @@ def sign_of(tone: str) -> str:
     return {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
 
 
-def current_episode(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the episode that a verdict (with its `episodes`) is about, None without any."""
+def current_episode(verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None) -> TimedEpisode | None:
+    """Return the one of `episodes` that a verdict is about, None without any."""
     if verdict is None:
         return None
-    who = itemgetter("label", "rank", "stage")
-    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
-    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
+    who = attrgetter("label", "rank", "stage")
+    same = [episode for episode in episodes or () if who(episode) == who(verdict)]
+    return max(same, key=attrgetter("goes_on", "cost_s"), default=None)
 
 
-def change(run: str | None, verdict: Mapping[str, Any] | None) -> query.GetChange | None:
+def change(
+    run: str | None, verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None
+) -> query.GetChange | None:
     """Return the question what a step took before the verdict's onset and since; None without any."""
-    episode = current_episode(verdict)
-    if verdict is None or episode is None:
+    episode = current_episode(verdict, episodes)
+    if episode is None:
         return None
-    first = episode["from_step"]
-    ended = [episode["to_step"] + 1 for episode in verdict["episodes"] if episode["to_step"] < first]
-    return query.GetChange(
-        run, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"]
-    )
+    first = episode.from_step
+    ended = [one.to_step + 1 for one in episodes or () if one.to_step < first]
+    return query.GetChange(run, max(ended, default=0), first, None if episode.goes_on else episode.to_step)
 
 
 _WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
@@ -182,7 +178,7 @@ _BEFORE_VERDICT = ("critical", "warning")
 """Severities of findings that may be read before the verdict."""
 
 
-def conclude(verdict: Mapping[str, Any], findings: Iterable[Finding]) -> Conclusion:
+def conclude(verdict: OnSteps, findings: Iterable[Finding]) -> Conclusion:
     """
     Return what to read first: the most severe of the verdict and the findings of other signals; of equally
     severe ones the verdict, then the first of the `findings`.
@@ -196,11 +192,10 @@ def conclude(verdict: Mapping[str, Any], findings: Iterable[Finding]) -> Conclus
     return min([_of_steps(verdict, first), *others], key=lambda one: _WORST.index(one.tone))
 
 
-def _of_steps(verdict: Mapping[str, Any], key: str | None) -> Conclusion:
-    label: Label = verdict["label"]
+def _of_steps(verdict: OnSteps, key: str | None) -> Conclusion:
     tone: Any = tone_of(verdict)[0]
-    about = named(verdict), verdict["why"], verdict["next"] or "", verdict["rank"]
-    return Conclusion("steps", tone, text.words(label), *about, key)
+    about = named(verdict), verdict.why, verdict.next, verdict.rank
+    return Conclusion("steps", tone, text.words(verdict.label), *about, key)
 
 
 def _of(one: Finding) -> Conclusion:

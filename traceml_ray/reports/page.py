@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from traceml_ray import __version__, text
 from traceml_ray import document as renderers
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document.elements import Markup, join, sentence, tag
 from traceml_ray.document.html import section
 from traceml_ray.document.model import SIGNS
 from traceml_ray.reports import contents
 from traceml_ray.reports.document import SECTIONS, ChartData, about_session, episode_of, more, run_of
-from traceml_ray.reports.headlines import cost, findings_in, line_of, named, part_of, sign_of, since
+from traceml_ray.reports.headlines import cost, line_of, named, part_of, sign_of, since
 from traceml_ray.reports.headlines import coverage as covered
 from traceml_ray.reports.profiles import by_operation
+from traceml_ray.store.summary_shape import Summary
 
 MAX_BYTES = 2_000_000
 _SPARE = 2_000
@@ -80,8 +81,8 @@ def _parts(chart_data: ChartData, folder: Path) -> Iterator[tuple[str, Markup]]:
 
 
 def _head(chart_data: ChartData) -> Markup:
-    first = chart_data.summary["conclusion"]
-    title = f"{sign_of(first['tone'])} {first['headline']} · {chart_data.summary['session']['id']}"
+    first = chart_data.summary.conclusion
+    title = f"{sign_of(first.tone)} {first.headline} · {chart_data.summary.session.id}"
     style = _style()
     digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; form-action 'none'"
@@ -107,21 +108,21 @@ def _foot() -> Markup:
     return tag("footer", tag("p", f"traceml-ray {__version__}. {units}"))
 
 
-def _heading(summary: Mapping[str, Any]) -> Markup:
+def _heading(summary: Summary) -> Markup:
     """Return which session this is of."""
-    name = tag("h1", "traceml-ray · session ", tag("b", str(summary["session"]["id"])))
-    lines = [" · ".join(about_session(summary)), *run_of(summary["runs"], summary["run"])]
+    name = tag("h1", "traceml-ray · session ", tag("b", str(summary.session.id)))
+    lines = [" · ".join(about_session(summary)), *run_of(summary.runs, summary.run)]
     return tag("header", name, (tag("p", line) for line in lines))
 
 
 def verdict_box(chart_data: ChartData) -> Markup:
     """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
     summary = chart_data.summary
-    one, first = summary["verdict"], summary["conclusion"]
-    is_first = first["subject"] == "steps"
-    tone, sign, headline = first["tone"], sign_of(first["tone"]), first["headline"]
+    one, first = summary.verdict, summary.conclusion
+    is_first = first.subject == "steps"
+    tone, sign, headline = first.tone, sign_of(first.tone), first.headline
     ends = is_first or contents.meaning(one).kind == "finding"  # whether it says what to do
-    before = [tag("p", sentence(first["why"])), tag("p", tag("b", "Next "), sentence(first["next"]))]
+    before = [tag("p", sentence(first.why)), tag("p", tag("b", "Next "), sentence(first.next))]
     episode = episode_of(summary)
     began = since(episode) if episode else ""
     operation = by_operation(summary)
@@ -129,11 +130,11 @@ def verdict_box(chart_data: ChartData) -> Markup:
     sentences = [
         tag("h2", headline[:1].upper() + headline[1:]),
         *(() if is_first else (*before, tag("h3", f"Steps: {named(one)}"))),
-        tag("p", sentence(one["why"])),
-        tag("p", sentence(one["note"])) if one["note"] else None,
-        *(tag("p", line) for line in contents.evidence(findings_in(summary))),
+        tag("p", sentence(one.why)),
+        tag("p", sentence(one.note)) if one.note else None,
+        *(tag("p", line) for line in contents.evidence(summary.findings)),
         tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
-        tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] and ends else None,
+        tag("p", tag("b", "Next "), sentence(one.next)) if one.next and ends else None,
         *(tag("p", tag("b", "Also "), f"{SIGNS[other.severity]} {line_of(other)}") for other in others),
         tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
     ]
@@ -144,15 +145,15 @@ def verdict_box(chart_data: ChartData) -> Markup:
     return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
 
 
-def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list[Markup]:
+def _cost(summary: Summary, episode: TimedEpisode | None) -> list[Markup]:
     """Return what the cause that is named costs, and how sure it is."""
-    one = summary["verdict"]
+    one = summary.verdict
     shown = []
-    if one["cost_pct"] and one["label"] != "healthy":
-        shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), f" {part_of(one)}"))
+    if one.cost_pct and one.label != "healthy":
+        shown.append(tag("p", tag("span", text.percent(one.cost_pct), cls="value"), f" {part_of(one)}"))
     if episode:
         shown.append(tag("p", f"cost {cost(episode, contents.has_gpus(summary))}"))
-    prefixes = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
+    prefixes = ("costs ", "cost ") if episode and len(summary.episodes) == 1 else ("costs ",)
     rest = [line for line in contents.about_verdict(summary) if not (shown and line.startswith(prefixes))]
     return [*shown, *(tag("p", line) for line in rest)]
 
@@ -160,9 +161,9 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
 def _coverage(chart_data: ChartData) -> str:
     """Return of how many ranks this is, and of when."""
     summary = chart_data.summary
-    world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
-    newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
-    when = summary["session"]["ended_at"] or newest
+    world, silent = summary.session.world_size, summary.session.silent_ranks
+    newest = max((rank.last_seen for rank in summary.ranks.values() if rank.last_seen), default=None)
+    when = summary.session.ended_at or newest
     known = world - len(silent) if world else 0
-    reported = covered(known, world, len(chart_data.deaths)) if known else "no rank has reported"
+    reported = covered(known, world or 0, len(chart_data.deaths)) if known else "no rank has reported"
     return reported + (f", as of {text.date(when)} UTC" if when else "")

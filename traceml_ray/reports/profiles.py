@@ -9,48 +9,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from traceml_ray import text
 from traceml_ray.document.model import Column, Facts, Link, Table, picked
 from traceml_ray.document.text import page
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles, RankProfile, profiles_of
+from traceml_ray.store.summary_shape import ProfileFound, Summary
 from traceml_ray.traces.difference import Compared, Difference
 from traceml_ray.traces.key_averages import Operation
 
 
-def profiles_block(folder: Path, run: str | None) -> list[dict[str, Any]]:
+def profiles_block(folder: Path, run: str | None) -> list[ProfileFound]:
     """Return the profiles of a run as the summary lists them, without those where nothing was captured."""
-    fields = (
-        "id",
-        "time",
-        "why",
-        "by_itself",
-        "first_step",
-        "n_steps",
-        "suspect",
-        "median",
-        "stage",
-        "found",
-    )
     return [
-        {name: getattr(one, name) for name in fields} | {"ranks": [rank.rank for rank in one.captured]}
+        ProfileFound(
+            **{name: getattr(one, name) for name in _LISTED}, ranks=[rank.rank for rank in one.captured]
+        )
         for one in (stored.profile for stored in profiles_of(folder))
         if one.captured and one.run == run
     ]
 
 
-def by_operation(summary: Mapping[str, Any]) -> list[str]:
+_LISTED = [name for name in ProfileFound.__struct_fields__ if name != "ranks"]
+
+
+def by_operation(summary: Summary) -> list[str]:
     """Return what a profile has found of a rank that the verdict names, of its stage if one has."""
-    verdict = summary["verdict"]
-    matching = [one for one in summary["profiles"] if one["suspect"] in verdict["ranks"] and one["found"]]
+    verdict = summary.verdict
+    matching = [one for one in summary.profiles if one.suspect in verdict.ranks and one.found]
     if not matching:
         return []
-    newest = max(matching, key=lambda one: (one["stage"] == verdict["stage"], one["time"]))
-    return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']:,} on"]
+    newest = max(matching, key=lambda one: (one.stage == verdict.stage, one.time))
+    return [*newest.found, f"profile {newest.id}, steps from {newest.first_step:,} on"]
 
 
-def profile_facts(summary: dict[str, Any]) -> Facts:
+def profile_facts(summary: Summary) -> Facts:
     """Return the part of the report that says which operations make the rank late."""
     sentences = by_operation(summary)
     return Facts.listed("Operation", sentences)

@@ -7,12 +7,13 @@ not known is None.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
@@ -26,6 +27,7 @@ from traceml_ray.analysis.step_stats import FirstSteps, Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, verdict_info
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import stored_totals
 from traceml_ray.reports.deaths import headline
@@ -53,7 +55,15 @@ from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import RankProcess, label_nodes, node_key
 from traceml_ray.store.results import NodeInfo, RunInfo
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.summary_shape import BaselineInfo, BaselineStage, Covers, SpanStatistics
+from traceml_ray.store.summary_shape import (
+    BaselineInfo,
+    BaselineStage,
+    Covers,
+    SpanStatistics,
+    StageStatistics,
+    StepStatistics,
+    Summary,
+)
 
 SCHEMA = "traceml_ray/summary/1"
 _MAX_EXPLAINED = 50
@@ -65,7 +75,7 @@ _MAX_FAILED = 2
 class Report(NamedTuple):
     """A summary with what else a report with charts is made of."""
 
-    summary: dict[str, Any]
+    summary: Summary
     facts: RunFacts
     """Of the run."""
     history: StepHistory | None
@@ -74,7 +84,7 @@ class Report(NamedTuple):
     """The answer of each signal, by name."""
 
 
-def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> dict[str, Any]:
+def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Summary:
     """
     Return the summary of a run of `session` (None: the one that the session says, see `SessionFile`).
 
@@ -90,7 +100,7 @@ def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = No
         return _report(facts, _Answers())
 
 
-def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
+def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[Summary]:
     """
     Yield the summary; of a long run, first that of its newest steps, which takes no longer however long the
     run is. Raises `SessionFileError`.
@@ -149,9 +159,7 @@ def _failed(facts: RunFacts, verdict: Verdict) -> dict[int, RankProcess]:
     return facts.processes_of(named[:_MAX_FAILED], facts.deaths)
 
 
-def _summary(
-    facts: RunFacts, known: _Answers, totals: StoredTotals | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _summary(facts: RunFacts, known: _Answers, totals: StoredTotals | None) -> tuple[Summary, dict[str, Any]]:
     """Return the summary, and the answers of signals that are in it."""
     judged, lines = (totals.judged, totals.lines) if totals else (None, {})
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
@@ -165,41 +173,49 @@ def _summary(
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]
     episodes = _episodes(judged, verdicts, facts, lines)
-    findings = findings_of({**verdict.plain(), "episodes": episodes}, signals)
-    summary: dict[str, Any] = {
-        "schema": SCHEMA,
-        "session": msgspec.to_builtins(session_block(facts)),
-        "run": facts.run.get("id"),
-        "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
-        **_step_blocks(facts, totals),
-        "throughput": None,  # of signals: their places in the file; those without one come last
-        "first_steps": msgspec.to_builtins(first),
-        "spans": msgspec.to_builtins(_spans(spans, totals)),
-        "conclusion": msgspec.to_builtins(conclude(_verdict(verdict), findings)),
-        "verdict": _verdict(verdict),
-        "findings": msgspec.to_builtins(findings),
-        "suspects": msgspec.to_builtins(performance.suspects),
-        "roles": msgspec.to_builtins(performance.roles),
-        "experts": None,
-        "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
-        "episodes": episodes,
-        "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
-        "baseline": msgspec.to_builtins(_baseline(judged.baseline if judged else None)),
-        "ranks": msgspec.to_builtins(ranks_block(facts, facts.deaths)),
-        "output": None,
-        "memory": None,
-        "sharding": None,
-        "layers": None,
-        "profiles": profiles_block(facts.session.path.parent, facts.run.get("id")),
-        "system": None,
-        "events": msgspec.to_builtins(events_block(facts)),
-        "ledger": facts.session.ledger(),
-        "overhead": msgspec.to_builtins(overhead_of(facts.ranks.values())),
-    }
-    blocks = {name: VIEWS[name].block(answer) for name, answer in signals.items()}
-    exact = {name: block for name, block in blocks.items() if not VIEWS[name].rounded}
-    rounded: dict[str, Any] = _rounded({**summary, **blocks})
-    return {**rounded, **exact}, signals
+    findings = findings_of(verdict, episodes, signals)
+    blocks, more = _blocks(signals)
+    busy = _busy(facts, totals)
+    summary = Summary(
+        schema=SCHEMA,
+        session=session_block(facts),
+        run=facts.run.get("id"),
+        runs=[_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
+        steps=_steps(facts, totals, busy),
+        stages=[StageStatistics(**asdict(stage)) for stage in busy.stages] if busy else [],
+        first_steps=first,
+        spans=_spans(spans, totals),
+        conclusion=conclude(verdict, findings),
+        verdict=verdict_info(verdict),
+        findings=findings,
+        suspects=[*performance.suspects],
+        roles=[*performance.roles],
+        verdicts=[verdict_info(one) for one in machines.newest_with_evidence(every, *dated)],
+        episodes=episodes,
+        brief=judged.episodes.brief if judged else Brief(),
+        baseline=_baseline(judged.baseline if judged else None),
+        ranks=ranks_block(facts, facts.deaths),
+        profiles=profiles_block(facts.session.path.parent, facts.run.get("id")),
+        events=events_block(facts),
+        ledger=facts.session.ledger(),
+        overhead=overhead_of(facts.ranks.values()),
+        **blocks,
+    )
+    rounded: Summary = _rounded(summary)
+    return msgspec.structs.replace(rounded, **blocks, more=more), signals
+
+
+def _blocks(signals: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the blocks of signals that are fields of a summary, by name, and those that are not, plain."""
+    blocks, more = dict[str, Any](), dict[str, Any]()
+    for name, answer in signals.items():
+        view = VIEWS[name]
+        block = _rounded(view.block(answer)) if view.rounded else view.block(answer)
+        if name in Summary.__struct_fields__:
+            blocks[name] = block
+        else:
+            more[name] = msgspec.to_builtins(block, str_keys=True)
+    return blocks, more
 
 
 def _outcome(
@@ -246,7 +262,7 @@ def nodes_of(session: SessionFile) -> list[NodeInfo]:
         ranks_of_node.setdefault(node_key(process), []).append(rank)
     return [
         NodeInfo(
-            **asdict(node),
+            **dataclasses.asdict(node),
             alive=node.lost_ns is None,
             label=labels[node.node_id],
             ranks=ranks_of_node.get(node.node_id, []),
@@ -292,7 +308,7 @@ def _changes(facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -
 
 def _episodes(
     judged: RunJudge | None, changes: Sequence[Verdict], facts: RunFacts, lines: Mapping[int, Timeline]
-) -> list[dict[str, Any]]:
+) -> list[TimedEpisode]:
     """Return the episodes, the costliest first, with when they were and the span that was late."""
     known = {(change.label, change.stage, change.from_step): change.span for change in changes}
     shown = []
@@ -305,15 +321,16 @@ def _episodes(
         if rank in lines and last_ns is not None:
             when = span(lines[rank], last_ns, episode.from_step, episode.to_step) or when
         inside = known.get((episode.label, episode.stage, episode.from_step))
-        times = {"started_at": moment(when[0]), "ended_at": moment(when[1])}
-        shown.append({**_of_the_run(episode, judged), "span": inside, **times})
+        began, ended = map(moment, when)
+        fields = asdict(_of_the_run(episode, judged))
+        shown.append(TimedEpisode(**fields, span=inside, started_at=began, ended_at=ended))
     return shown
 
 
-def _of_the_run(episode: Episode, judged: RunJudge) -> dict[str, Any]:
+def _of_the_run(episode: Episode, judged: RunJudge) -> Episode:
     """Return an episode with its cost as a share of the run, as the verdict on the run has it."""
     cost_pct = 100 * episode.cost_s / max(judged.episodes.clock.now_ns / 1e9, 1e-9)
-    return {**msgspec.to_builtins(episode), "cost_pct": min(100.0, cost_pct), "cost_range_pct": None}
+    return msgspec.structs.replace(episode, cost_pct=min(100.0, cost_pct), cost_range_pct=None)
 
 
 def _spans(spans: StoredSpans, totals: StoredTotals | None) -> list[SpanStatistics]:
@@ -351,21 +368,25 @@ def _no_step(facts: RunFacts) -> Verdict:
     return Verdict(label="telemetry_limited", why=why, next=_NO_STEP_NEXT)
 
 
-def _step_blocks(facts: RunFacts, totals: StoredTotals | None) -> dict[str, Any]:
-    """Return `steps` and `stages`."""
-    block: dict[str, Any] = dict.fromkeys(StepSummary.__struct_fields__)
-    if totals is not None and totals.stats is not None:
-        history, missing = totals.history, missing_of(facts.world_size, totals.history.ranks)
-        block_of_steps = step_summary(totals.stats, history.ranks, history.nodes, missing)
-        block.update(msgspec.to_builtins(block_of_steps, str_keys=True))
-    stages = block.pop("stages") or []
-    block["judged"] = block["count"] or 0
-    block["count"] = min(totals.counts.values()) if totals else 0
-    block["mean_ms"] = totals.mean_ns() / 1e6 if totals else None
-    block["covers"] = msgspec.to_builtins(_covers(facts, totals))
-    for name in ("per_rank_median_ms", "per_node_median_ms", "per_rank_gpu_idle_pct"):
-        block[name] = block[name] or {}
-    return {"steps": block, "stages": stages}
+def _busy(facts: RunFacts, totals: StoredTotals | None) -> StepSummary | None:
+    if totals is None or totals.stats is None:
+        return None
+    history, missing = totals.history, missing_of(facts.world_size, totals.history.ranks)
+    return step_summary(totals.stats, history.ranks, history.nodes, missing)
+
+
+def _steps(facts: RunFacts, totals: StoredTotals | None, busy: StepSummary | None) -> StepStatistics:
+    of_busy = asdict(busy) if busy else {}
+    of_busy.pop("stages", None)
+    for name in ("per_rank_median_ms", "per_rank_gpu_idle_pct"):
+        of_busy[name] = {str(rank): value for rank, value in of_busy.get(name, {}).items()}
+    of_run: dict[str, Any] = {
+        "count": min(totals.counts.values()) if totals else 0,
+        "judged": busy.count if busy else 0,
+        "mean_ms": totals.mean_ns() / 1e6 if totals else None,
+        "covers": _covers(facts, totals),
+    }
+    return StepStatistics(**{**of_busy, **of_run})
 
 
 def _covers(facts: RunFacts, totals: StoredTotals | None) -> Covers | None:
@@ -386,21 +407,14 @@ def _covers(facts: RunFacts, totals: StoredTotals | None) -> Covers | None:
     )
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    fields = verdict.plain()
-    for name in ("suspects", "exposed_ms", "roles"):  # these have a place of their own
-        del fields[name]
-    return fields
-
-
 def _rounded(value: Any) -> Any:
     """Return `value` with floats cut to what anyone can read; what is not a number becomes None."""
     if isinstance(value, float):
         return round(value, 4) if np.isfinite(value) else None
     if isinstance(value, msgspec.Struct):
-        return type(value)(**{name: _rounded(part) for name, part in msgspec.structs.asdict(value).items()})
+        return type(value)(**{name: _rounded(part) for name, part in asdict(value).items()})
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(part) for part in value]
+        return type(value)(map(_rounded, value))
     return value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from traceml_ray.document.text import blocks_of, page
 from traceml_ray.reports.document import SECTIONS, files, of_summary, title
+from traceml_ray.store.summary_shape import Summary
 
 _ORDER = (
     *("verdict", "operation", "also", "model", "steps", "stages", "spans", "tables", "nodes"),
@@ -15,7 +15,7 @@ _ORDER = (
 """A terminal shows the end of a long text: what is read of a failure is there."""
 
 
-def render(summary: dict[str, Any], folder: Path) -> str:
+def render(summary: Summary, folder: Path) -> str:
     """Return the report on `summary`, as `summarize` makes it, of the session in `folder`."""
     chart_data = of_summary(summary)
     sections = [section for name in _ORDER for section in SECTIONS[name](chart_data)]

@@ -12,9 +12,14 @@ from typing import Any, Literal
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import LABELS, Label, Severity
+from traceml_ray.analysis.anomalies import Anomaly
+from traceml_ray.analysis.labels import LABELS, Severity
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 
 Value = int | float | str | bool | None
+OnSteps = Verdict | VerdictInfo
+"""A verdict on steps, as it is judged or as it is answered."""
 MOST = 100
 """So many findings of a run are listed."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice", "info")
@@ -80,13 +85,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return headline(self.label, self.ranks, self.nodes, what=what, inside=inside or "")
 
 
-def from_plain(fields: Mapping[str, Any]) -> Finding:
-    """Return the finding that has these fields, as a summary has them; others are left out."""
-    known_fields = {name: fields[name] for name in Finding.__struct_fields__ if name in fields}
-    lists = {name: tuple(value) for name, value in known_fields.items() if isinstance(value, list)}
-    return Finding(**{**known_fields, **lists})
-
-
 def headline(
     label: str, ranks: Sequence[int], nodes: Sequence[str], *, what: str | None = None, inside: str = ""
 ) -> str:
@@ -137,55 +135,45 @@ _OF_VERDICT = (
 )
 
 
-def of_verdict(verdict: Mapping[str, Any]) -> list[Finding]:
-    """Return what the verdict names, then what it names `also`; nothing where it names nothing."""
-    shown = [one for one in (verdict, *(verdict.get("also") or ())) if LABELS[_label(one)].kind in _SHOWN]
-    return [_named(one, verdict.get("episodes") or ()) for one in shown]
+def of_verdict(verdict: OnSteps, episodes: Iterable[TimedEpisode] = ()) -> list[Finding]:
+    """
+    Return what the verdict names, then what it names `also`; nothing where it names nothing. `episodes` are
+    those of the run, as far as they are known.
+    """
+    began = {(episode.label, episode.from_step): episode for episode in reversed([*episodes])}
+    shown = [one for one in (verdict, *verdict.also) if LABELS[one.label].kind in _SHOWN]
+    return [_named(one, began.get((one.label, one.from_step))) for one in shown]
 
 
-def _named(one: Mapping[str, Any], episodes: Sequence[Mapping[str, Any]]) -> Finding:
-    label, stages = _label(one), one["stages"] or ([one["stage"]] if one["stage"] else [])
-    episode: Mapping[str, Any] = next(
-        (
-            episode
-            for episode in episodes
-            if episode["label"] == label and episode["from_step"] == one.get("from_step")
-        ),
-        {},
-    )
-    cost_pct, began_ns = one.get("cost_pct"), one.get("began_ns")
+def _named(one: OnSteps, episode: TimedEpisode | None) -> Finding:
+    stages = tuple(one.stages) or ((one.stage,) if one.stage else ())
     return Finding(
-        key=key_of(label, one["ranks"], "+".join(sorted(stages))),
+        key=key_of(one.label, one.ranks, "+".join(sorted(stages))),
         signal="steps",
-        label=label,
-        severity=LABELS[label].severity,
-        ranks=tuple(one["ranks"]),
+        label=one.label,
+        severity=LABELS[one.label].severity,
+        ranks=tuple(one.ranks),
         nodes=nodes_named(one),
-        stages=tuple(stages),
-        what=one.get("span"),
-        from_step=one.get("from_step"),
-        to_step=one.get("to_step"),
-        from_ns=began_ns if began_ns is not None else _ns(episode.get("started_at")),
-        to_ns=_ns(episode.get("ended_at")),
-        cost=None if cost_pct is None else cost_pct / 100,
-        about=one.get("about") or "now",
-        cost_s=one.get("cost_s"),
-        confidence=one.get("confidence"),
-        why=one["why"],
-        next=one.get("next") or "",
-        evidence=known({name: one.get(name) for name in _OF_VERDICT}),
+        stages=stages,
+        what=one.span,
+        from_step=one.from_step,
+        to_step=one.to_step,
+        from_ns=one.began_ns if one.began_ns is not None else _ns(episode.started_at if episode else None),
+        to_ns=_ns(episode.ended_at if episode else None),
+        cost=None if one.cost_pct is None else one.cost_pct / 100,
+        about=one.about,
+        cost_s=one.cost_s,
+        confidence=one.confidence,
+        why=one.why,
+        next=one.next,
+        evidence=known({name: getattr(one, name) for name in _OF_VERDICT}),
     )
 
 
-def _label(one: Mapping[str, Any]) -> Label:
-    label: Label = one["label"]
-    return label
-
-
-def nodes_named(one: Mapping[str, Any]) -> tuple[str, ...]:
+def nodes_named(one: OnSteps | TimedEpisode) -> tuple[str, ...]:
     """Return the nodes of a verdict's ranks; an episode knows that of one rank only."""
-    alone = [one["node"]] if one["node"] and len(one["ranks"]) == 1 else []
-    return tuple(one.get("nodes") or alone)
+    alone = [one.node] if one.node and len(one.ranks) == 1 else []
+    return tuple(one.nodes or alone)
 
 
 def _ns(moment: str | None) -> int | None:
@@ -193,20 +181,20 @@ def _ns(moment: str | None) -> int | None:
     return None if moment is None else round(datetime.fromisoformat(moment).timestamp() * 1e3) * 1_000_000
 
 
-def of_machine(anomalies: Iterable[Mapping[str, Any]], steps: Sequence[Finding]) -> list[Finding]:
+def of_machine(anomalies: Iterable[Anomaly], steps: Sequence[Finding]) -> list[Finding]:
     """Return what was anomalous on the nodes of the first of `steps` at its time: it may explain that."""
     explained = steps[0].key if steps else None
     return [
         Finding(
-            key=key_of("node_anomaly", (), one["node"], one["kind"], one["device"]),
+            key=key_of("node_anomaly", (), one.node, one.kind, one.device),
             signal="nodes",
             label="node_anomaly",
             severity="info",
-            nodes=(one["node"],),
-            device=one["device"],
-            what=one["kind"],
-            why=one["text"],
-            evidence=known({name: one.get(name) for name in ("value", "usual")}),
+            nodes=(one.node,),
+            device=one.device,
+            what=one.kind,
+            why=one.text,
+            evidence=known({"value": one.value, "usual": one.usual}),
             explains=explained,
         )
         for one in anomalies

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Facts, Section
-from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.finding import Finding, OnSteps
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
@@ -117,16 +117,14 @@ class View(Generic[A]):
         """Return the answer to a question. Raises `SessionFileError`."""
         raise NotImplementedError
 
-    def findings(
-        self, answer: A, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
-    ) -> Sequence[Finding]:
+    def findings(self, answer: A, steps: Sequence[Finding], verdict: OnSteps | None) -> Sequence[Finding]:
         """
         Return what was found, and which of the findings on `steps` it may explain. Pure.
 
         Args:
             answer: to the question, or made of a block.
             steps: what the verdict names, the first finding first.
-            verdict: on the steps (`results.VerdictInfo`); None before any.
+            verdict: on the steps; None before any.
         """
         return ()
 
@@ -142,11 +140,14 @@ class View(Generic[A]):
         return ""
 
     def block(self, answer: A) -> Any:
-        """Return what `summary.json` has of an answer, as plain values."""
+        """Return what `summary.json` has of an answer: a struct, or a list of structs. Pure."""
         raise NotImplementedError
 
     def of_block(self, block: Any) -> A:
-        """Return the answer that a block is of, without what is drawn; None: an older summary has none."""
+        """
+        Return the answer that a block is of, without what is drawn. The block of a signal that is no field of
+        `summary_shape.Summary` is of plain values. Pure.
+        """
         raise NotImplementedError
 
     def sections(self, answer: A) -> Sequence[Section]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document.model import Number, Section
 from traceml_ray.signals.experts.view import ExpertsView
-from traceml_ray.signals.finding import Finding, listed, of_machine, of_verdict
+from traceml_ray.signals.finding import Finding, OnSteps, listed, of_machine, of_verdict
 from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.logged.view import LoggedView
 from traceml_ray.signals.memory.view import MemoryView
@@ -20,6 +21,7 @@ from traceml_ray.signals.sharding.view import ShardingView
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.signals.view import View
 from traceml_ray.store.query import OfRun
+from traceml_ray.store.summary_shape import Summary
 
 _ALL = (
     *(MemoryView(), ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView()),
@@ -49,6 +51,12 @@ def sections_of(answers: Mapping[str, Any]) -> Iterator[Section]:
         yield from VIEWS[name].sections(answer)
 
 
+def answers_in(summary: Summary) -> dict[str, Any]:
+    """Return the answers of signals that a summary has blocks of, without what is drawn, by name."""
+    blocks = {**summary.more, **msgspec.structs.asdict(summary)}
+    return {name: view.of_block(blocks[name]) for name, view in VIEWS.items() if name in blocks}
+
+
 def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
     """Return the verdict on a death with what signals know of its cause; itself where that is nothing."""
     causes = [VIEWS[name].cause(death, answer) for name, answer in answers.items()]
@@ -56,16 +64,19 @@ def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
     return msgspec.structs.replace(death, why=why) if any(causes) else death
 
 
-def findings_of(verdict: Mapping[str, Any] | None, answers: Mapping[str, Any]) -> list[Finding]:
+def findings_of(
+    verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None, answers: Mapping[str, Any]
+) -> list[Finding]:
     """
     Return all findings of a run, in order, with what may explain which.
 
     Args:
-        verdict: on its steps (`results.VerdictInfo`), with `episodes` where they are known.
+        verdict: on its steps; None before any.
+        episodes: of the run; None where they are not known.
         answers: of signals, by name; of those that are not there nothing is found.
     """
-    steps = of_verdict(verdict) if verdict else []
-    others = [*of_machine(verdict.get("machine") or (), steps)] if verdict else []
+    steps = of_verdict(verdict, episodes or ()) if verdict else []
+    others = [*of_machine(verdict.machine or (), steps)] if verdict else []
     for name, view in VIEWS.items():
         if name in answers:
             others += view.findings(answers[name], steps, verdict)

@@ -9,7 +9,7 @@ import numpy as np
 
 from traceml_ray.analysis.roles import RoleShare
 from traceml_ray.analysis.verdict import Suspect
-from traceml_ray.store.results import VerdictInfo
+from traceml_ray.analysis.verdict_shapes import VerdictInfo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

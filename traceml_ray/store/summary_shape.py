@@ -13,11 +13,15 @@ from traceml_ray.analysis.roles import RoleShare
 from traceml_ray.analysis.step_stats import FirstSteps
 from traceml_ray.analysis.uneven_work import ExpertLoad
 from traceml_ray.analysis.verdict import Suspect
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.layers.judge import Layers
+from traceml_ray.signals.logged.judge import LoggedNumbers
+from traceml_ray.signals.memory.shapes import MemoryNumbers
 from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.sharding.judge import ShardingInfo
-from traceml_ray.signals.throughput.judge import ThroughputNumbers
-from traceml_ray.store.results import RunInfo, TimedEpisode, VerdictInfo, WholeLedger
+from traceml_ray.signals.throughput.judge import ThroughputStatistics
+from traceml_ray.store.results import RunInfo, WholeLedger
 from traceml_ray.wire.codec import ready
 
 
@@ -79,30 +83,23 @@ class StepStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     count: int
-    exchanges: float | None
+    exchanges: float | None = None
     """Exchanges of gradients in a step, mean."""
-    median_ms: float | None
-    p95_ms: float | None
-    busy_median_ms: float | None
-    busy_p95_ms: float | None
-    per_rank_median_ms: dict[str, float | None]
-    per_node_median_ms: dict[str, float]
-    per_rank_gpu_idle_pct: dict[str, float | None]
+    median_ms: float | None = None
+    p95_ms: float | None = None
+    busy_median_ms: float | None = None
+    busy_p95_ms: float | None = None
+    per_rank_median_ms: dict[str, float | None] = {}
+    per_node_median_ms: dict[str, float] = {}
+    per_rank_gpu_idle_pct: dict[str, float | None] = {}
     """Share of its time in which a rank's device waited for its host; empty without device clocks."""
-    worst_rank: int | None
-    worst_node: str | None
-    global_skew_pct: float | None
-    node_skew_pct: float | None
+    worst_rank: int | None = None
+    worst_node: str | None = None
+    global_skew_pct: float | None = None
+    node_skew_pct: float | None = None
     judged: int
-    mean_ms: float | None
-    covers: Covers | None
-
-
-class ThroughputStatistics(ThroughputNumbers, frozen=True, kw_only=True):
-    """How much the job gets through; of each rank by its number as text."""
-
-    per_rank_samples_per_s: dict[str, float | None]
-    per_rank_tokens_per_s: dict[str, float | None]
+    mean_ms: float | None = None
+    covers: Covers | None = None
 
 
 class StageStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,14 +189,14 @@ class ProfileFound(msgspec.Struct, frozen=True, kw_only=True):
     """No person has asked for it."""
     first_step: int | None
     n_steps: int
-    ranks: list[int]
-    """Whose traces are there."""
     suspect: int | None
     median: int | None
     """The rank that it is compared with."""
     stage: str | None
     found: list[str]
     """Sentences on what the suspect does more of, operation by operation."""
+    ranks: list[int]
+    """Whose traces are there."""
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,14 +279,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: dict[str, SummaryRank]
     output: list[LastOutput]
     """What ranks that died or hang printed last, the first cause first."""
-    memory: dict[str, Any]
-    """
-    `per_rank`, `first_cause`, `collective_onset`, `findings` (a hundred at most) and `missing_ranks`, as
-    `Session.memory` has them.
-    """
+    memory: MemoryNumbers
     sharding: ShardingInfo | None
     """Null where no model is divided by FSDP2."""
-    layers: dict[str, Any]
+    layers: Layers
     """Measurements of each layer, as in `Session.layers`."""
     profiles: list[ProfileFound]
     """The oldest first."""
@@ -298,8 +291,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The newest thousand."""
     ledger: WholeLedger
     overhead: RankOverhead
+    logged: list[LoggedNumbers] = []
+    """What the script has logged, in the order in which names were first logged."""
     more: dict[str, Any] = {}
-    """Blocks of a newer version, which this one does not know. `summary.json` has them beside the others."""
+    """
+    Blocks of signals without a field here, as in a newer version, as plain values by name. `summary.json`
+    has them beside the others.
+    """
 
 
 def summary_of(every: Mapping[str, Any]) -> Summary:

@@ -77,7 +77,7 @@ def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]
 
 def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return all nodes: their times, what the verdict says that they cost, their load now and in the past."""
-    evidence, costs = evidence_of(snapshot.verdict), costs_of(snapshot.findings)
+    evidence, costs = evidence_of(snapshot.verdict and snapshot.verdict.judged), costs_of(snapshot.findings)
     named = sorted({node["label"] for node in snapshot.nodes} & {*evidence}, key=text.natural)
     lines = paragraphs(Facts(*((node, "; ".join(evidence[node])) for node in named)), width)
     columns = [
@@ -98,8 +98,8 @@ def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
     rows = [*snapshot.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
-    suspects = (snapshot.verdict or {}).get("suspects") or ()
-    late = {(suspect["rank"], suspect["stage"]) for suspect in suspects}
+    suspects = snapshot.verdict.judged.suspects if snapshot.verdict else ()
+    late = {(suspect.rank, suspect.stage) for suspect in suspects}
     quiet = [stage for stage in ("prepare", "post_sync") if stage not in {name for _, name in late}]
     columns = [
         column
@@ -166,10 +166,11 @@ def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneS
 def signals_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return the signals of a page: what was found, what is known of the run, and each of their tables."""
     steps = [one for one in snapshot.findings if one.signal == "steps"]
+    verdict = snapshot.verdict.judged if snapshot.verdict else None
     worst, panes = choice.sort == "time", list[PaneSection]()
     for name, answer in snapshot.answers.items():
         view = VIEWS[name]
-        findings = _findings(view.findings(answer, steps, snapshot.verdict), width)
+        findings = _findings(view.findings(answer, steps, verdict), width)
         content = [*view.details(answer)]
         panes += section_panes(text.words(name), findings, content, width, choice.scroll, worst)
     return panes or [PaneSection(choice.pane.upper(), lambda _: [Text("Nothing is known yet.")], 1)]
@@ -308,7 +309,7 @@ def line(snapshot: PanelState, clock: str) -> str:
         if snapshot.first and snapshot.first.subject != "steps"
         else "",
         sections.headline(snapshot.verdict) if snapshot.verdict else snapshot.state_text,
-        snapshot.verdict["cost"] if snapshot.verdict else "",
+        snapshot.verdict.cost if snapshot.verdict else "",
         snapshot.coverage,
         snapshot.state_text if snapshot.state == "stale" else "",
     ]

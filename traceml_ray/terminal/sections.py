@@ -39,7 +39,7 @@ from traceml_ray.views.state import RUN_OVER
 from traceml_ray.views.tables import EVENT, EVENTS
 from traceml_ray.views.values import by_rank, number
 
-from .snapshot import PANES, Choice, PanelState
+from .snapshot import PANES, Choice, PanelState, ShownVerdict
 
 MOST_CELLS = 32
 """Largest number of ranks in the grid; of a larger job it shows the slowest."""
@@ -86,7 +86,7 @@ def _size(snapshot: PanelState, ranks: int | None, nodes: int | None) -> str:
 
 def head(snapshot: PanelState, width: int) -> list[Text]:
     """Return the session, its step, its skew, the straggler, and what a step takes, on one line."""
-    label = snapshot.verdict["label"] if snapshot.verdict else ""
+    label = snapshot.verdict.judged.label if snapshot.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
     straggler = text.ranks(snapshot.named) if kind == "finding" and snapshot.named else text.NA
     straggler = "none" if kind == "healthy" else "none yet" if kind == "watching" else straggler
@@ -146,11 +146,15 @@ def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
     more = first is not None and first.subject != "steps"  # something is more severe than the verdict
     parts = [] if step_verdict is None else [
         *(_first(snapshot, first) if first is not None and more else ()),
-        ("Steps" if more else "Verdict", headline(step_verdict), TONES[tone_of(step_verdict)[0]] or HEAD),
-        ("Why", step_verdict["why"], ""),
-        ("Next", step_verdict["next"] if step_verdict["label"] != "healthy" else "", ""),
-        ("Cost", step_verdict["cost"], ""),
-        ("", step_verdict["began"], ""),
+        (
+            "Steps" if more else "Verdict",
+            headline(step_verdict),
+            TONES[tone_of(step_verdict.judged)[0]] or HEAD,
+        ),
+        ("Why", step_verdict.why, ""),
+        ("Next", step_verdict.judged.next if step_verdict.judged.label != "healthy" else "", ""),
+        ("Cost", step_verdict.cost, ""),
+        ("", step_verdict.began, ""),
         ("Restarts", snapshot.facts["restarted"], ""),
     ]  # fmt: skip
     if snapshot.state != "live" or step_verdict is None:
@@ -191,12 +195,12 @@ def _finding(one: Finding, width: int) -> Text:
     return fit(row, width)
 
 
-def headline(verdict: Mapping[str, Any]) -> str:
+def headline(verdict: ShownVerdict) -> str:
     """Return the verdict on the steps in one line, with its cost."""
-    cost = verdict["cost_pct"] if verdict["label"] != "healthy" else None
-    return f"{tone_of(verdict)[1]} {verdict['headline']}" + (
-        f", {text.percent(cost)} {part_of(verdict)}" if cost else ""
-    )
+    judged = verdict.judged
+    cost = judged.cost_pct if judged.label != "healthy" else None
+    spent = f", {text.percent(cost)} {part_of(judged)}" if cost else ""
+    return f"{tone_of(judged)[1]} {verdict.headline}{spent}"
 
 
 def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Text]:
@@ -359,7 +363,7 @@ def _fullest_nodes(snapshot: PanelState) -> str:
 
 def health(snapshot: PanelState, width: int) -> PaneSection:
     """Return how busy, full, hot and anomalous each node is."""
-    evidence = evidence_of(snapshot.verdict)
+    evidence = evidence_of(snapshot.verdict and snapshot.verdict.judged)
     columns = [
         Column("node", lambda node: node["label"]),
         Column("", lambda node: "" if node["alive"] else "lost", tone=_lost),

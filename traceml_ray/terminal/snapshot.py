@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns, StepTimes
@@ -14,6 +14,7 @@ from traceml_ray.signals.output.last_lines import LastOutput
 from traceml_ray.signals.output.view import MOST_LINES, GetOutput
 from traceml_ray.signals.views import PAGES, VIEWS
 from traceml_ray.store import query
+from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.views.events import events_of, incident
 from traceml_ray.views.findings import first_of, found_in
@@ -24,6 +25,7 @@ from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import (
     BADGES,
     RUN_OVER,
+    CurrentEpisode,
     began_text,
     coverage_text,
     session_facts,
@@ -51,6 +53,20 @@ class Choice:
     """Number of lines of the pane scrolled above the window."""
 
 
+class ShownVerdict(NamedTuple):
+    """The verdict on the steps, and what a person reads of it."""
+
+    judged: LiveVerdict
+    headline: str
+    """The verdict in one line, without its cost."""
+    why: str
+    """The reason for it, without notes that are said elsewhere."""
+    began: str
+    """Since when it holds, and what else happened then."""
+    cost: str
+    """What it costs, and how sure that is; "" where nothing is named."""
+
+
 @dataclass(frozen=True)
 class PanelState:
     """
@@ -68,8 +84,8 @@ class PanelState:
     step: int | None = None
     tone: str = "unsure"
     sign: str = ""
-    verdict: Mapping[str, Any] | None = None
-    """The verdict, with `headline`, `why` (without notes), `began`, `cost` and `sure` as text."""
+    verdict: ShownVerdict | None = None
+    """The verdict on the steps; None before any."""
     first: Conclusion | None = None
     """The conclusion to show first: the verdict, or a more severe finding."""
     findings: Sequence[Finding] = ()
@@ -167,8 +183,8 @@ def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
     Return the steps the numbers cover: of a run that has ended, those of the named episode, because over all
     steps it would hardly be visible; None: all.
     """
-    episode = current_episode(run.verdict) if state in RUN_OVER else None
-    return None if episode is None else (episode["from_step"], episode["to_step"])
+    episode = current_episode(run.verdict, run.episodes) if state in RUN_OVER else None
+    return None if episode is None else (episode.from_step, episode.to_step)
 
 
 def _subject(run: RunState, choice: Choice) -> int:
@@ -179,28 +195,28 @@ def _subject(run: RunState, choice: Choice) -> int:
 
 
 def _verdict(
-    poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the verdict with what a person reads of it; `known`: `state` and `facts` of the session."""
-    began = incident(poll, run, verdict)
-    return {
-        **verdict,
-        "headline": named(verdict),
-        "why": why_text(verdict, began),
-        "began": text.with_clocks(began_text(poll, run, verdict, began)),
-        "cost": _cost(verdict, began, fields["facts"]["gpus"], fields["state"] == "live"),
-    }
+    poll: SessionPoll, run: RunState, verdict: LiveVerdict, fields: Mapping[str, Any]
+) -> ShownVerdict:
+    """Return the verdict with what a person reads of it; `fields`: `state` and `facts` of the session."""
+    began = incident(poll, run)
+    return ShownVerdict(
+        verdict,
+        headline=named(verdict),
+        why=why_text(verdict, began),
+        began=text.with_clocks(began_text(poll, run, verdict, began)),
+        cost=_cost(verdict, began, fields["facts"]["gpus"], fields["state"] == "live"),
+    )
 
 
-def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, gpus: bool, live: bool) -> str:
+def _cost(verdict: LiveVerdict, began: CurrentEpisode | None, gpus: bool, live: bool) -> str:
     """Return what the named cause costs, how sure that is, and what all causes have cost."""
-    hours = verdict.get("rank_hours_per_hour")
-    shown = verdict["cost_pct"] and verdict["label"] != "healthy"
-    every = verdict.get("lost_s") and not (began and began["alone"])
+    hours = verdict.rank_hours_per_hour
+    shown = verdict.cost_pct and verdict.label != "healthy"
+    every = verdict.lost_s and not (began and began.alone)
     parts = [
-        cost(began, gpus) if shown and began else "",
+        cost(began.episode, gpus) if shown and began else "",
         f"≈ {wasted(hours, gpus)}" if shown and hours else "",
         f"all causes: {lost(verdict)}{' so far' * live}" if every else "",
-        f"confidence {verdict['confidence']}" if shown and verdict["confidence"] else "",
+        f"confidence {verdict.confidence}" if shown and verdict.confidence else "",
     ]
     return ", ".join(filter(None, parts))

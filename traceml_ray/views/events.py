@@ -5,11 +5,11 @@ else happened when it began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from msgspec.structs import asdict
+import msgspec
 
 from traceml_ray import text
 from traceml_ray.reports.deaths import FATAL
@@ -18,8 +18,8 @@ from traceml_ray.reports.run_facts import moment
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.results import EventRow
-from traceml_ray.store.step_shapes import DeathInfo
-from traceml_ray.views.state import RUN_OVER, state_of
+from traceml_ray.store.step_shapes import DeathInfo, VerdictChange
+from traceml_ray.views.state import RUN_OVER, CurrentEpisode, state_of
 
 from .run_state import RunState
 from .session_poll import SessionPoll
@@ -48,7 +48,7 @@ def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
 
 def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
     return {
-        **_known(asdict(death), "t_ns", "rank", "step", "stage"),
+        **_known(death, "t_ns", "rank", "step", "stage"),
         "kind": "death",
         "severity": "critical",
         "node": run.node_of(death.rank),
@@ -61,7 +61,7 @@ def _event(run: RunState, event: EventRow) -> dict[str, Any]:
     rank = event.rank if event.rank is not None else event.data.get("rank")
     stage, node = event.stage, event.node_id
     return {
-        **_known(asdict(event), "t_ns", "kind", "step"),
+        **_known(event, "t_ns", "kind", "step"),
         "severity": severity(event.kind),
         "rank": rank,
         "node": run.labels.get(node, node) if node else run.node_of(rank),
@@ -70,18 +70,18 @@ def _event(run: RunState, event: EventRow) -> dict[str, Any]:
     }
 
 
-def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
+def _change(verdict: VerdictChange) -> dict[str, Any]:
     return {
         **_known(verdict, "t_ns", "rank", "node", "stage"),
         "kind": "verdict",
-        "severity": severity(verdict["label"]),
-        "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],
-        "text": named(dict(verdict)) + (f": {verdict['why']}" if verdict["why"] else ""),
+        "severity": severity(verdict.label),
+        "step": verdict.from_step if verdict.from_step is not None else verdict.last_step,
+        "text": named(verdict) + (f": {verdict.why}" if verdict.why else ""),
     }
 
 
-def _known(event: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {"time": moment(event["t_ns"]), "group": "", **{name: event[name] for name in names}}
+def _known(event: VerdictChange | DeathInfo | EventRow, *names: str) -> dict[str, Any]:
+    return {"time": moment(event.t_ns), "group": "", **{name: getattr(event, name) for name in names}}
 
 
 _AT_ONCE_S = 10.0
@@ -97,25 +97,25 @@ _MESSAGE = 100
 """Longest message of a related event, in characters."""
 
 
-def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
+def incident(cache: SessionPoll, run: RunState) -> CurrentEpisode | None:
     """
     Return the episode that the verdict is about, with what else happened when it began. In a run that has
     ended no episode goes on.
     """
-    episode = current_episode(verdict)
+    episode = current_episode(run.verdict, run.episodes)
     if episode is None:
         return None
-    began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
+    began = datetime.fromisoformat(episode.started_at).timestamp() if episode.started_at else None
     at_once = [event for event in run.events if began and abs(event.t_ns / 1e9 - began) <= _AT_ONCE_S]
     alike: dict[tuple[str, str], list[EventRow]] = {}
     for event in at_once:
         if event.kind not in _NO_CHANGES:
             alike.setdefault((event.kind, _short(event.message)), []).append(event)
-    changes = _checkpoint(cache, run, episode["from_step"])
+    changes = _checkpoint(cache, run, episode.from_step)
     changes += [_change_text(run, *what, events) for what, events in alike.items()]
-    alone = len(verdict["episodes"]) == 1
-    goes_on = episode["goes_on"] and state_of(cache, run) not in RUN_OVER
-    return {**episode, "goes_on": goes_on, "changes": changes[:_CHANGES], "alone": alone}
+    goes_on = episode.goes_on and state_of(cache, run) not in RUN_OVER
+    shown = msgspec.structs.replace(episode, goes_on=goes_on)
+    return CurrentEpisode(shown, changes[:_CHANGES], len(run.episodes) == 1)
 
 
 def _short(message: str) -> str:

@@ -22,14 +22,14 @@ def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
         return []
     if state not in RUNNING:
         stored = cache.ask(query.Findings(run.id))
-        return findings_of(run.verdict, {}) if stored is None else stored
+        return findings_of(run.verdict, run.episodes, {}) if stored is None else stored
     answers = {}
     for name, question in questions_on_findings(run.id).items():
         every_s = VIEWS[name].every_s(run.ranks, run.world)
         answer = None if every_s is None else cache.ask(question, every_s=every_s)
         if answer is not None:
             answers[name] = answer
-    return findings_of(run.verdict, answers)
+    return findings_of(run.verdict, run.episodes, answers)
 
 
 def first_of(run: RunState, findings: list[Finding]) -> Conclusion | None:

@@ -14,6 +14,7 @@ import msgspec
 from traceml_ray.analysis.shapes import StepColumns, StepTimes
 from traceml_ray.analysis.spread import MISSING, ratio
 from traceml_ray.analysis.step_stats import MAX_BINS
+from traceml_ray.analysis.verdict_shapes import VerdictInfo
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.signals.finding import Finding
 from traceml_ray.stages import STAGES
@@ -156,11 +157,11 @@ def badness(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
     return not node["alive"], node["named"], node["slower_pct"] or 0.0
 
 
-def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:
+def evidence_of(verdict: VerdictInfo | None) -> dict[str, list[str]]:
     """Return the anomalies beside a verdict, by node."""
     sentences_by_node: dict[str, list[str]] = {}
-    for anomaly in (verdict or {}).get("machine") or ():
-        sentences_by_node.setdefault(anomaly["node"], []).append(anomaly["text"])
+    for anomaly in (verdict.machine if verdict else None) or ():
+        sentences_by_node.setdefault(anomaly.node, []).append(anomaly.text)
     return sentences_by_node
 
 

@@ -6,17 +6,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import asdict
+
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.shapes import StepTimes
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import POLLED
 from traceml_ray.store import query
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess, node_key, reporting, world_size
-from traceml_ray.store.results import EventRow, NodeInfo
-from traceml_ray.store.summary_shape import to_builtins
+from traceml_ray.store.results import EventRow, LiveVerdict, NodeInfo
+from traceml_ray.store.step_shapes import VerdictChange
 
 from .values import as_dict
 
@@ -51,7 +54,7 @@ class RunState:
         """The numbers of its steps, see `analysis.step_numbers.times`."""
         self.signals: dict[str, Any] = {}
         """The newest answer of each signal that is polled, by name."""
-        self.verdict: Mapping[str, Any] | None = None
+        self.verdict: LiveVerdict | None = None
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
         """Number of ranks of the job, as far as known."""
@@ -64,7 +67,7 @@ class RunState:
         self.loads: dict[str, deque[NodeLoad]] = {}
         """Newest loads of each node, by id, the newest last: those that polls have brought."""
         self.events: deque[EventRow] = deque(maxlen=MAX_EVENTS)
-        self.verdicts: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.verdicts: deque[VerdictChange] = deque(maxlen=MAX_EVENTS)
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._seen = 0, 0
         """Cursors of the newest event and the newest change of verdict that were read."""
@@ -103,8 +106,10 @@ class RunState:
         events, verdicts = answer_to[query.GetEvents], answer_to[query.GetVerdicts]
         self._seen = events.cursor, verdicts.cursor
         self.events.extend(events.items)
-        self.verdicts.extend(map(to_builtins, verdicts.items))
-        verdict = to_builtins(answer_to[query.GetVerdict]) or (self.verdicts[-1] if self.verdicts else None)
+        self.verdicts.extend(verdicts.items)
+        verdict = answer_to[query.GetVerdict]
+        if verdict is None and self.verdicts:
+            verdict = _as_verdict(self.verdicts[-1])
         new = bool(events.items or verdicts.items or verdict != self.verdict)
         self.verdict = verdict
         if query.GetRanks in answer_to:
@@ -135,13 +140,19 @@ class RunState:
     @property
     def died(self) -> bool:
         """Whether the verdict names a rank that died."""
-        return self.verdict is not None and self.verdict["label"] in DEATHS
+        return self.verdict is not None and self.verdict.label in DEATHS
 
     @property
     def named(self) -> dict[str, Sequence[Any]]:
         """The `ranks` and `nodes` that the verdict names."""
-        verdict = {} if self.verdict is None or self.verdict["label"] == "healthy" else self.verdict
-        return {name: verdict.get(name) or () for name in ("ranks", "nodes")}
+        if self.verdict is None or self.verdict.label == "healthy":
+            return {"ranks": (), "nodes": ()}
+        return {"ranks": self.verdict.ranks, "nodes": self.verdict.nodes}
+
+    @property
+    def episodes(self) -> Sequence[TimedEpisode]:
+        """Episodes of the run, the costliest first; none where they are not known."""
+        return (self.verdict.episodes if self.verdict else None) or ()
 
     def reporting(self) -> frozenset[int]:
         """Return the ranks that may still deliver: not ended, and not silent for long while others report."""
@@ -151,6 +162,11 @@ class RunState:
         """Return the label of the node that a rank is on; None if not known."""
         process = self.ranks.get(rank) if rank is not None else None
         return self.labels.get(node_key(process), node_key(process)) if process and process.identity else None
+
+
+def _as_verdict(change: VerdictChange) -> LiveVerdict:
+    fields = {name: value for name, value in asdict(change).items() if name != "t_ns"}
+    return LiveVerdict(**fields, episodes=None, brief=None)
 
 
 def _state(times: StepTimes) -> tuple[object, ...]:

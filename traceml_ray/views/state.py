@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from traceml_ray import text
 from traceml_ray.analysis.roles import mode
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import coverage, restarted, since
 from traceml_ray.reports.run_facts import moment
@@ -16,6 +16,18 @@ from traceml_ray.store.session import start_text
 from .run_state import RunState
 from .session_poll import SessionPoll
 from .values import age_s
+
+
+class CurrentEpisode(NamedTuple):
+    """The episode that a verdict is about, and what else happened when it began."""
+
+    episode: TimedEpisode
+    """In a run that has ended it does not go on."""
+    changes: list[str]
+    """What else happened, in a few words each."""
+    alone: bool
+    """Whether it is the only episode of its run."""
+
 
 BADGES = {
     "empty": "no session",
@@ -105,7 +117,7 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
         f"waiting for {awaited}" if awaited else "",
         f"no data from {text.ranks(silent)}" if silent else "",
     ]
-    hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
+    hangs = run is not None and run.verdict is not None and run.verdict.label == "hang"
     return "; ".join(["No step is completed" if hangs else "Training is running", *filter(None, parts)]) + "."
 
 
@@ -170,21 +182,21 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     }
 
 
-def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
+def why_text(verdict: VerdictInfo, incident: CurrentEpisode | None) -> str:
     """Return the reason for the verdict, without its beginning and cost."""
-    notes = [note for note in (verdict.get("note") or "").split("; ") if note]
-    why: str = verdict["why"]
+    notes = [note for note in verdict.note.split("; ") if note]
+    why = verdict.why
     if incident:
         notes = [note for note in notes if " so far, cost " not in note]
-        why = why.replace(f" {verdict['saving']}", "") if verdict.get("saving") else why
+        why = why.replace(f" {verdict.saving}", "") if verdict.saving else why
     return why + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def began_text(
     cache: SessionPoll,
     run: RunState | None,
-    verdict: Mapping[str, Any] | None,
-    incident: Mapping[str, Any] | None,
+    verdict: VerdictInfo | None,
+    incident: CurrentEpisode | None,
 ) -> str:
     """Return since when the verdict holds, and what else happened then."""
     if run is None or verdict is None:
@@ -193,9 +205,9 @@ def began_text(
         first = next((death for death in cache.deaths(run) if death.first), None)
         if first is not None:
             return f"Ended {'at' if first.exact else 'about'} {moment(first.t_ns)}."
-        return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
-    began = since(incident)
-    changes = "; ".join(incident["changes"])
+        return f"Since {moment(verdict.began_ns)}." if verdict.began_ns else ""
+    began = since(incident.episode)
+    changes = "; ".join(incident.changes)
     if changes:  # the last one may be cut short: …
         changes = f" When it began: {changes}{'' if changes.endswith('…') else '.'}"
     return f"{began[:1].upper()}{began[1:]}.{changes}"

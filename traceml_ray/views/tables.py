@@ -7,7 +7,7 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.document.model import Column, Link, Table
-from traceml_ray.reports.headlines import hours_of
+from traceml_ray.reports.headlines import hours_of, named
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding
 from traceml_ray.stages import STAGES
@@ -192,16 +192,14 @@ EVENT = Column("kind", lambda event: text.words(event["kind"]), tone=lambda even
 def episode_columns(share_of: str, gpus: bool) -> list[Column]:
     """Return the columns of episodes; `share_of`: of what their cost is a share; hours of GPUs or ranks."""
     return [
-        Column("what", lambda one: one["headline"]),
-        Column("rank", lambda one: one["rank"], "known plain", link=lambda one: _linked("rank", one["rank"])),
-        Column(
-            "from step", lambda one: one["from_step"], "plain", link=lambda one: ("step", one["from_step"])
-        ),
-        Column("to", lambda one: f"{one['to_step']:,}{' …' * one['goes_on']}", "figures"),
-        Column("lasted", lambda one: one["seconds"], "duration"),
-        Column("cost", lambda one: one["cost_s"], "duration"),
-        Column(share_of, lambda one: one["cost_pct"], "percent"),
-        Column(hours_of(gpus), lambda one: one["rank_hours"], "number"),
+        Column("what", lambda one: named(one)),
+        Column("rank", lambda one: one.rank, "known plain", link=lambda one: _linked("rank", one.rank)),
+        Column("from step", lambda one: one.from_step, "plain", link=lambda one: ("step", one.from_step)),
+        Column("to", lambda one: f"{one.to_step:,}{' …' * one.goes_on}", "figures"),
+        Column("lasted", lambda one: one.seconds, "duration"),
+        Column("cost", lambda one: one.cost_s, "duration"),
+        Column(share_of, lambda one: one.cost_pct, "percent"),
+        Column(hours_of(gpus), lambda one: one.rank_hours, "number"),
     ]
 
 

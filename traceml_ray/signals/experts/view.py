@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
 from traceml_ray.analysis.reasons import UNEVEN_EXPERTS
 from traceml_ray.analysis.uneven_work import ExpertLoad, loads, sentence
 from traceml_ray.signals.experts.records import EXPERTS
-from traceml_ray.signals.finding import Finding, key_of
+from traceml_ray.signals.finding import Finding, OnSteps, key_of
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import Int64, ready
+from traceml_ray.wire.codec import Int64
 
 
 class GetExperts(OfRun[list[ExpertLoad]], frozen=True):
@@ -42,10 +41,10 @@ class ExpertsView(View[list[ExpertLoad]]):
         )
 
     def findings(
-        self, answer: list[ExpertLoad], steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+        self, answer: list[ExpertLoad], steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
         """Return the routers that give one expert far more tokens than the mean; may explain an imbalance."""
-        why = ((verdict or {}).get("reason") or {}).get("what")
+        why = verdict.reason.what if verdict and verdict.reason else None
         explained = steps[0].key if steps and why == "experts" else None
         return [_finding(load, explained) for load in answer if load.times_mean >= UNEVEN_EXPERTS]
 
@@ -53,13 +52,13 @@ class ExpertsView(View[list[ExpertLoad]]):
         """Return 30 s."""
         return 30.0 if world < SLOW_RANKS else None
 
-    def block(self, answer: list[ExpertLoad]) -> Any:
-        """Return the loads as plain values."""
-        return msgspec.to_builtins(answer)
+    def block(self, answer: list[ExpertLoad]) -> list[ExpertLoad]:
+        """Return the loads."""
+        return answer
 
-    def of_block(self, block: Any) -> list[ExpertLoad]:
-        """Return the loads of a block; an older summary has none."""
-        return msgspec.convert(block or [], ready(list[ExpertLoad]), strict=False)
+    def of_block(self, block: list[ExpertLoad]) -> list[ExpertLoad]:
+        """Return the loads."""
+        return block
 
 
 def _finding(load: ExpertLoad, explained: str | None) -> Finding:

@@ -9,20 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import LayerLimits
 from traceml_ray.document.drawing import icicle
 from traceml_ray.document.model import Boxes, Column, Facts, Link, Section, Table
 from traceml_ray.document.text import page
-from traceml_ray.signals.finding import Finding, key_of, known
-from traceml_ray.signals.layers.judge import LayerFinding, Layers, layers_of, of_windows
+from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
+from traceml_ray.signals.layers.judge import Layer, LayerFinding, Layers, layers_of, of_windows
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess, process_labels
-from traceml_ray.wire.codec import ready
 
 
 class GetLayers(OfRun[Layers], frozen=True):
@@ -44,44 +41,36 @@ _NAME, _KIND = 26, 18
 _REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
 
 
-def layers_block(layers: Layers) -> dict[str, Any]:
-    """Return layers as plain values, for the summary."""
-    shown: dict[str, Any] = msgspec.to_builtins(layers, str_keys=True)
-    return shown
-
-
 def render_layers(layers: Layers) -> str:
     """Return all layers as text."""
-    block = layers_block(layers)
-    return page([layers_facts(block), layers_table(block, len(layers.layers))])
+    return page([layers_facts(layers), layers_table(layers, len(layers.layers))])
 
 
 def layers_sentences(layers: Layers) -> list[str]:
     """Return which layers take longer on a rank, or that none does; none where that cannot be said."""
     sentences = [sentence(one.why) for one in layers.findings]
-    waits = any(_WAITS in limit for limit in layers.limits)
-    return sentences or ([NONE_LONGER] if len(layers.ranks) > 1 and not waits else [])
+    return sentences or ([NONE_LONGER] if len(layers.ranks) > 1 and not _waits(layers) else [])
 
 
-def layers_facts(block: Mapping[str, Any], *, with_findings: bool = True) -> Facts:
+def layers_facts(layers: Layers, *, with_findings: bool = True) -> Facts:
     """
     Return the layers as sentences: which ranks take longer in which layers (only `with_findings`), or that
     none does, and what was measured.
     """
-    if not block.get("ranks"):
+    if not layers.ranks:
         return Facts()
-    if block["findings"] and not with_findings:
-        return Facts(("Layers", about_layers(block)), *(("", line) for line in block["limits"]))
-    sentences = [sentence(one["why"]) for one in block["findings"]]
-    none = NONE_LONGER if len(block["ranks"]) > 1 else ""
-    first, *others = sentences or [none if not _waits(block) else ""]
+    if layers.findings and not with_findings:
+        return Facts(("Layers", about_layers(layers)), *(("", line) for line in layers.limits))
+    sentences = [sentence(one.why) for one in layers.findings]
+    none = NONE_LONGER if len(layers.ranks) > 1 else ""
+    first, *others = sentences or [none if not _waits(layers) else ""]
     more = f"and {len(others) - _LINES} more" if len(others) > _LINES else ""
-    first, *rest = list(filter(None, [first, *others[:_LINES], more, about_layers(block), *block["limits"]]))
+    first, *rest = list(filter(None, [first, *others[:_LINES], more, about_layers(layers), *layers.limits]))
     return Facts(("Layers", first), *(("", line) for line in rest))
 
 
-def _waits(block: Mapping[str, Any]) -> bool:
-    return any(_WAITS in limit for limit in block["limits"])
+def _waits(layers: Layers) -> bool:
+    return any(_WAITS in limit for limit in layers.limits)
 
 
 def sentence(why: str) -> str:
@@ -89,49 +78,47 @@ def sentence(why: str) -> str:
     return f"{why[:1].upper()}{why[1:]}."
 
 
-def about_layers(block: Mapping[str, Any]) -> str:
+def about_layers(layers: Layers) -> str:
     """Return which steps the times are of, on whose clock, and what measuring costs."""
-    every = f", one in {block['every']}" if (block["every"] or 1) > 1 else ""
+    every = f", one in {layers.every}" if (layers.every or 1) > 1 else ""
     return (
-        f"Measured in {text.count(block['steps'], 'step')} of {text.ranks(block['ranks'])}{every}, on the "
-        f"clock of the {block['clock']}; that costs {text.percent(block['cost_pct'])} of the time."
+        f"Measured in {text.count(layers.steps, 'step')} of {text.ranks(layers.ranks)}{every}, on the "
+        f"clock of the {layers.clock}; that costs {text.percent(layers.cost_pct)} of the time."
     )
 
 
-def layers_table(block: Mapping[str, Any], most: int = _ROWS) -> Table:
+def layers_table(layers: Layers, most: int = _ROWS) -> Table:
     """Return the layers that take longest, in the order of the model."""
-    layers: Sequence[dict[str, Any]] = block.get("layers", ())
-    longest = sorted(layers, key=_own, reverse=True)[:most]
+    longest = sorted(layers.layers, key=_own, reverse=True)[:most]
     kept = {id(one) for one in longest}
-    called = any(one["calls"] != 1 for one in longest)
-    recomputed = any(one["recomputed"] for one in longest)
+    called = any(one.calls != 1 for one in longest)
+    recomputed = any(one.recomputed for one in longest)
     columns = [
         Column("layer", lambda one: _tail(layer_name(one), _NAME)),
-        Column("class", lambda one: _tail(one["kind"], _KIND) + region_of(one)),
-        *([Column("calls", lambda one: one["calls"], "number")] if called else []),
-        *([Column("again", lambda one: one["recomputed"], "number")] if recomputed else []),
-        Column("fwd ms", lambda one: one["forward_ms"], "aligned"),
-        Column("bwd ms", lambda one: one["backward_ms"], "aligned"),
-        Column("largest", lambda one: one["worst_ms"], "known aligned"),
-        Column("rank", lambda one: None if one["worst_ms"] is None else one["worst_rank"], "known plain"),
-        Column("outputs", lambda one: one["output_bytes"] or None, "known size"),
-        Column("params", lambda one: one["parameter_bytes"] or None, "known size"),
-        Column("grads", lambda one: one["gradient_bytes"] or None, "known size"),
+        Column("class", lambda one: _tail(one.kind, _KIND) + region_of(one)),
+        *([Column("calls", lambda one: one.calls, "number")] if called else []),
+        *([Column("again", lambda one: one.recomputed, "number")] if recomputed else []),
+        Column("fwd ms", lambda one: one.forward_ms, "aligned"),
+        Column("bwd ms", lambda one: one.backward_ms, "aligned"),
+        Column("largest", lambda one: one.worst_ms, "known aligned"),
+        Column("rank", lambda one: None if one.worst_ms is None else one.worst_rank, "known plain"),
+        Column("outputs", lambda one: one.output_bytes or None, "known size"),
+        Column("params", lambda one: one.parameter_bytes or None, "known size"),
+        Column("grads", lambda one: one.gradient_bytes or None, "known size"),
     ]
-    title = "Layers that take longest" if most < len(layers) else "Layers"
+    title = "Layers that take longest" if most < len(layers.layers) else "Layers"
     title += " (ms a step, without the layers inside; median of the ranks)"
-    return Table(title, columns, [one for one in layers if id(one) in kept])
+    return Table(title, columns, [one for one in layers.layers if id(one) in kept])
 
 
-def layer_name(one: Any) -> str:
-    """Return what a layer (a struct, or its dict) is called; the root is "(model)"."""
-    return (one["name"] if isinstance(one, Mapping) else one.name) or "(model)"
+def layer_name(one: Layer) -> str:
+    """Return what a layer is called; the root is "(model)"."""
+    return one.name or "(model)"
 
 
-def region_of(one: Any) -> str:
+def region_of(one: Layer) -> str:
     """Return why nothing is seen inside a layer: " (compiled)"; "" where it is."""
-    region = one["region"] if isinstance(one, Mapping) else one.region
-    return f" ({_REGIONS[region]})" if region else ""
+    return f" ({_REGIONS[one.region]})" if one.region else ""
 
 
 def _tail(name: str, most: int) -> str:
@@ -139,8 +126,8 @@ def _tail(name: str, most: int) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _own(one: Mapping[str, Any]) -> float:
-    return float(one["forward_ms"] + one["backward_ms"])
+def _own(one: Layer) -> float:
+    return one.forward_ms + one.backward_ms
 
 
 def layer_columns(layers: Layers) -> list[Column]:
@@ -234,9 +221,7 @@ class LayersView(View[Layers]):
                 by_rank.append(of_windows(rank, labels.get(process.id), rank_windows))
         return layers_of(by_rank, _LIMITS)
 
-    def findings(
-        self, answer: Layers, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
-    ) -> list[Finding]:
+    def findings(self, answer: Layers, steps: Sequence[Finding], verdict: OnSteps | None) -> list[Finding]:
         """Return the layers that take longer on one rank: each may explain why that rank is late there."""
         return [_finding(one, answer, steps) for one in answer.findings]
 
@@ -244,28 +229,27 @@ class LayersView(View[Layers]):
         """Return 30 s, or 2 s for each rank: each takes the aggregator up to 18 ms."""
         return max(30.0, 2.0 * world) if world <= _ASKED_RANKS else None
 
-    def block(self, answer: Layers) -> dict[str, Any]:
-        """Return the layers as plain values."""
-        return layers_block(answer)
+    def block(self, answer: Layers) -> Layers:
+        """Return the layers."""
+        return answer
 
-    def of_block(self, block: Any) -> Layers:
-        """Return the layers of a block; an older summary has none."""
-        return msgspec.convert(block, ready(Layers), strict=False, str_keys=True) if block else Layers()
+    def of_block(self, block: Layers) -> Layers:
+        """Return the layers."""
+        return block
 
     def details(self, answer: Layers) -> Sequence[Section]:
         """Return that no layer takes longer on one rank, what was measured, and all layers."""
         if not answer.ranks:
             return [Section("model", [Facts(("", f"{NOTHING}."))], "Layers")]
         none = [] if answer.findings else layers_sentences(answer)
-        about = [about_layers(msgspec.structs.asdict(answer)), *answer.limits]
+        about = [about_layers(answer), *answer.limits]
         return [Section("model", [Facts.listed("", [*none, *about]), all_layers_table(answer)], "Layers")]
 
     def sections(self, answer: Layers) -> Sequence[Section]:
         """Return who takes longer in which layer, and the layers that take longest."""
-        block = layers_block(answer)
-        facts, table = layers_facts(block, with_findings=False), layers_table(block)
+        facts, table = layers_facts(answer, with_findings=False), layers_table(answer)
         named = {one.layer for one in answer.findings}
-        boxes = Boxes("Time of each layer with the layers inside it", icicle(block["layers"], named))
+        boxes = Boxes("Time of each layer with the layers inside it", icicle(answer.layers, named))
         return [Section("model", [facts, boxes], "Layers"), Section("tables", [table])]
 
 

@@ -31,6 +31,22 @@ class NotFinite(msgspec.Struct, frozen=True):
     """Step from which on no value is finite; None: the newest value is."""
 
 
+class LoggedNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks of a run have logged under one name, in a summary."""
+
+    name: str
+    ranks: list[int]
+    values: list[float | None]
+    """Newest value of each of `ranks`; None: it is not finite."""
+    steps: list[int]
+    """Step of it."""
+    low: float | None
+    """Smallest finite value of the run; None: there is none."""
+    high: float | None
+    """Largest finite value of the run; None: there is none."""
+    not_finite: list[NotFinite]
+
+
 class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the ranks of a run have logged under one name."""
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from traceml_ray import text
 from traceml_ray.document.model import Column, Gauge, Number, RankColumn, Section, Table
-from traceml_ray.signals.finding import Finding, key_of
-from traceml_ray.signals.logged.judge import LoggedHistory, LoggedMetric, NotFinite
+from traceml_ray.signals.finding import Finding, OnSteps, key_of
+from traceml_ray.signals.logged.judge import LoggedHistory, LoggedMetric, LoggedNumbers
 from traceml_ray.signals.logged.records import LOGGED
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.query import OfRun
@@ -46,7 +44,7 @@ class LoggedView(View[list[LoggedMetric]]):
         return run.records.of(LOGGED, LoggedHistory).metrics(ranks)
 
     def findings(
-        self, answer: list[LoggedMetric], steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+        self, answer: list[LoggedMetric], steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
         """Return the numbers that are not finite, or were once."""
         return [_finding(metric) for metric in answer if metric.not_finite]
@@ -55,34 +53,34 @@ class LoggedView(View[list[LoggedMetric]]):
         """Return 10 s."""
         return _EVERY_S
 
-    def block(self, answer: list[LoggedMetric]) -> Any:
+    def block(self, answer: list[LoggedMetric]) -> list[LoggedNumbers]:
         """Return the newest value of each rank by name, None where it is not finite; without lines."""
         return [
-            {
-                "name": metric.name,
-                "ranks": metric.ranks,
-                "values": [value if np.isfinite(value) else None for value in metric.values.tolist()],
-                "steps": metric.steps.tolist(),
-                "low": metric.low,
-                "high": metric.high,
-                "not_finite": msgspec.to_builtins(metric.not_finite),
-            }
+            LoggedNumbers(
+                name=metric.name,
+                ranks=metric.ranks,
+                values=[value if np.isfinite(value) else None for value in metric.values.tolist()],
+                steps=metric.steps.tolist(),
+                low=metric.low,
+                high=metric.high,
+                not_finite=metric.not_finite,
+            )
             for metric in answer
         ]
 
-    def of_block(self, block: Any) -> list[LoggedMetric]:
-        """Return the metrics of a block, without lines; an older summary has none."""
+    def of_block(self, block: list[LoggedNumbers]) -> list[LoggedMetric]:
+        """Return the metrics of a block, without lines."""
         return [
             LoggedMetric(
-                name=one["name"],
-                ranks=one["ranks"],
-                values=np.array(one["values"], dtype=float),
-                steps=np.array(one["steps"], dtype=np.int64),
-                low=one["low"],
-                high=one["high"],
-                not_finite=[NotFinite(**bad) for bad in one["not_finite"]],
+                name=one.name,
+                ranks=one.ranks,
+                values=np.array(one.values, dtype=float),
+                steps=np.array(one.steps, dtype=np.int64),
+                low=one.low,
+                high=one.high,
+                not_finite=one.not_finite,
             )
-            for one in block or ()
+            for one in block
         ]
 
     def sections(self, answer: list[LoggedMetric]) -> Sequence[Section]:

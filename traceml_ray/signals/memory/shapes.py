@@ -181,6 +181,15 @@ class Attribution(_Shape, frozen=True, kw_only=True):
     """One sentence for a person."""
 
 
+class MemoryOfRank(msgspec.Struct, frozen=True):
+    """Memory of a rank's newest process, in bytes. Unknown values are None."""
+
+    rss_peak_bytes: int | None = None
+    rss_last_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    """The most that torch's allocator ever had allocated."""
+
+
 class RankMemory(_Shape, frozen=True, kw_only=True):
     """One rank process on one device, in numbers: a line of the table."""
 
@@ -235,5 +244,20 @@ class Memory(_Shape, frozen=True, kw_only=True):
     """Every growth above a rank's baseline, the earliest first."""
     ranks: list[RankMemory] = []
     """Each rank process on each device in numbers, by rank and device."""
+    missing_ranks: list[int] = []
+    """Expected ranks without a sample."""
+
+
+class MemoryNumbers(_Shape, frozen=True, kw_only=True):
+    """The memory of a run in a summary."""
+
+    per_rank: dict[int, MemoryOfRank] = {}
+    """Peak and last memory of each rank's newest process."""
+    first_cause: FirstCause | None = None
+    """The rank whose memory grew first. None: no rank is named."""
+    collective_onset: CollectiveOnset | None = None
+    """Growth of several ranks at once. None: there was none."""
+    findings: list[MemoryFinding] = []
+    """The hundred most severe, in the order of `Session.memory`."""
     missing_ranks: list[int] = []
     """Expected ranks without a sample."""

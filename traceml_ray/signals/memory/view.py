@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Column, Facts, RankColumn, Section, Table
 from traceml_ray.identity import RankFilter
-from traceml_ray.signals.finding import MOST, Finding, key_of, known
+from traceml_ray.signals.finding import MOST, Finding, OnSteps, key_of, known
 from traceml_ray.signals.memory import sentences
 from traceml_ray.signals.memory.judge import judge_recordings
 from traceml_ray.signals.memory.recordings import (
@@ -31,7 +30,15 @@ from traceml_ray.signals.memory.recordings import (
     merge,
 )
 from traceml_ray.signals.memory.sentences import GROWTH
-from traceml_ray.signals.memory.shapes import Attribution, Collective, Memory, MemoryFinding, RankMemory
+from traceml_ray.signals.memory.shapes import (
+    Attribution,
+    Collective,
+    Memory,
+    MemoryFinding,
+    MemoryNumbers,
+    MemoryOfRank,
+    RankMemory,
+)
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.query import OfRun
@@ -39,16 +46,6 @@ from traceml_ray.store.rank_processes import RankProcess, by_run, current_ranks,
 from traceml_ray.store.samples import MemoryColumns
 from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import ready
-
-
-class MemoryOfRank(msgspec.Struct, frozen=True):
-    """Memory of a rank's newest process, in bytes. Unknown values are None."""
-
-    rss_peak_bytes: int | None = None
-    rss_last_bytes: int | None = None
-    allocated_peak_bytes: int | None = None
-    """The most that torch's allocator ever had allocated."""
 
 
 class RunMemory(Memory, frozen=True, kw_only=True):
@@ -69,15 +66,6 @@ class GetMemory(OfRun[RunMemory], frozen=True):
 
 _FINDINGS = 100
 """Of a summary."""
-_SHOWN = "first_cause", "collective_onset", "findings", "missing_ranks"
-"""Of what is found, in a summary."""
-
-
-def memory_block(memory: RunMemory) -> dict[str, Any]:
-    """Return the memory of each rank, by its number as text, and what was found about it, for the summary."""
-    few = msgspec.structs.replace(memory, findings=memory.findings[:_FINDINGS])
-    plain: dict[str, Any] = msgspec.to_builtins(few, str_keys=True)
-    return {"per_rank": plain["per_rank"], **{name: plain[name] for name in _SHOWN}}
 
 
 def memory_facts(memory: Memory) -> Facts:
@@ -300,9 +288,7 @@ class MemoryView(View[RunMemory]):
         per_rank = memory_by_rank(run.file, run.ranks) if asked.peaks else {}
         return RunMemory(**msgspec.structs.asdict(memory), per_rank=per_rank)
 
-    def findings(
-        self, answer: Memory, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
-    ) -> list[Finding]:
+    def findings(self, answer: Memory, steps: Sequence[Finding], verdict: OnSteps | None) -> list[Finding]:
         """Return what was found, and its relations: to communication, and which grew first."""
         return _findings(answer, steps)
 
@@ -315,13 +301,19 @@ class MemoryView(View[RunMemory]):
         """Return what memory had done before, where a rank died for lack of it, or was killed."""
         return sentences.cause_of_death(answer, death)
 
-    def block(self, answer: RunMemory) -> dict[str, Any]:
-        """Return what each rank has used, and what was found, as plain values."""
-        return memory_block(answer)
+    def block(self, answer: RunMemory) -> MemoryNumbers:
+        """Return what each rank has used, and what was found."""
+        return MemoryNumbers(
+            per_rank=answer.per_rank,
+            first_cause=answer.first_cause,
+            collective_onset=answer.collective_onset,
+            findings=answer.findings[:_FINDINGS],
+            missing_ranks=answer.missing_ranks,
+        )
 
-    def of_block(self, block: Any) -> RunMemory:
-        """Return the answer of a block: what was found, without numbers of ranks."""
-        return msgspec.convert(block or {}, ready(RunMemory), strict=False, str_keys=True)
+    def of_block(self, block: MemoryNumbers) -> RunMemory:
+        """Return the answer of a block: what was found, without each rank process in numbers."""
+        return RunMemory(**msgspec.structs.asdict(block))
 
     def details(self, answer: Memory) -> Sequence[Section]:
         """Return who is missing, or that nothing was found, and the memory of each rank in numbers."""

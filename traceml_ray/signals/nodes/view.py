@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import System
-from traceml_ray.wire.codec import ready
 
 
 class GetSystem(OfRun[System], frozen=True):
@@ -32,13 +30,13 @@ class NodesView(View[System]):
         """Return median and peak of each quantity."""
         return System(nodes=_nodes(run.file))
 
-    def block(self, answer: System) -> Any:
-        """Return the answer as plain values."""
-        return msgspec.to_builtins(answer)
+    def block(self, answer: System) -> System:
+        """Return the nodes."""
+        return answer
 
-    def of_block(self, block: Any) -> System:
-        """Return the nodes of a block; an older summary has none."""
-        return msgspec.convert(block or {"nodes": []}, ready(System))
+    def of_block(self, block: System) -> System:
+        """Return the nodes."""
+        return block
 
 
 def _nodes(file: SessionFile) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.document.model import Lines, Section
 from traceml_ray.signals.output.last_lines import LastOutput, OutputLine, last_lines
@@ -15,7 +13,7 @@ from traceml_ray.signals.view import Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import Count, Int64, ready
+from traceml_ray.wire.codec import Count, Int64
 
 REPORTED_LINES = 12
 """Lines of each stream that stand beside a failure."""
@@ -58,13 +56,13 @@ class OutputView(View[list[LastOutput]]):
         lines = lines_of(run.file, [process.id], asked.most).get(process.id, [])
         return [LastOutput(asked.rank, lines, _missing(run.file.meta(), process))]
 
-    def block(self, answer: list[LastOutput]) -> Any:
-        """Return the answer as plain values."""
-        return msgspec.to_builtins(answer)
+    def block(self, answer: list[LastOutput]) -> list[LastOutput]:
+        """Return the lines."""
+        return answer
 
-    def of_block(self, block: Any) -> list[LastOutput]:
-        """Return the lines of a block; an older summary has none."""
-        return msgspec.convert(block or [], ready(list[LastOutput]))
+    def of_block(self, block: list[LastOutput]) -> list[LastOutput]:
+        """Return the lines."""
+        return block
 
     def sections(self, answer: list[LastOutput]) -> Sequence[Section]:
         """Return the lines of each rank."""

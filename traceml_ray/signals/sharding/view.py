@@ -11,18 +11,16 @@ from statistics import median_low
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.document.model import Column, ColumnUnit, Facts, Section, Table
-from traceml_ray.signals.finding import Finding, key_of, known
+from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.sharding.judge import Imbalance, ModelShards, ShardingInfo, ShardsOfRank, models
 from traceml_ray.signals.sharding.records import SHARDING, Sharding
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import Count, ready
+from traceml_ray.wire.codec import Count
 
 MOST_RANKS = 64
 """Ranks of each model that a page asks for."""
@@ -183,7 +181,7 @@ class ShardingView(View[ShardingInfo | None]):
         return sharding_of(run.file, run.ranks, asked.most)
 
     def findings(
-        self, answer: ShardingInfo | None, steps: Sequence[Finding], verdict: Mapping[str, Any] | None
+        self, answer: ShardingInfo | None, steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
         """Return the models of which some ranks hold more, or less, than the others."""
         imbalances = [model.imbalance for model in answer.models] if answer else []
@@ -194,13 +192,13 @@ class ShardingView(View[ShardingInfo | None]):
         strategies = {name for process in ranks.values() for name in (process.strategy or "").split("+")}
         return 30.0 if world < SLOW_RANKS and strategies & _DIVIDING else None
 
-    def block(self, answer: ShardingInfo | None) -> Any:
-        """Return the answer as plain values."""
-        return msgspec.to_builtins(answer, str_keys=True)
+    def block(self, answer: ShardingInfo | None) -> ShardingInfo | None:
+        """Return the answer."""
+        return answer
 
-    def of_block(self, block: Mapping[str, Any] | None) -> ShardingInfo | None:
-        """Return the answer of a block; an older summary has none."""
-        return msgspec.convert(block, ready(ShardingInfo), str_keys=True) if block else None
+    def of_block(self, block: ShardingInfo | None) -> ShardingInfo | None:
+        """Return the answer."""
+        return block
 
     def sections(self, answer: ShardingInfo | None) -> Sequence[Section]:
         """Return how each model is divided, and what each rank holds."""

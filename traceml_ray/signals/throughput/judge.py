@@ -221,6 +221,13 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     why: dict[str, str] = {}
 
 
+class ThroughputStatistics(ThroughputNumbers, frozen=True, kw_only=True):
+    """How much the job gets through, in a summary; of each rank by its number as text."""
+
+    per_rank_samples_per_s: dict[str, float | None]
+    per_rank_tokens_per_s: dict[str, float | None]
+
+
 class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
     """The same, also per rank and by step."""
 

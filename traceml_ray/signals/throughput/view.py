@@ -5,14 +5,20 @@ steps, and what is shown of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from traceml_ray import text
 from traceml_ray.document.model import Facts, Gauge, Number, RankColumn, Section
-from traceml_ray.signals.throughput.judge import Throughput, ThroughputNumbers, WorkHistory, throughput
+from traceml_ray.signals.throughput.judge import (
+    Throughput,
+    ThroughputNumbers,
+    ThroughputStatistics,
+    WorkHistory,
+    throughput,
+)
 from traceml_ray.signals.throughput.records import WORK
 from traceml_ray.signals.view import Run, View
 from traceml_ray.store.query import OfRun
@@ -159,23 +165,21 @@ class ThroughputView(View[Throughput]):
             missing=run.missing(("samples", "flops")),
         )
 
-    def block(self, answer: Throughput) -> dict[str, Any]:
+    def block(self, answer: Throughput) -> ThroughputStatistics:
         """Return the numbers, and those of each rank by its number as text."""
-        per_rank = {
+        per_rank: dict[str, Any] = {
             f"per_{name}": dict(zip(map(str, answer.ranks), getattr(answer, name).tolist(), strict=True))
             for name in _PER_RANK
         }
-        return {**{name: getattr(answer, name) for name in _NAMES}, **per_rank}
+        return ThroughputStatistics(**{name: getattr(answer, name) for name in _NAMES}, **per_rank)
 
-    def of_block(self, block: Mapping[str, Any] | None) -> Throughput:
+    def of_block(self, block: ThroughputStatistics) -> Throughput:
         """Return the answer of a block, without lines."""
-        if not block:
-            return Throughput()
-        ranks = [int(rank) for rank in block["per_rank_samples_per_s"]]
         per_rank: dict[str, Any] = {
-            name: np.array([*block[f"per_{name}"].values()], dtype=float) for name in _PER_RANK
+            name: np.array([*getattr(block, f"per_{name}").values()], dtype=float) for name in _PER_RANK
         }
-        return Throughput(**{name: block[name] for name in _NAMES if name in block}, ranks=ranks, **per_rank)
+        ranks = [int(rank) for rank in block.per_rank_samples_per_s]
+        return Throughput(**{name: getattr(block, name) for name in _NAMES}, ranks=ranks, **per_rank)
 
     def sections(self, answer: Throughput) -> Sequence[Section]:
         """Return rates, MFU and time left."""
