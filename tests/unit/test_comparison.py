@@ -265,7 +265,7 @@ def test_run_that_goes_on_is_compared_as_it_is_now(out: Path, tmp_path: Path) ->
         "data",
         [2],
     )
-    assert "B goes on: it is compared as it is now." in comparison.notes
+    assert "B still runs: its steps so far are compared." in comparison.notes
     job.aggregator.close()
 
 

@@ -341,7 +341,7 @@ def test_oom_of_a_rank_that_did_not_grow_says_so(tmp_path: Path) -> None:
         played.play(5)
     played.dies(5, 1, "torch.OutOfMemoryError: CUDA out of memory.")
     verdict = played.aggregator.verdict
-    assert verdict is not None and verdict.why.endswith("what it asked for after that was too much.")
+    assert verdict is not None and verdict.why.endswith("the next allocation was too large.")
 
 
 def test_oom_of_a_host_names_the_rank_that_took_its_memory() -> None:

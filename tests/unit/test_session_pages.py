@@ -323,7 +323,9 @@ def test_run_of_plain_actors_has_ended_with_its_ranks(tmp_path: Path) -> None:
         aggregator.judge()
         pages.poll()
         assert metrics.health(pages)["state"] == ("idle" if final else "live")
-    assert look(pages, "header")["state_text"].startswith("Run job has ended. The session goes on: it waits")
+    assert look(pages, "header")["state_text"].startswith(
+        "Run job has ended. The session continues: it waits"
+    )
     aggregator.close()
 
 

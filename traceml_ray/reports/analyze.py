@@ -150,7 +150,7 @@ def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
 def _passed_over(gathered: Gathered) -> list[str]:
     """Return a note on files that are not about memory."""
     names = text.listed([path.name for path in gathered.passed_over])
-    return [f"Passed over, as there are no samples of memory in them: {names}."] if names else []
+    return [f"Skipped, because they have no samples of memory: {names}."] if names else []
 
 
 def _source(source: FileRead) -> AnalyzedFile:

@@ -394,7 +394,7 @@ def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
 def _notes_of(name: str, known_side: Known) -> list[str]:
     notes = []
     if known_side.side.status == "running":
-        notes.append(f"{name} goes on: it is compared as it is now.")
+        notes.append(f"{name} still runs: its steps so far are compared.")
     elif known_side.side.status not in ("finished", "stopped", None):
         notes.append(f"{name} is {known_side.side.status}.")
     if known_side.sample.per > 1:

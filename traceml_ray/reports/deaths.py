@@ -306,7 +306,10 @@ def _earlier(
         return None
     one, who = len(gone) == 1, text.ranks(gone)
     if finished:
-        then, advice = "had finished.", "Give every rank as many steps, or train under torch's Join."
+        then, advice = (
+            "had finished.",
+            "Give every rank the same number of steps, or train under torch's Join.",
+        )
     else:
         which = "it" if one else "one of them"
         then = f"sent nothing before {'it' if one else 'they'} ended: {which} probably ended first."
@@ -362,7 +365,7 @@ def _advice(death: Death) -> str:
             "It was killed: look for the kernel's out-of-memory killer (dmesg), and in the scheduler's log."
         )
     if not death.message and death.exit_code is None and death.circumstances:
-        return "Look in the scheduler's log and in the cloud's: the machine went, not the process."
+        return "Look in the scheduler's log and in the cloud's: the machine failed, not the process."
     if death.message or death.exit_code is None or death.exit_code > 0:
         return f"Read the traceback in rank {death.rank}'s own output."
     if -death.exit_code not in _CRASHES:

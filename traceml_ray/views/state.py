@@ -136,7 +136,7 @@ def _idle_text(cache: SessionPoll, run: RunState) -> str:
     how = "" if entry.status == "ended" else f": {entry.status}"
     after = [later_run for later_run in cache.runs[index + 1 :] if later_run.status == "running"]
     then = f"run {after[-1].name} is running" if after else "it waits for the next run"
-    return f"Run {entry.name} has ended{how}. The session goes on: {then}."
+    return f"Run {entry.name} has ended{how}. The session continues: {then}."
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:

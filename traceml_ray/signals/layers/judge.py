@@ -177,11 +177,11 @@ def _limits(windows: Sequence[LayerWindow], waits: bool) -> list[str]:
         )
     if any(window.accelerated and window.clock == "host" for window in windows):
         notes.append(
-            "Times are those of the host, which launches the work of the device: those of the device are "
-            "taken with TRACEML_DEVICE_CLOCK=1."
+            "Times are measured on the host, which launches the work of the device. TRACEML_DEVICE_CLOCK=1 "
+            "measures them on the device."
         )
     if others := max(window.others for window in windows):
-        notes.append(f"Of the {text.count(others, 'layer')} that took least there is one row: {REST}.")
+        notes.append(f"The {text.count(others, 'layer')} with the least time are one row: {REST}.")
     regions = {one.region for window in windows for one in window.layers}
     for region, what in _REGIONS.items():
         if region in regions:
@@ -190,9 +190,9 @@ def _limits(windows: Sequence[LayerWindow], waits: bool) -> list[str]:
 
 
 _REGIONS = {
-    "compiled": "What torch.compile compiles is one layer: nothing inside it is seen.",
-    "graph": "What a CUDA graph replays is one layer: nothing inside it is seen.",
-    "sharded": "Under FSDP a layer is what is gathered as one; the wait for its parameters is in its time.",
+    "compiled": "A part that torch.compile compiles is one layer: nothing inside it is seen.",
+    "graph": "A part that a CUDA graph replays is one layer: nothing inside it is seen.",
+    "sharded": "Under FSDP a layer is gathered as one; its time includes the wait for its parameters.",
 }
 
 
@@ -377,7 +377,7 @@ def _all_layers(rank: RankLayers, slower: float, peers_ms: float) -> LayerFindin
     own_ms = slower * peers_ms
     why = (
         f"all layers take longer on rank {rank.rank}{where}, {text.times(slower)} as long as on its peers "
-        f"({text.ms(own_ms)} instead of {text.ms(peers_ms)} a step): it is the rank, or its machine, no layer"
+        f"({text.ms(own_ms)} instead of {text.ms(peers_ms)} a step): the rank or its machine is slow"
     )
     excess = own_ms - peers_ms
     return LayerFinding(rank.rank, rank.node, None, "", "forward and backward", excess, own_ms, peers_ms, why)

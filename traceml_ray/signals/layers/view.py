@@ -30,9 +30,8 @@ class GetLayers(OfRun[Layers], frozen=True):
 
 NONE_LONGER = "No layer takes longer on one rank than on its peers."
 NOTHING = (
-    "No layer has been measured. They are, all the time, in a job that is started with `--deep`, "
-    "`traceml_ray.start(deep=True)` or TRACEML_DEEP=1; and for some steps of a job that runs, by "
-    "`traceml-ray layers SESSION --steps 20`"
+    "No layer has been measured. `--deep`, `traceml_ray.start(deep=True)` or TRACEML_DEEP=1 measures the "
+    "whole job; `traceml-ray layers SESSION --steps 20` measures some steps of a running one"
 )
 _WAITS = "waits for other ranks"
 """In what is said of times from which no rank can be named."""

@@ -24,11 +24,11 @@ COUNTERS: dict[Counter, str] = {
 }
 NEXT: dict[Kind, list[str]] = {
     "persistent_drift": [
-        "Look for process groups, CUDA graphs or library handles that are made again and again.",
+        "Look for process groups, CUDA graphs or library handles that are created repeatedly.",
         "Run with NCCL_DEBUG=INFO to see which communicators are made, and when.",
     ],
     "step_change": [
-        "If it stands with the first use of a library or a process group, plan with so much less memory.",
+        "If it coincides with the first use of a library or a process group, plan for that much less memory.",
         "Otherwise look for another process on the device (nvidia-smi) and for allocations outside torch.",
     ],
     "transient_spike": [
@@ -46,7 +46,7 @@ NEXT: dict[Kind, list[str]] = {
         "Use a smaller batch, activation checkpointing, or shard optimizer states.",
     ],
     "imbalance": [
-        "Look for what only this rank holds: a checkpoint loaded to its device, gathered metrics, more data.",
+        "Look for memory that only this rank has: a checkpoint loaded to its device, gathered metrics, data.",
     ],
 }
 _NEXT_HOST = [
@@ -182,7 +182,7 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
         return _grew(same[0], f"It was on the same node as rank {same[0].rank}, whose")
     samples = [row.samples for row in memory.ranks if row.rank in dead]
     if samples and max(samples) >= MEMORY.short_samples:
-        return "Its memory had not grown up to its last sample: what it asked for after that was too much."
+        return "Its memory had not grown up to its last sample: the next allocation was too large."
     return ""
 
 
