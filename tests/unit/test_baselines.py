@@ -12,7 +12,7 @@ from snapshot import Snapshot
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray import actors
 from traceml_ray.reports.baseline import checked
-from traceml_ray.reports.text import render
+from traceml_ray.reports.files import text_of
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import summary_of
@@ -89,7 +89,7 @@ def test_report_names_its_baseline(tmp_path: Path, good: Path, snapshot: Snapsho
     assert (summary["verdict"]["label"], summary["verdict"]["chronic"]) == ("group_wide", True)
     assert summary["baseline"]["source"] == "session good"
     assert summary["baseline"]["stages"][1] == {"name": "data", "exposed_ms": 2.0, "mad_ms": 0.0}
-    snapshot("report", render(summary_of(summary), Path("<folder>")))
+    snapshot("report", text_of(summary_of(summary), Path("<folder>")))
 
 
 def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None
     assert spans == [("healthy", 11, 399), ("group_wide", 400, 799)]
     assert live[-1] == ("group_wide", 400)
     assert (summary["verdict"]["label"], summary["verdict"]["from_step"]) == ("group_wide", 400)
-    assert "of this run: 11 ms a step" in render(summary_of(summary), tmp_path)
+    assert "of this run: 11 ms a step" in text_of(summary_of(summary), tmp_path)
 
 
 def test_report_has_no_baseline_line_where_none_is_used(good: Path) -> None:
     with SessionFile(good / "session.sqlite") as session:
         summary = written_summary(session, LIMITS)
     assert summary["baseline"]["steps"] == 250
-    assert "Baseline" not in render(summary_of(summary), good)
+    assert "Baseline" not in text_of(summary_of(summary), good)
 
 
 class TestChecked:

@@ -13,7 +13,7 @@ from played import QUIET, Played
 from sessions import LIMITS, MS, written_summary
 
 from traceml_ray.analysis.step_stats import first_steps
-from traceml_ray.reports.text import render
+from traceml_ray.reports.files import text_of
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import summary_of
@@ -125,5 +125,5 @@ def test_summary_of_a_run_that_is_over_says_what_the_first_step_cost(tmp_path: P
     assert first["others_s"] == pytest.approx(3.02, abs=0.01)
     assert first["cost_pct"] == pytest.approx(100 * 9 / (9 + 300 * 0.0209), abs=1)
     assert summary["verdict"]["label"] == "healthy" and first["why"] in summary["verdict"]["note"]
-    report = " ".join(render(summary_of(summary), tmp_path).split())
+    report = " ".join(text_of(summary_of(summary), tmp_path).split())
     assert "the first step took 9 s on rank 2, 3 s on the others" in report

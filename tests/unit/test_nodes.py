@@ -17,8 +17,8 @@ from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray import membership
 from traceml_ray.ray.actors import ActorConfig
+from traceml_ray.reports.files import text_of
 from traceml_ray.reports.status import render_status
-from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import Node, label_nodes
 from traceml_ray.store.results import NodeInfo
@@ -79,7 +79,7 @@ def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock
     assert [node["lost"] for node in summary["session"]["nodes"]] == [False, True]
     assert summary["ranks"]["3"]["ended"] == "died"
     assert summary["ledger"]["per_rank"]["3"]["stored"] == 80
-    assert "host-1 (lost)" in render(summary_of(summary), tmp_path)
+    assert "host-1 (lost)" in text_of(summary_of(summary), tmp_path)
     assert "host-1 (lost)" in render_status(stored(tmp_path), tmp_path, None, clock())
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
@@ -139,7 +139,7 @@ def test_machine_that_comes_back_is_another_node_with_its_own_label(
         ("host-1 (10.0.0.2, node-1)", [], True),
     ]
     assert summary["session"]["nnodes"] == 2
-    snapshot("report", render(summary_of(summary), Path("<folder>")))
+    snapshot("report", text_of(summary_of(summary), Path("<folder>")))
     snapshot("cli", render_status(stored(tmp_path), Path("<folder>"), None, clock()))
     assert [node.ranks for node in ask(aggregator, "nodes")] == [[1], [0], []]
     assert ask(aggregator, "verdict")["label"] == "healthy"

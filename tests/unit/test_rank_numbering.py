@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, stored
 
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.reports.files import text_of
 from traceml_ray.reports.status import render_status
-from traceml_ray.reports.text import render
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import summary_of
 
@@ -70,7 +70,7 @@ def test_restarted_actor_keeps_its_rank(tmp_path: Path) -> None:
     }  # fmt: skip
     summary = ask(aggregator, "summary")
     assert (summary["ranks"]["2"]["processes"], summary["ranks"]["1"]["name"]) == (2, "actor")
-    assert "learner" in render(summary_of(summary), tmp_path)
+    assert "learner" in text_of(summary_of(summary), tmp_path)
     assert "learner" in render_status(stored(tmp_path), tmp_path, None, clock())
 
 

@@ -15,10 +15,10 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.text import WIDTH
 from traceml_ray.reports.deaths import Death, Moment
+from traceml_ray.reports.files import text_of
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
-from traceml_ray.reports.text import render
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import BACKWARD, DATA
 from traceml_ray.store.session_file import SessionFile
@@ -411,7 +411,7 @@ def test_ranks_listed_of_many_are_the_worst(tmp_path: Path) -> None:
 def test_empty_summary_has_no_none_or_nan_in_its_text(tmp_path: Path) -> None:
     Run(tmp_path, 1).finish()
     with SessionFile(tmp_path / "session.sqlite") as session:
-        text = render(summarize(session, Thresholds()), tmp_path)
+        text = text_of(summarize(session, Thresholds()), tmp_path)
     assert "None" not in text
     assert "nan" not in text
 

@@ -18,10 +18,9 @@ from traceml_ray.agent.batch_size import packed
 from traceml_ray.analysis.step_history import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.files import text_of, write_reports
 from traceml_ray.reports.stored_totals import folded_steps
 from traceml_ray.reports.summary import summaries
-from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import NodeSample
@@ -164,7 +163,7 @@ def test_statistics_and_ledger_include_folded_rows(job: Job) -> None:
     assert 0 < ledger.folded < ledger.stored
     with SessionFile(job.aggregator.folder.sqlite) as session:
         summary = written_summary(session, Settings().thresholds)
-    text = render(summary_of(summary), job.folder)
+    text = text_of(summary_of(summary), job.folder)
     assert f"the oldest {ledger.folded:,} stored rows are kept as sums" in text
     assert "Covers " not in text and "within 0.12 %" in text
     assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger.stored, 100, ERROR_PCT, 100, 100]
@@ -188,7 +187,7 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
     assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger.stored, abs=1e-3)
     assert covers["counted_pct"] == 100
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
-    text = " ".join(render(summary_of(summary), job.folder).split())
+    text = " ".join(text_of(summary_of(summary), job.folder).split())
     assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
     assert "; the 4,000 steps and their mean, 10 ms, are of the whole run" in text
     assert f"of steps {covers['from_step']:,}" in text
@@ -514,7 +513,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         monkeypatch.setattr("traceml_ray.reports.stored_totals.PIECE_ROWS", steps)
         with SessionFile(job.aggregator.folder.sqlite) as session:
             summary[steps] = written_summary(session, Settings().thresholds)
-        text = render(summary_of(summary[steps]), job.folder)
+        text = text_of(summary_of(summary[steps]), job.folder)
         assert "Covers " not in text
         assert ("within 0.12 %" in " ".join(text.split())) is (steps == 300)
     at_once, piecewise = summary.values()

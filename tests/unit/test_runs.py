@@ -27,10 +27,9 @@ from snapshot import Snapshot
 from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import OTHERS_S
-from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.files import text_of, write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
-from traceml_ray.reports.text import render
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.store import query
 from traceml_ray.store.query import QueryError
@@ -83,7 +82,7 @@ def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
 
 def _text(folder: Path, run: str) -> str:
     with SessionFile(folder / "session.sqlite") as session:
-        return render(summarize(session, LIMITS, run), folder)
+        return text_of(summarize(session, LIMITS, run), folder)
 
 
 # -- what is told of a run -----------------------------------------------------------------------
@@ -224,7 +223,7 @@ def test_newest_run_with_rows_is_shown_unless_another_is_requested(
     assert [verdict.label for verdict in ask(aggregator, "verdicts")] == ["healthy"]
     assert [run.id for run in ask(aggregator, "runs")] == ["a", "b", "c"]
     with aggregator.stored() as file:
-        snapshot("report", render(summarize(file, LIMITS), Path("<folder>")))
+        snapshot("report", text_of(summarize(file, LIMITS), Path("<folder>")))
     assert "healthy" in render_status(aggregator.query, tmp_path, None, clock())
 
 

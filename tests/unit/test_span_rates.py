@@ -20,8 +20,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.document.text import WIDTH
+from traceml_ray.reports.files import text_of
 from traceml_ray.reports.stored_totals import StoredSpans
-from traceml_ray.reports.text import render
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.rank_processes import current_ranks
 from traceml_ray.store.session_file import SessionFile
@@ -216,7 +216,7 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
         "bytes": None,
     }
     assert (reduce["name"], reduce["max_ms"], reduce["bytes"]) == ("all_reduce", 0.1, 4000.0)
-    text = render(summary_of(summary), tmp_path)
+    text = text_of(summary_of(summary), tmp_path)
     assert max(map(len, text.splitlines())) <= WIDTH
     (line,) = [line.split() for line in text.splitlines() if line.startswith("  optimizer ")]
     assert line == ["optimizer", "post_sync", "16.0", "31.0", "rank", "1", "100", "%"]

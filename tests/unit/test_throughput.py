@@ -15,7 +15,7 @@ from played import QUIET, Played
 from sessions import LIMITS, run_message, stored, written_summary
 
 from traceml_ray.reports.comparison import read_whole
-from traceml_ray.reports.text import render
+from traceml_ray.reports.files import text_of
 from traceml_ray.signals.throughput.judge import MOST, WorkHistory, peak_tflops
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.signals.throughput.view import GetThroughput
@@ -174,7 +174,7 @@ def test_summary_and_report_have_the_same_numbers_and_no_time_left_at_the_end(jo
     assert block["tokens_per_s"] == pytest.approx(live.tokens_per_s, abs=1e-4)
     assert block["per_rank_samples_per_s"] == {"0": 4 / STEP_S, "1": 4 / STEP_S}
     assert block["eta_s"] is None and job.numbers().eta_s is None
-    report = render(summary_of(summary), job.folder)
+    report = text_of(summary_of(summary), job.folder)
     assert "6,400 tokens/s, 400 samples/s of all ranks" in report
     assert "5.1 % of the 1,979 TFLOP/s in bfloat16 of 2 × NVIDIA H200: 2 TFLOPs a step, counted in" in report
 

@@ -28,8 +28,8 @@ from traceml_ray.analysis.step_stats import span
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
+from traceml_ray.reports.files import text_of
 from traceml_ray.reports.stored_totals import reduce
-from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
     DATA,
@@ -171,7 +171,7 @@ def test_report_of_sampled_steps_counts_all_of_them(tmp_path: Path) -> None:
     played.end()
     with SessionFile(played.aggregator.folder.sqlite) as file:
         summary = written_summary(file, LIMITS)
-        text = " ".join(render(summary_of(summary), tmp_path).split())
+        text = " ".join(text_of(summary_of(summary), tmp_path).split())
     took_s = 1200 * sum(QUIET) / 1e3 + 1100 * 12e-3
     steps, verdict = summary["steps"], summary["verdict"]
     assert (steps["count"], steps["covers"]["to_step"], steps["covers"]["timed_pct"]) == (1200, 1199, 12.5)

@@ -13,13 +13,12 @@ from msgspec.structs import asdict
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
-from traceml_ray.reports.files import page_of
+from traceml_ray.reports.files import page_of, text_of
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS, step_of
 from traceml_ray.reports.stored_totals import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
-from traceml_ray.reports.text import render
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.view import Records, Run
 from traceml_ray.signals.views import OF_QUESTION, findings_of, questions_on_findings
@@ -134,7 +133,7 @@ class Answers:
     def report_text(self, run: str | None = None) -> str:
         """Return the report of all of a run as text. Raises `QueryError`, `SessionFileError`."""
         with self._file(self._run(run)) as file:
-            return render(summarize(file, self._limits), self.folder)
+            return text_of(summarize(file, self._limits), self.folder)
 
     def check(self) -> None:
         """Open the session file. Raises `SessionFileError` where that cannot be done."""

@@ -1,6 +1,6 @@
 """
 The document of a session: its sections by name, from a summary and the answers that the web app's first page
-has of a run. `reports/text` and `reports/page` choose and order them.
+has of a run. `reports/files` (the text) and `reports/page` choose and order them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the files a session leaves for people and programs: `summary.json`, `report.txt`, `report.html`."""
+"""The files that a session leaves: `summary.json`, `report.txt` and `report.html`, as bytes and on disk."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from pathlib import Path
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.document.json import as_json
+from traceml_ray.document.text import blocks_of
+from traceml_ray.document.text import page as text_page
 from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
 from traceml_ray.reports import page
-from traceml_ray.reports.document import read_chart_data
+from traceml_ray.reports.document import SECTIONS, files, of_summary, read_chart_data, title
 from traceml_ray.reports.summary import Report, reports
-from traceml_ray.reports.text import render
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Summary, plain
+
+_ORDER = (
+    *("verdict", "operation", "also", "model", "steps", "stages", "spans", "tables", "nodes"),
+    *("roles", "ranks", "of ranks", "suspects", "history", "output", "stacks", "events", "runs", "monitor"),
+)
+"""A terminal shows the end of a long text: what is read of a failure is there."""
 
 
 def write_reports(
@@ -42,7 +49,7 @@ def write_reports(
         put(
             {
                 folder.summary_json: as_json(plain(summary)).encode(),
-                folder.report_txt: render(summary, folder.path).encode(),
+                folder.report_txt: text_of(summary, folder.path).encode(),
             }
         )
         try:
@@ -53,6 +60,14 @@ def write_reports(
             break
     assert summary is not None  # there is always a report
     return summary
+
+
+def text_of(summary: Summary, folder: Path) -> str:
+    """Return the text of the report on `summary`, as `summarize` makes it, of the session in `folder`."""
+    chart_data = of_summary(summary)
+    sections = [section for name in _ORDER for section in SECTIONS[name](chart_data)]
+    blocks = [block for section in sections for block in blocks_of(section)]
+    return text_page([title(summary, folder), *blocks, files(folder)])
 
 
 def page_of(report: Report, folder: Path) -> bytes:
