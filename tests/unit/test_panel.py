@@ -41,6 +41,7 @@ from traceml_ray.views.source import StoredSource
 from traceml_ray.wire import messages as wire
 
 SIZES = ((80, 24), (120, 40), (200, 60))
+NO_FACTS = {"id": "demo", **dict.fromkeys(("world_size", "nnodes", "strategy", "restarted"))}
 
 
 def followed(played: Played, seconds: int = 18) -> SessionPoll:
@@ -309,7 +310,30 @@ def test_pane_of_nodes_has_their_load_now_and_before_and_what_the_verdict_costs(
     assert "36 %" in late and "50 %  ▅▅▅▅▅▅▅▅" in late, "half of the scale, which is that of all it can be"
     assert "CPU past" in text(seen(poll, choice), 80, 24, choice)
     small = text(seen(poll, choice), 20, 5, choice)
-    assert "NODES" in small and "VERDICT" not in small, "where there is room for one of them, what was chosen"
+    assert "NODES" in small and "▲ host-1" in small and "VERDICT" not in small, "what was chosen"
+
+
+def test_nothing_is_said_of_gpus_where_there_are_none_and_of_a_node_alone_that_it_is_slower(
+    tmp_path: Path,
+) -> None:
+    poll = followed(Played(tmp_path / "demo", 4, late=None, gpus=0), 5)
+    pane = text(seen(poll, Choice("nodes")), 160, 24, Choice("nodes"))
+    table = pane.partition("├─ NODES")[2]
+    assert "CPU past" in table and not any(word in table for word in ("GPU", "VRAM", "°C", "slower", "n/a"))
+    overview = text(seen(poll), 120, 40)
+    assert "host-0  CPU 40 %  RAM 39 %  " in overview and "°C" not in overview
+
+
+def test_verdict_has_the_lines_that_a_pane_leaves(job: SessionPoll) -> None:
+    choice = Choice("memory")
+    low, high = (text(seen(job, choice), 80, height, choice) for height in (24, 60))
+    assert "Cost" not in low and "MEMORY OF RANKS" in low
+    assert "Cost" in high and "Since step 35" in high and "   15  " in high
+
+
+def test_monitor_that_starts_has_no_coverage_to_show() -> None:
+    shown = text(PanelState("starting", "starting", "The monitor starts.", "", facts=NO_FACTS), 80, 24)
+    assert " starting ─┤" in shown
 
 
 def test_loads_of_nodes_are_those_that_polls_bring_after_a_few_at_first(played: Played) -> None:

@@ -83,7 +83,7 @@ def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
     columns = [
         column
         for column in node_columns(costs, evidence, snapshot.loads)
-        if any(map(column.cell, snapshot.nodes)) or column.unit == "line"
+        if any(_is_known(column.value(node)) for node in snapshot.nodes)
     ]
     spare = "°C past", "RAM past", "W", "rank", "worst ms", "skew", "VRAM", "median ms", "°C", "RAM", "ranks"
     block = Table(f"Nodes{of_steps(snapshot)}", columns, snapshot.nodes, badness=badness, spare=spare)
@@ -91,6 +91,12 @@ def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
         listed(block, choice.scroll, width, worst=choice.sort == "time"),
         PaneSection("BESIDE THE VERDICT", lambda most: cut(lines, most), len(lines)),
     ]
+
+
+def _is_known(value: object) -> bool:
+    """Whether there is something to show of a value: of a line, that one of its values is known."""
+    values = value if isinstance(value, list) else [value]
+    return any(one not in (None, "") for one in values)
 
 
 def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
@@ -223,9 +229,9 @@ assert {*DRAWN} >= {*PANES[1:]}
 
 
 _VERDICT, _BRIEF = 12, 4
-"""Lines that the verdict may have: on the overview, on other panes."""
+"""Lines that the verdict may have: on the overview, and on a pane that needs the others."""
 _SMALL = 10
-"""In a window of fewer lines a pane is without the verdict: it would be all that is there."""
+"""In a window of fewer lines a pane is without the head and the verdict: they would be all that is there."""
 
 
 def panel(
@@ -250,10 +256,13 @@ def panel(
         body = _overview(snapshot, choice, inner)
     overview = choice.pane == PANES[0] and choice.rank is None
     small = height is not None and height < _SMALL and not overview
-    parts = [] if small else [sections.verdict(snapshot, inner, _VERDICT if overview else _BRIEF)]
-    parts += body
+    head = [] if small else sections.head(snapshot, inner)
+    wanted = sum(1 + part.want for part in body if part.want)
+    left = _VERDICT if overview or height is None else height - len(head) - 3 - wanted
+    most = min(_VERDICT, max(_BRIEF, left))
+    parts = [*([] if small else [sections.verdict(snapshot, inner, most)]), *body]
     below = _keys(choice, inner) if foot is None else Text(foot)
-    return framed(sections.title_of(snapshot), sections.head(snapshot, inner), parts, below, width, height)
+    return framed(sections.title_of(snapshot), head, parts, below, width, height)
 
 
 def _overview(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:

@@ -141,7 +141,7 @@ def rates(snapshot: PanelState) -> dict[str, str]:
 def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
     """Return the verdict with its reason, advice, cost and beginning, and how fresh and complete it is."""
     late = "bold yellow" if snapshot.state == "stale" else ""
-    note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}")
+    note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}" if snapshot.coverage else "")
     step_verdict, first = snapshot.verdict, snapshot.first
     more = first is not None and first.subject != "steps"  # something is more severe than the verdict
     parts = [] if step_verdict is None else [
@@ -373,10 +373,10 @@ def health(snapshot: PanelState, width: int) -> PaneSection:
             written=lambda node: text.percent(node["cpu_pct"]) * node["alive"],
         ),
         Column("RAM", lambda node: node["mem_pct"], "percent"),
-        Column("GPU", lambda node: node["gpu_util_pct"], "percent"),
-        Column("VRAM", lambda node: node["gpu_mem_pct"], "percent"),
-        Column(" ", lambda node: f"{text.number(node['gpu_temperature_c'], 0)} °C"),
-        Column("  ", lambda node: f"{text.number(node['gpu_power_w'], 0)} W"),
+        Column("GPU", lambda node: node["gpu_util_pct"], "known percent"),
+        Column("VRAM", lambda node: node["gpu_mem_pct"], "known percent"),
+        Column(" ", _in_unit("gpu_temperature_c", "°C")),
+        Column("  ", _in_unit("gpu_power_w", "W")),
         Column("   ", lambda node: "; ".join(evidence.get(node["label"], ())), tone=_anomalous(evidence)),
     ]
     block = Table(
@@ -387,6 +387,11 @@ def health(snapshot: PanelState, width: int) -> PaneSection:
         badness=lambda node: (node["label"] in evidence, *badness(node)),
     )
     return brief_table(block, width, _more_nodes, least=2, named=" ")
+
+
+def _in_unit(name: str, unit: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return what writes a number of a node with its unit; nothing where it is not known, as without GPUs."""
+    return lambda node: "" if node[name] is None else text.unit(node[name], unit, 0)
 
 
 def _anomalous(evidence: Mapping[str, Any]) -> Callable[[Any], str]:
