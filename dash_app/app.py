@@ -27,8 +27,8 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
+from traceml_ray.document import timezone
 from traceml_ray.text import natural
-from traceml_ray.views import timezone
 from traceml_ray.views.figures import Figure
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep_newest

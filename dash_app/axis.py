@@ -18,8 +18,9 @@ from traceml_ray import text
 from traceml_ray.analysis.shapes import RunTimeline
 from traceml_ray.analysis.step_stats import MAX_BINS
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
-from traceml_ray.document import drawing
+from traceml_ray.document import drawing, timezone
 from traceml_ray.document.model import Column, Table
+from traceml_ray.document.step_clock import StepClock
 from traceml_ray.reports.headlines import current_episode, named, severity
 from traceml_ray.store import query
 from traceml_ray.views import figures
@@ -135,7 +136,12 @@ def frame(spine: Mapping[str, Any]) -> dict[str, Any]:
     first, last = spine["between"]
     onset = spine["onset"]
     shown = onset is not None and first <= onset <= last
-    return {"between": (first - 0.5, last + 0.5), "onset": onset - 0.5 if shown else None}
+    return figures.frame_of(_step_clock(spine), (first - 0.5, last + 0.5), onset - 0.5 if shown else None)
+
+
+def _step_clock(spine: Mapping[str, Any]) -> StepClock | None:
+    """Return when the steps of the run were over; None: not known."""
+    return StepClock.of(RunTimeline(**{name: spine[name] for name in RunTimeline.__struct_fields__}))
 
 
 def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +219,8 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
     middle = ((spine["first"] + spine["last"]) // 2).tolist()
     line = {"type": "scatter", "mode": "lines", "name": "step", "x": middle, "y": rounded(spine["step_ms"])}
     style = {"line": {"width": 1.2, "color": drawing.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
+    step_clock = _step_clock(spine)
+    ticks = figures.step_ticks(step_clock, ends) if step_clock else {}
     meta = {"axis": "step", "steps": spine["last"].tolist(), "t_ms": None}
     if spine["t_ns"] is not None:
         meta["t_ms"] = (spine["t_ns"] // 1_000_000).tolist()
@@ -220,13 +228,13 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
         [{**line, **style}],
         "",
         "ms",
-        xaxis={"range": ends, "fixedrange": True, "nticks": 6},
+        xaxis={"range": ends, "fixedrange": True, "nticks": 6, "hoverformat": " ,.0f", **ticks},
         yaxis={
             "nticks": 3,
             "fixedrange": True,
             **figures.scale(spine["step_ms"], "ms").get("yaxis", {}),
         },
-        margin={**figures.MARGIN, "b": 22, "t": 6},
+        margin={**figures.MARGIN, "b": 36, "t": 6},
         dragmode="select",
         selectdirection="h",
         selections=[],
@@ -244,7 +252,8 @@ def _range_text(spine: Mapping[str, Any]) -> str:
     first, last = spine["between"]
     every = int(spine["last"][-1])
     followed = " and on" if spine["range"].last is None and spine["range"].first else ""
-    return f"Steps {first:,}–{last:,}{followed} of {every:,}"
+    zone = f" · times in {timezone.name()}" if spine["t_ns"] is not None else ""
+    return f"Steps {first:,}–{last:,}{followed} of {every:,}{zone}"
 
 
 def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:

@@ -8,7 +8,9 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
+from traceml_ray import text
 from traceml_ray.document.model import Column, Table
+from traceml_ray.document.step_clock import StepClock
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.views import figures
 
@@ -49,11 +51,13 @@ def chart(
     tall: str = "",
     height: int = 0,
     rows: Any = None,
+    clock: StepClock | None = None,
 ) -> Chart:
     """
     Return a panel with one figure, `height` px high, and its table where `route` asks for it: `rows`, or the
     values of the figure; `label` says what it shows. `series` has the names of its traces (or groups of them)
-    with their colours: each can be switched off. `colours` are others that are in it.
+    with their colours: each can be switched off. `colours` are others that are in it. `clock` has when the
+    steps of its axis were over.
     """
     off = _switched_off(id, route)
     for trace in figure["data"]:
@@ -67,10 +71,17 @@ def chart(
     box = {"className": f"graph {tall}".strip(), "role": "img", **style, **aria(label=label)}
     graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
     head = plain(panel_head(title, keys, f"{id}-legend"))
-    return Chart(f"{id}-panel", head, box, [graph, numbers(id, label, figure, route, rows)])
+    return Chart(f"{id}-panel", head, box, [graph, numbers(id, label, figure, route, rows, clock)])
 
 
-def numbers(id: str, label: str, figure: figures.Figure, route: Route, rows: Any = None) -> Content:
+def numbers(
+    id: str,
+    label: str,
+    figure: figures.Figure,
+    route: Route,
+    rows: Any = None,
+    clock: StepClock | None = None,
+) -> Content:
     """
     Return the link to what a figure shows as a table, and that table where `route` asks for it; and the
     button that makes a picture of it, see assets/picture.js.
@@ -79,12 +90,12 @@ def numbers(id: str, label: str, figure: figures.Figure, route: Route, rows: Any
     choose = link("Table", route.here(table=None if on else id), "segment", on=on, title=label)
     data: dict[str, Any] = {"data-png": id, "title": f"Download as PNG: {label}"}
     png = html.Button("PNG", type="button", className="segment", **data)
-    shown = [rows or figure_table(figure, label, route)] if on else []
+    shown = [rows or figure_table(figure, label, route, clock)] if on else []
     return part(html.Div([choose, png, *shown], id=f"{id}-table", className="numbers"))
 
 
-def figure_table(figure: figures.Figure, label: str, route: Route) -> Any:
-    """Return the values of lines or bars, those of lines newest first."""
+def figure_table(figure: figures.Figure, label: str, route: Route, clock: StepClock | None = None) -> Any:
+    """Return the values of lines or bars, those of lines newest first; `clock` has when steps were over."""
     traces = [t for t in figure["data"] if t.get("hoverinfo") != "skip" and t.get("mode") != "markers"]
     flat = any(trace.get("orientation") == "h" for trace in traces)
     axis = figure["layout"]["yaxis" if flat else "xaxis"]
@@ -98,7 +109,11 @@ def figure_table(figure: figures.Figure, label: str, route: Route) -> Any:
     def place(index: int) -> Any:
         return moment(1_000_000 * names[index]) if timed else names[index]
 
-    columns = [Column("time" if timed else axis["title"]["text"], place, "date" if timed else "name")]
+    head = "time" if timed else axis["title"]["text"].partition(", time")[0]
+    columns = [Column(head, place, "date" if timed else "name")]
+    if clock:
+        times = clock.texts(names)
+        columns.append(Column(f"time ({text.zone()})", lambda index: times[index], "clock", str))
     columns += [Column(trace["name"], value_of(trace), "number") for trace in traces]
     return table(Table(label, columns, range(min(len(names), _TABLE_ROWS))), route)
 

@@ -18,7 +18,6 @@ from traceml_ray.document.model import SIGNS, Column, Facts, Lines, Section, Tab
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
-from traceml_ray.views import timezone
 
 from .route import Route
 
@@ -175,14 +174,16 @@ def marked(sentence: str) -> list[Any]:
 def dated(sentence: str) -> list[Any]:
     """Return a sentence with its moments (ISO 8601) in the reader's timezone."""
     pieces = enumerate(text.MOMENT.split(sentence))
-    return [when(piece, timezone.clock(piece)) if i % 2 else piece for i, piece in pieces if piece]
+    return [when(piece, text.with_clocks(piece)) if i % 2 else piece for i, piece in pieces if piece]
 
 
 def when(moment: str | None, shown: str = "") -> Any:
     """Return a moment (ISO 8601, UTC) in the reader's timezone, by default day and time; in UTC on hover."""
     if moment is None:
         return text.NA
-    return html.Time(shown or timezone.date(moment), dateTime=moment, title=f"{text.date(moment)} UTC")
+    return html.Time(
+        shown or text.date(moment), dateTime=moment, title=f"{moment[:19].replace('T', ' ')} UTC"
+    )
 
 
 Cell = Callable[[Any], Any]
@@ -216,9 +217,7 @@ def table(
     draw = [given.get(column.name) or _drawn(column, block, route) for column in shown]
     style = ["num" if column.number else "" for column in shown]
     head = [
-        html.Th(
-            known_heads.get(column.name) or column.head(timezone.abbreviation()), className=css, scope="col"
-        )
+        html.Th(known_heads.get(column.name) or column.head(), className=css, scope="col")
         for column, css in zip(shown, style, strict=True)
     ]
     body = [

@@ -18,7 +18,8 @@ from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MARKS, HEIGHT, HeatRow, css
 from traceml_ray.document.model import Column, Table
 from traceml_ray.store.results import LiveVerdict
-from traceml_ray.views.heat_figure import BOTTOM, TOP
+from traceml_ray.views.figures import BOTTOM
+from traceml_ray.views.heat_figure import TOP
 
 from .elements import table
 from .route import Route

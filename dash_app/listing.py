@@ -15,7 +15,6 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.document.model import Column
 from traceml_ray.text import natural
-from traceml_ray.views import timezone
 from traceml_ray.views.values import whole_number
 
 from .elements import aria, link
@@ -92,7 +91,7 @@ def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]
             sign = {name: " ↑", f"-{name}": " ↓"}.get(chosen, "")
             following = other if chosen == first else None if chosen == other else first
             shown[name] = link(
-                column.head(timezone.abbreviation()) + sign,
+                column.head() + sign,
                 route.here(sort=following, page=None),
                 "head",
                 on=bool(sign),

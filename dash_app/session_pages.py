@@ -18,7 +18,7 @@ from .pages import DATA, has_nothing, sessions
 from .route import Route
 from .session_cache import SessionCache
 
-_MAX_OTHERS = 2
+_MAX_OTHERS = 8
 """Past sessions that are open at the same time."""
 _Key = tuple[Route, str | None]
 """Key of a cached page: its route and the id of its run."""
@@ -78,8 +78,8 @@ class SessionPages(SessionCache):
             pages._viewed.add(key)
         body = pages._body(key, run)
         header = pages._header(run)
-        if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
-            sides = [Route("side", "", (("session", str(name)),)) for name in names]
+        if route.page == "sessions" and len(names := sessions.sides_of(route)) > 1:
+            sides = [Route("side", "", (("session", name),)) for name in names]
             body = {**body, "sides": [self.view(side) for side in sides]}
         return {**header, **body}
 

@@ -27,7 +27,6 @@ from traceml_ray.store.profiles import Profile
 from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.summary_shape import Conclusion
 from traceml_ray.text import natural
-from traceml_ray.views import timezone
 from traceml_ray.views.events import incident
 from traceml_ray.views.findings import first_of, found_in
 from traceml_ray.views.run_state import RunState
@@ -341,7 +340,7 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
     others = "\n".join(f"Also: {line_of(one)}" for one in _others(header))
     every = (first.headline, began, spent, why, steps, operation, following, others, "{link}")
-    copied = "\n".join(map(timezone.with_clocks, filter(None, every)))
+    copied = "\n".join(map(text.with_clocks, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.machine or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))

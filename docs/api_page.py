@@ -77,6 +77,7 @@ MEMORY = {
 COMPARISON = {
     "traceml_ray/reports/comparison.py": ("Comparison", "Side"),
     "traceml_ray/analysis/comparison.py": ("NumberChange", "RankChange"),
+    "traceml_ray/reports/overlay.py": ("RunTable", "RunRow"),
 }
 PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankProfile", "ProfileStep")}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
@@ -135,7 +136,7 @@ def data_page() -> str:
     parts += [shape(node) for path, names in FINDINGS.items() for node in shapes_of(path, names)]
     parts.append("## What files say about memory\n")
     parts += [shape(node, default=False) for path, names in MEMORY.items() for node in shapes_of(path, names)]
-    parts.append("## How two sessions differ\n")
+    parts.append("## How sessions differ\n")
     parts += [
         shape(node, default=False) for path, names in COMPARISON.items() for node in shapes_of(path, names)
     ]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ _FUZZ = os.environ.get("FUZZ_EXAMPLES")
 hypothesis.settings.register_profile("shared-machine", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=int(_FUZZ or 1))
 hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
+
+os.environ["TZ"] = "UTC"  # of whoever runs the tests; texts write moments in that of their process
+time.tzset()
 
 # A shell ignores both in what it runs in the background, and so would whatever a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import datetime, timezone, tzinfo
 from typing import Any, NoReturn, TextIO
 
 NA = "n/a"
@@ -159,24 +160,53 @@ def age(seconds: float | None) -> str:
     return NA if seconds is None else duration(round(seconds))
 
 
+TIMEZONE: ContextVar[tzinfo | None] = ContextVar("timezone", default=None)
+"""Timezone in which moments are written; None: that of this process."""
+
+
+def local(moment: str) -> datetime:
+    """Return a moment (ISO 8601, UTC) in the timezone of the reader. Raises ValueError for no moment."""
+    return datetime.fromisoformat(f"{moment[:19]}+00:00").astimezone(TIMEZONE.get())
+
+
+def zone(moment: str | None = None) -> str:
+    """Return the abbreviation of the timezone at a moment, by default now: "CET", "UTC+03"."""
+    try:
+        when = local(moment) if moment else datetime.now(timezone.utc).astimezone(TIMEZONE.get())
+    except (ValueError, OverflowError):
+        return "UTC"  # as `date` writes what is no moment
+    name = when.tzname() or ""
+    return f"UTC{name}" if name[:1] in "+-" else name
+
+
 def clock(moment: str | None) -> str:
-    """Return a moment (ISO 8601, UTC) as "22:13:25"."""
-    return NA if moment is None else moment[11:19]
+    """Return a moment (ISO 8601, UTC) as "22:13:25", in the timezone of the reader."""
+    return NA if moment is None else date(moment)[11:]
 
 
 def with_clocks(sentence: str) -> str:
-    """Return a sentence with its moments as "22:13:25 UTC"."""
-    return MOMENT.sub(lambda match: f"{clock(match[0])} UTC", sentence)
+    """Return a sentence with its moments as "22:13:25 CET"."""
+    return MOMENT.sub(lambda match: f"{clock(match[0])} {zone(match[0])}", sentence)
 
 
 def date(moment: str | None) -> str:
-    """Return a moment (ISO 8601, UTC) as "2023-11-14 22:13:25"."""
-    return NA if moment is None else moment[:19].replace("T", " ")
+    """Return a moment (ISO 8601, UTC) as "2023-11-14 22:13:25", in the timezone of the reader."""
+    if moment is None:
+        return NA
+    try:
+        return f"{local(moment):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError):  # a file says what it likes
+        return moment[:19].replace("T", " ")
+
+
+def dated(moment: str | None) -> str:
+    """Return the same with the timezone: "2023-11-14 22:13:25 CET"."""
+    return NA if moment is None else with_dates(moment)
 
 
 def with_dates(sentence: str) -> str:
-    """Return a sentence with its moments (ISO 8601, UTC) as "2023-11-14 22:13:25 UTC"."""
-    return MOMENT.sub(lambda match: f"{date(match[0])} UTC", sentence)
+    """Return a sentence with its moments (ISO 8601, UTC) as "2023-11-14 22:13:25 CET"."""
+    return MOMENT.sub(lambda match: f"{date(match[0])} {zone(match[0])}", sentence)
 
 
 def count(amount: int, noun: str) -> str:

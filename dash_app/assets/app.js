@@ -178,6 +178,6 @@
   /* IANA, and minutes ahead of UTC for a server that does not know it. */
   const timezone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
 
-  window.traceml_ray = { Content: ({ content }) => element(content), Chart };
+  window.traceml_ray = { ...window.traceml_ray, Content: ({ content }) => element(content), Chart };
   (window.dash_clientside ??= {}).traceml = { apply, watch, theme, timezone, pause };
 }

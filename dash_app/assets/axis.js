@@ -16,6 +16,17 @@
     return to === "time" ? found - wall : found;
   };
 
+  /* Return when a step was over, by the clock of the reader, with the date in a run of several days; "" where that is not known. */
+  const time = (step) => {
+    const { steps, t_ms } = spine() ?? {};
+    if (!(t_ms?.length > 1) || !(step >= 0 && step <= steps.at(-1) + 0.5)) return "";
+    const after = steps.findIndex((each) => each >= step), at = Math.max(1, after < 0 ? steps.length - 1 : after);
+    const part = (step - steps[at - 1]) / (steps[at] - steps[at - 1] || 1), ms = t_ms[at - 1] + (t_ms[at] - t_ms[at - 1]) * part;
+    const [first, last] = [t_ms[0], t_ms.at(-1)].map((ms) => new Date(ms).toDateString()), moment = new Date(Math.min(ms, t_ms.at(-1)));
+    const day = first === last ? "" : moment.toLocaleDateString("en-GB", { day: "numeric", month: "short" }) + " ";
+    return day + moment.toLocaleTimeString("en-GB");
+  };
+
   /* Show other steps; without any, the range that the page has by itself. */
   const choose = (from, to) => {
     const query = new URLSearchParams(location.search), first = Math.max(0, Math.ceil(from));
@@ -41,10 +52,15 @@
     for (const plot of document.querySelectorAll(".js-plotly-plot")) {
       if (!kind(plot)) continue;
       const { l2p, _length, _offset } = plot._fullLayout.xaxis, px = l2p(converted(value, kind(over), kind(plot)));
-      plot.closest(".graph")?.style.setProperty("--cross", px >= 0 && px <= _length ? `${px + _offset}px` : "-9px");
+      const box = plot.closest(".graph"), inside = px >= 0 && px <= _length;
+      if (!box) continue;
+      box.style.setProperty("--cross", inside ? `${px + _offset}px` : "-9px");
+      if (plot === over) box.dataset.time = inside && kind(plot) === "step" ? time(value) : "";
+      else delete box.dataset.time;
     }
   };
 
+  (window.traceml_ray ??= {}).time = time;
   for (const name of ["mousemove", "pointerdown"]) document.addEventListener(name, cross, true);
 
   /* A finger scrolls the page, over a chart as well, which plotly.js would take for a drag; the spine is for drags. */

@@ -30,8 +30,8 @@
     clearTimeout(asking);
     const at = cell(over), { no_update, set_props } = window.dash_clientside;
     if (!at) return [false, no_update, no_update, no_update];
-    const { row: { name, ranks }, first, last } = at;
-    const steps = first === last ? `step ${number(first)}` : `steps ${number(first)}–${number(last)}`;
+    const { row: { name, ranks }, first, last } = at, time = window.traceml_ray.time(last);
+    const steps = (first === last ? `step ${number(first)}` : `steps ${number(first)}–${number(last)}`) + (time ? ` (${time})` : "");
     const heading = `${name}, ${steps}: ${times(at.z)}`;
     asking = setTimeout(() => set_props("asked", { data: { ranks, first, last, heading } }), 120);
     return [true, at.bbox, 2 * at.column > heatmap().data[0].meta.first.length ? "left" : "right", heading];

@@ -204,6 +204,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
     revision, frame = str(view["session"]["run"]), axis.frame(view["axis"])
     columns: StepColumns | None = view["columns"]
+    clock = frame.get("clock")
     steps, stages, skew = [], {}, {}
     if columns is not None:
         steps, stages = figures.middles(columns), by_stage(columns.exposed)
@@ -216,6 +217,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             "Exposed time of each stage by step, stacked",
             route,
             series=drawing.STAGES,
+            clock=clock,
         ),
         chart(
             "timeline",
@@ -224,6 +226,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             "Busy time of the median and the worst rank by step",
             route,
             series={"worst": drawing.ORANGE, "median": drawing.BLUE, figures.BAND: "#3b82c466"},
+            clock=clock,
         ),
         chart(
             "skew",
@@ -241,6 +244,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
             route,
             series={"ranks": drawing.ORANGE, "nodes": drawing.BLUE},
             tall="low",
+            clock=clock,
         ),
     ]
 

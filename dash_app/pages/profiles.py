@@ -29,7 +29,6 @@ from traceml_ray.store.results import LiveVerdict
 from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Difference
 from traceml_ray.traces.key_averages import Operation
-from traceml_ray.views import timezone
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.values import whole_number
 from traceml_ray.wire.messages import MAX_PROFILE_STEPS, OPTIONS, ProfileRequest
@@ -377,7 +376,7 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
     more = [name for name in OPTIONS if getattr(profile, name)]
     bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
     return {
-        f"asked for ({timezone.abbreviation()})": timezone.date(profile.time),
+        f"asked for ({text.zone()})": text.date(profile.time),
         "why": profile.why,
         "recorded also": ", ".join(more) or "nothing",
         **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),

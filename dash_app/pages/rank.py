@@ -230,6 +230,7 @@ def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route)
     shown = {name: rows[stage] for name, rows in lines.items() if rows is not None}
     colours = {"its host": drawing.GREEN, "this rank": colour, "median rank": drawing.ROSE}
     colours = {name: colours[name] for name in shown}
+    frame = axis.frame(view["axis"])
     return chart(
         f"stage-{stage}",
         stage,
@@ -241,12 +242,13 @@ def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route)
             colours=[*colours.values()],
             dashed="median rank",
             revision=route.key,
-            frame=axis.frame(view["axis"]),
+            frame=frame,
         ),
         f"Time in {stage} by step, this rank and the median rank",
         route,
         series=colours,
         tall="low",
+        clock=frame.get("clock"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The sessions of a folder, running ones first, and two of them side by side."""
+"""The sessions of a folder, running ones first, and up to eight of them over each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -14,31 +15,33 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.comparison import NumberChange
 from traceml_ray.analysis.shapes import StepSample
-from traceml_ray.document import drawing
-from traceml_ray.document.model import Column, Table
-from traceml_ray.reports import comparison
+from traceml_ray.document.model import Column, Overlay, Table
+from traceml_ray.document.step_clock import StepClock
+from traceml_ray.reports import comparison, overlay
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.listing import SESSIONS, Entry, Listed, entries, found_in
+from traceml_ray.reports.overlay import NAMES, OverlaidRun
+from traceml_ray.signals.logged.view import GetLogged
 from traceml_ray.store import query
 from traceml_ray.views import figures
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import age_s, rounded
+from traceml_ray.views.values import age_s
 
 from .. import listing
 from ..charts import Chart, chart
-from ..elements import keys_of, link, marked, panel, part, table
+from ..elements import aria, keys_of, link, marked, panel, part, table
 from ..route import Route
 from ..session_cache import SessionCache
 
-SIDES = "ab"
+LETTERS = NAMES.lower()
+"""Names of the sessions that are compared, in the URL."""
 _ANEW = 1.1
 """A running session is compared again after it has grown by this share."""
-_COLOURS = {"a": drawing.BLUE, "b": drawing.ORANGE}
-_CURVES = {
-    "step_ms": ("Step", "ms"),
-    "worst_over": ("Worst ÷ median rank", "×"),
-    "median_ms": ("Busy time of the median rank", "ms"),
-}
+_CURVES = (
+    ("Worst ÷ median rank", "×", "worst_over"),
+    ("Busy time of the median rank", "ms", "median_ms"),
+)
+_TABLE_ROWS = 100
 _COMPARE = Column("compare", lambda _: "")
 _COLUMNS = [column for column in SESSIONS if column.name != "size"]
 _FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code")
@@ -55,7 +58,7 @@ def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, 
 
 
 def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
-    """Return what is compared of one of two sessions: its newest run from its first step on."""
+    """Return what is compared of one of several sessions: its newest run from its first step on."""
     status = cache.status
     facts = {name: getattr(status, name, None) for name in _FACTS} | {"ranks": run.world or None}
     settings = (status and status.settings) or {}
@@ -65,6 +68,8 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
 
     return {
         "columns": cache.ask(query.GetColumns(run.id, whole=True)),
+        "timeline": cache.ask(query.GetTimeline(run.id)),
+        "logged": cache.ask(GetLogged(run.id)),
         "times": cache.ask(query.GetTimes(run.id, True)),
         "run": run.id,
         "status": status,
@@ -84,7 +89,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     chosen, states = view["chosen"], view["states"]
     cells = {
-        "compare": lambda s: html.Span([_choose(side, s.name, route) for side in SIDES], className="choose"),
+        "compare": lambda s: html.Span(_choose(s.name, route), className="choose"),
         "session": lambda s: dcc.Link(
             s.name, href=route.to("overview", session=s.name, run=None), title=s.path
         ),
@@ -95,7 +100,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(
         [
             html.Div([html.H1("Sessions"), listing.field(route, "sessions")], className="title-row"),
-            html.P("A name opens the session; A and B put two of them side by side.", className="hint"),
+            html.P("A name opens the session; + puts up to eight of them over each other.", className="hint"),
             part(html.Div(listing.states(route, states), id="session-filter")),
             *_compared(view.get("sides"), route),
             part(
@@ -114,18 +119,33 @@ def _listed(entry: Entry, now_ns: int) -> Listed:
     return Listed(**msgspec.structs.asdict(entry), age_s=age, bytes=0)
 
 
-def _choose(side: str, name: str, route: Route) -> Any:
-    on = route.get(side) == name
-    href = route.here(**{side: None if on else name})
-    title = f"{'Chosen' if on else 'Choose'} {name} as {side.upper()}"
-    return link(side.upper(), href, "chip", on=on, title=title)
+def sides_of(route: Route) -> list[str]:
+    """Return the names of the sessions that a URL puts over each other, in their order."""
+    return [name for letter in LETTERS if (name := route.get(letter))]
+
+
+def _choose(name: str, route: Route) -> Any:
+    """Return the link that puts a session over others, or takes it out again."""
+    chosen = sides_of(route)
+    if name in chosen:
+        after, label, title = (
+            [other for other in chosen if other != name],
+            NAMES[chosen.index(name)],
+            "Take out",
+        )
+    elif len(chosen) == len(NAMES):
+        full = f"{len(NAMES)} sessions at most are compared: take one out first"
+        return html.Span("+", className="chip off", title=full)
+    else:
+        after, label, title = [*chosen, name], "+", "Compare"
+    href = route.here(**dict(zip_longest(LETTERS, after)))
+    return link(label, href, "chip", on=name in chosen, title=f"{title} {name}")
 
 
 def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[Any]:
-    """Return two sessions side by side: numbers, curves over each other, what they were started with."""
+    """Return sessions over each other: numbers, curves, what they were started with."""
     if sides is None:
         return []
-    titles = {side: f"{side.upper()}: {route.get(side)}" for side in SIDES}
     empty = [one for one in sides if not (one.get("columns") and len(one["columns"].last))]
     if empty:
         missing = [
@@ -133,34 +153,63 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
             for one in empty
         ]
         return [part(html.Div([html.P(why) for why in missing], id="session-compare", className="panel"))]
-    drawn = [_curve(name, sides, titles, route) for name in _CURVES]
+    titles = [f"{letter}: {name}" for letter, name in zip(NAMES, sides_of(route), strict=False)]
+    settings = panel("What they were started with", _settings(sides, titles, route))
+    runs = _overlaid(sides)
+    if runs is None:
+        numbers: Any = html.P("The steps of all are read …")
+    elif len(runs) == 2:
+        numbers = _numbers(runs, sides, titles, route)
+    else:
+        numbers = _runs(runs, route)
     shown = html.Div(
-        [
-            panel("Numbers of the whole run", _numbers(sides, titles, route)),
-            panel("What they were started with", _settings(sides, titles, route)),
-        ],
+        [panel("Numbers of the whole run", numbers), settings],
         id="session-compare",
-        className="grid two",
+        className="grid two" if len(sides) == 2 else "grid one",
     )
-    return [part(shown), html.Div(drawn, className="grid three")]
+    return [part(shown), *(_curves(runs, route) if runs else [])]
 
 
-def _judged(sides: Sequence[Mapping[str, Any]]) -> comparison.Comparison | None:
-    """Return how B differs from A; None while answers are under way."""
-    names = "status", "run", "times", "verdict", "processes", "sample", "samples"
-    if any(one.get(name) is None for one in sides for name in ("times", "sample", "samples")):
+def _overlaid(sides: Sequence[Mapping[str, Any]]) -> list[OverlaidRun] | None:
+    """Return the runs; None while answers are under way."""
+    answers = "times", "sample", "samples", "timeline", "logged"
+    if any(one.get(name) is None for one in sides for name in answers):
         return None
-    a, b = (comparison.known(*(one[name] for name in names)) for one in sides)
-    return comparison.compared(a, b)
+    parts = "status", "run", "times", "verdict", "processes", "sample", "samples"
+    return [
+        OverlaidRun(
+            comparison.known(*(one[name] for name in parts)),
+            one["columns"],
+            StepClock.of(one["timeline"]),
+            one["logged"],
+        )
+        for one in sides
+    ]
 
 
-def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Any:
-    compared = _judged(sides)
-    if compared is None:
-        return html.P("The steps of both are read …")
+def _runs(runs: Sequence[OverlaidRun], route: Route) -> Any:
+    """Return a table with a row for each run, and how each differs from the first."""
+    numbers = overlay.table_of(runs)
+    lines = [html.Li(marked(line)) for line in overlay.headlines(numbers)]
+    return html.Div(
+        [
+            table(overlay.runs_table(numbers), route),
+            html.H3("Against A"),
+            html.Ul(lines),
+            html.H3("Exposed time of a step"),
+            table(overlay.stages_table(numbers), route),
+        ]
+    )
+
+
+def _numbers(
+    runs: Sequence[OverlaidRun], sides: Sequence[Mapping[str, Any]], titles: Sequence[str], route: Route
+) -> Any:
+    """Return how the second of two runs differs from the first."""
+    compared = comparison.compared(runs[0].known, runs[1].known)
     numbers = comparison.numbers_table(compared)
     columns = [
-        replace(column, name=titles[column.name.lower()]) if column.name in ("A", "B") else column
+        replace(column, name=titles[NAMES.index(column.name)]) if column.name in ("A", "B") else column
         for column in numbers.columns
     ]
     tone = comparison.TONES.get(compared.word or "", "")
@@ -189,29 +238,62 @@ def _judgement(row: NumberChange) -> str:
     return row.word if row.word in comparison.TONES else ""
 
 
-def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Any:
-    a, b = (one["facts"] for one in sides)
-    names = [name for name in dict.fromkeys([*a, *b]) if (a.get(name), b.get(name)) != (None, None)]
+def _settings(sides: Sequence[Mapping[str, Any]], titles: Sequence[str], route: Route) -> Any:
+    facts = [one["facts"] for one in sides]
+    names = [
+        name
+        for name in dict.fromkeys(name for values in facts for name in values)
+        if any(values.get(name) is not None for values in facts)
+    ]
 
     def side(title: str, values: Mapping[str, Any]) -> Column:
         def shown(name: str) -> Any:
             return "default" if values.get(name) is None and name.startswith("setting") else values.get(name)
 
         def tone(name: str) -> str:
-            return "" if a.get(name) == b.get(name) else "warning"
+            return "" if values.get(name) == facts[0].get(name) else "warning"
 
         return Column(title, shown, "code", tone=tone)
 
-    columns = [Column("", text.words), side(titles["a"], a), side(titles["b"], b)]
-    return table(Table("Command and settings of both sessions", columns, names), route)
+    columns = [Column("", text.words), *map(side, titles, facts)]
+    return table(Table("Command and settings of the sessions", columns, names), route)
 
 
-def _curve(name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Chart:
-    title, unit = _CURVES[name]
-    lines = {
-        titles[side]: (one["columns"].last.tolist(), rounded(getattr(one["columns"], name)), _COLOURS[side])
-        for side, one in zip(SIDES, sides, strict=True)
-    }
-    figure = figures.overlaid(lines, unit, revision=f"{route.get('a')} {route.get('b')}")
-    series = {shown: colour for shown, (_, _, colour) in lines.items()}
-    return chart(f"compare-{name}", title, figure, f"{title} by step, of both sessions", route, series=series)
+def _curves(runs: Sequence[OverlaidRun], route: Route) -> list[Any]:
+    """Return the charts of all runs, and the choice of what they are drawn over."""
+    axis = "time" if route.get("x") == "time" else "step"
+    more = [overlay.column_chart(runs, *curve) for curve in _CURVES]
+    step_ms, *logged = overlay.charts(runs)
+    links = [
+        link(name, route.here(x=value), "segment", on=axis == (value or "step"))
+        for name, value in (("by step", None), ("by time since the first step", "time"))
+    ]
+    choice = html.Nav(links, id="compare-x", className="segments", **aria(label="What charts are drawn over"))
+    known = [chart for chart in (step_ms, *more, *logged) if chart.lines[axis]]
+    drawn = [_curve(index, chart, axis, route) for index, chart in enumerate(known)]
+    return [part(choice), html.Div(drawn, className="grid two")]
+
+
+def _curve(index: int, overlaid: Overlay, axis: str, route: Route) -> Chart:
+    key = f"compare-{index}"
+    figure = figures.overlaid(overlaid, axis, revision=f"{sides_of(route)} {axis}")
+    series = {line.name: line.colour for line in overlaid.lines[axis]}
+    rows = _curve_table(overlaid, axis, route) if route.get("table") == key else None
+    label = f"{overlaid.label} of each session"
+    return chart(key, overlaid.label, figure, label, route, series=series, rows=rows)
+
+
+def _curve_table(overlaid: Overlay, axis: str, route: Route) -> Any:
+    """Return the newest values of lines, each of which has places of its own."""
+    lines = overlaid.lines[axis]
+    values = [dict(zip(line.x.tolist(), line.values.tolist(), strict=True)) for line in lines]
+    places = sorted({place for known in values for place in known}, reverse=True)[:_TABLE_ROWS]
+
+    def column(name: str, known: Mapping[float, float]) -> Column:
+        return Column(name, known.get, "number" if overlaid.unit else "value")
+
+    first = (
+        Column("step", lambda step: step, "count") if axis == "step" else Column("time", float, "duration")
+    )
+    columns = [first, *(column(line.name, known) for line, known in zip(lines, values, strict=True))]
+    return table(Table(overlaid.label, columns, places), route)

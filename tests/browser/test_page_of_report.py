@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,24 @@ def test_page_of_a_report_has_no_fault_at_any_width_and_on_paper(
         assert browser.execute_script(ground) == "rgb(15, 18, 22)", "its own style is allowed, and dark"
         picture = "const one = document.images[0]; return one.complete && one.naturalHeight"
         assert browser.execute_script(picture) == 16, "the heatmap is there, a row for each rank"
+        zone = {"timezoneId": "Asia/Kolkata"}
+        browser.execute_cdp_cmd("Emulation.setTimezoneOverride", zone)
+        browser.refresh()
+        shown = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+        assert browser.execute_script(shown, ".zone-name") == ["Asia/Kolkata"]
+        assert {*browser.execute_script(shown, ".zone")} == {"GMT+5:30"}
+        axis = (
+            "return [...document.querySelectorAll('.x time')].map((one) => [one.textContent, one.dateTime])"
+        )
+        for here, there in browser.execute_script(axis):
+            moment = datetime.fromisoformat(there) + timedelta(hours=5.5)
+            assert here == f"{moment:%H:%M:%S}"
+        dates = browser.execute_script(shown, "time[data-date='']")
+        assert dates and all(date.startswith("2023-11-15 03:4") for date in dates)
         screen(browser, 700)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
         assert browser.execute_script(WIDTH) <= 0
     finally:
         as_started(browser)
+        browser.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": ""})
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

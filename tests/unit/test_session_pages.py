@@ -29,6 +29,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.document import timezone
 from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.reports.comparison import compare
 from traceml_ray.reports.files import write_reports
@@ -40,7 +41,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.terminal.panel import panel
 from traceml_ray.terminal.snapshot import Choice, take_snapshot
 from traceml_ray.text import natural
-from traceml_ray.views import figures, timezone
+from traceml_ray.views import figures
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import StoredSource
 from traceml_ray.views.values import by_stage
@@ -1001,7 +1002,7 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
 )
 def test_moments_are_those_of_the_reader(of_browser: str, shown: str) -> None:
     with timezone.timezone_of(of_browser):
-        assert timezone.clock("2023-11-14T22:13:25+00:00") == shown
+        assert text.with_clocks("2023-11-14T22:13:25+00:00") == shown
 
 
 def test_faces_of_a_job_without_gpus_have_the_same_words(tmp_path: Path) -> None:

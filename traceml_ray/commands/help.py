@@ -40,7 +40,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "traceml-ray analyze lr3",
         "traceml-ray analyze rank*.json --fail-on critical",
     ),
-    "compare": ("traceml-ray compare before after", "traceml-ray compare good --fail-on-regression 5%"),
+    "compare": (
+        "traceml-ray compare before after",
+        "traceml-ray compare lr1 lr2 lr3 --html runs.html",
+        "traceml-ray compare good --fail-on-regression 5%",
+    ),
     "sessions": ("traceml-ray sessions", "traceml-ray sessions --prune --older-than 30d --keep 20"),
     "export": (
         "traceml-ray export lr3 --format parquet -o tables",

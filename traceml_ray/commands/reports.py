@@ -1,4 +1,4 @@
-"""Commands that report: `report` on a session, `compare` on two, `analyze` on the memory in any files."""
+"""Commands that report: `report` on a session, `compare` on several, `analyze` on the memory in any files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceml_ray import text
 from traceml_ray.commands import which
@@ -16,6 +16,9 @@ from traceml_ray.files import write_file
 from traceml_ray.settings import Settings
 from traceml_ray.store import session
 from traceml_ray.text import log, one_line, show
+
+if TYPE_CHECKING:
+    from traceml_ray.reports.overlay import RunTable
 
 
 def report_options(command: argparse.ArgumentParser) -> None:
@@ -55,25 +58,29 @@ def report(arguments: argparse.Namespace) -> int:
 
 def compare_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `traceml-ray compare`."""
-    judged = f"session that is judged ({which.DEFAULT})"
-    both: list[Any] = [
-        command.add_argument("a", metavar="A", help=f"session to compare with: {which.NAMED}"),
-        command.add_argument("b", nargs="?", metavar="B", help=judged),
-    ]
-    for argument in both:
-        argument.completer = names_of_sessions
+    about = (
+        f"{which.NAMED} of each: A, which others are compared with, and at most seven others "
+        f"(without any: {which.DEFAULT})"
+    )
+    sessions: Any = command.add_argument("sessions", nargs="+", metavar="SESSION", help=about)
+    sessions.completer = names_of_sessions
     which.add_folder(command)
     which.add_wait(command)
-    for side in "ab":
-        command.add_argument(
-            f"--run-{side}", metavar="RUN", help=f"run of {side.upper()} (default: the newest)"
-        )
-    command.add_argument("--json", action="store_true", help="print data instead of text")
+    for letter in "abcdefgh":
+        shown = f"run of {letter.upper()} (default: the newest)"
+        also = "; --run-c to --run-h likewise" if letter == "b" else ""
+        about = shown + also if letter in "ab" else argparse.SUPPRESS
+        command.add_argument(f"--run-{letter}", metavar="RUN", help=about)
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="print data instead of text")
+    kind.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one self-contained page with charts of all sessions"
+    )
     command.add_argument(
         "--fail-on-regression",
         type=_percent,
         metavar="5%",
-        help="exit with 3 if B's step is slower by at least this share, with 1 if undecidable",
+        help="exit with 3 if a step is slower than A's by at least this share, with 1 if undecidable",
     )
 
 
@@ -89,28 +96,44 @@ def _percent(given: str) -> float:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Show whether session B is faster or slower than A, by how much, in which stage and on which ranks."""
+    """
+    Show whether session B is faster or slower than A, by how much, in which stage and on which ranks; of up
+    to eight sessions a table, and with --html their lines in common charts.
+    """
     from traceml_ray.reports import comparison as two_sessions
+    from traceml_ray.reports import overlay
 
     gate = arguments.fail_on_regression
-    a, b = (which.wait_for_folder(name, arguments) for name in (arguments.a, arguments.b))
+    names = arguments.sessions if len(arguments.sessions) > 1 else [*arguments.sessions, None]
+    overlay.refuse_too_many(len(names))
+    folders = [which.wait_for_folder(name, arguments) for name in names]
+    chosen = [getattr(arguments, f"run_{letter}") for letter in overlay.NAMES.lower()][: len(folders)]
     with text.progress_bar("compare"):
-        comparison = two_sessions.compare(
-            a,
-            b,
-            run_a=arguments.run_a,
-            run_b=arguments.run_b,
-            out=arguments.out,
-            least_pct=None if gate is None else min(gate, two_sessions.DEFAULT_PCT),
-        )
-    render = two_sessions.to_json if arguments.json else two_sessions.render_comparison
-    show(render(comparison), end="")
-    if gate is None:
-        return 0
-    if comparison.word is None:
-        log(comparison.headline)
+        runs = overlay.stored_runs(folders, chosen, Settings.load(out=arguments.out))
+        limits = two_sessions.limits_of(None if gate is None else min(gate, two_sessions.DEFAULT_PCT))
+        table = overlay.table_of(runs, limits)
+    two = table.comparisons[0] if len(runs) == 2 else None
+    if arguments.html is not None:
+        write_file(arguments.html, overlay.as_page(runs, table))
+        show(arguments.html)
+    elif arguments.json:
+        show(two_sessions.to_json(two) if two else overlay.to_json(table), end="")
+    else:
+        show(two_sessions.render_comparison(two) if two else overlay.render(table), end="")
+    return 0 if gate is None else _gate(table, gate)
+
+
+def _gate(table: RunTable, percent: float) -> int:
+    """Return the exit code where a session is to be no slower than the first by `percent` of a step."""
+    from traceml_ray.reports import overlay
+
+    worse = overlay.any_worse(table, percent)
+    if worse is None:
+        for comparison in table.comparisons:
+            if comparison.word is None:
+                log(comparison.headline)
         return 1
-    return 3 if two_sessions.regressed(comparison, gate) else 0
+    return 3 if worse else 0
 
 
 def analyze_options(command: argparse.ArgumentParser) -> None:

@@ -29,6 +29,16 @@ STAGES = {
 }
 """In the order of `traceml_ray.stages`."""
 BLUE, ORANGE, RED, GREY, ROSE, GREEN = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f", "#5a9e3c"
+RUN_STYLES: tuple[tuple[str, str], ...] = (
+    ("#1f77b4", "solid"), ("#d55e00", "dash"), ("#009e73", "dot"), ("#b0569a", "dashdot"),
+    ("#c99000", "solid"), ("#3fa7dc", "dash"), ("#8b939c", "dot"), ("#7f5539", "dashdot"),
+)  # fmt: skip
+"""
+Colour and dash of each of up to eight runs: after the colours of Okabe and Ito, which people who do not see
+red or green tell apart, as they hold on light and on dark; dashes tell them apart without any colour.
+"""
+DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3"}
+"""Dashes as SVG has them."""
 HEAT_COLOURS: dict[float, tuple[int, int, int, float]] = {
     0.25: (20, 70, 150, 1.0),
     0.5: (59, 130, 196, 1.0),

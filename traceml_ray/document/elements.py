@@ -14,7 +14,7 @@ from traceml_ray.text import one_line
 
 CELL = 240
 """Characters of a cell."""
-_VOID = {"meta", "img", "path", "rect", "line", "image", "stop"}
+_VOID = {"meta", "img", "path", "rect", "line", "image", "stop", "input"}
 
 
 class Markup(str):
@@ -62,8 +62,25 @@ def _legal(given: str) -> str:
 
 def sentence(text_line: str) -> Markup:
     """Return a sentence with what is in backticks as code, and its moments (ISO 8601) as people write."""
-    parts = enumerate(text.with_dates(text_line).split("`"))
-    return join(tag("code", part) if number % 2 else part for number, part in parts)
+    parts = enumerate(text_line.split("`"))
+    return join(
+        tag("code", text.with_dates(part)) if number % 2 else with_times(part) for number, part in parts
+    )
+
+
+def with_times(line: str) -> Markup:
+    """Return a line with its moments (ISO 8601) as elements: "2023-11-14 22:13:25 UTC"."""
+    pieces = enumerate(text.MOMENT.split(line))
+    return join(moment_element(piece, named=True) if number % 2 else piece for number, piece in pieces)
+
+
+def moment_element(moment: str, *, named: bool) -> Markup:
+    """
+    Return a moment (ISO 8601, UTC) as an element that report.js shows in the timezone of the reader:
+    "2023-11-14 22:13:25", `named` with its timezone.
+    """
+    shown = text.dated(moment) if named else text.date(moment)
+    return tag("time", shown, datetime=moment, data_date="named" if named else "")
 
 
 def grid(table: Table) -> Markup:
@@ -73,7 +90,7 @@ def grid(table: Table) -> Markup:
         return NOTHING
     styles = ["num" if column.number else None for column in columns]
     head = (
-        tag("th", column.head(), scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True)
+        tag("th", _head(column), scope="col", cls=cls) for column, cls in zip(columns, styles, strict=True)
     )
     body = (
         tag("tr", map(_cell, row, columns, styles, repeat(item)))
@@ -84,10 +101,20 @@ def grid(table: Table) -> Markup:
     return tag("div", inside, cls="scroll", tabindex=0, role="region", aria_label=table.title)
 
 
+def _head(column: Column) -> Markup:
+    """Return what is above a column; of moments with their timezone."""
+    if column.unit != "date":
+        return join(column.head())
+    return join(f"{column.name} (", tag("span", text.zone(), cls="zone"), ")")
+
+
 def _cell(shown: str, column: Column, style: str | None, item: object) -> Markup:
     """Return a cell with its sign; what is in backticks in a sentence is code."""
     tone = column.tone(item) if column.tone else ""
     sign = f"{SIGNS[tone]} " if tone in SIGNS else ""
     if column.unit == "sentence":
         return tag("td", sign, sentence(shortened(column.value(item) or "", 4 * CELL)), cls=style)
+    moment = str(column.value(item)) if column.unit == "date" and not column.written else ""
+    if text.MOMENT.fullmatch(moment):
+        return tag("td", sign, moment_element(moment, named=False), cls=style)
     return tag("td", sign + shortened(shown, CELL), cls=style)

@@ -13,6 +13,7 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.document.drawing import Bar, Box, HeatRow
+from traceml_ray.document.step_clock import StepClock
 
 Array = np.ndarray[Any, Any]
 
@@ -90,9 +91,9 @@ class Column:
         known = self.unit.startswith("known ")
         return "" if known and value is None else _WRITTEN[self.unit.removeprefix("known ")](value)
 
-    def head(self, timezone: str = "UTC") -> str:
+    def head(self) -> str:
         """Return what is above it: its name, of moments with the timezone that they are shown in."""
-        return f"{self.name} ({timezone})" if self.unit == "date" else self.name
+        return f"{self.name} ({text.zone()})" if self.unit == "date" else self.name
 
     @property
     def number(self) -> bool:
@@ -171,6 +172,8 @@ class StepChart(NamedTuple):
     """Name, lower and upper edge of what lies around the lines."""
     onset: int | None = None
     """Step at which what the verdict names began."""
+    clock: StepClock | None = None
+    """When steps were over; None: not known."""
 
 
 class Heat(NamedTuple):
@@ -183,6 +186,8 @@ class Heat(NamedTuple):
     rows: Sequence[HeatRow]
     levels: Array
     """Of each row (`spread.deviations`), (rows, C) uint8."""
+    clock: StepClock | None = None
+    """When steps were over; None: not known."""
 
 
 class Bars(NamedTuple):
@@ -200,7 +205,32 @@ class Boxes(NamedTuple):
     boxes: Sequence[Box]
 
 
-Drawing = StepChart | Heat | Bars | Boxes
+class OverlaidLine(NamedTuple):
+    """The line of one of several runs, with places of its own."""
+
+    name: str
+    x: Array
+    """(n,), ascending: steps, or seconds since the first step."""
+    values: Array
+    """(n,), all finite."""
+    colour: str
+    dash: str
+    """One of `drawing.DASHES`."""
+
+
+class Overlay(NamedTuple):
+    """Lines of several runs over each other."""
+
+    label: str
+    unit: str
+    """Unit of the values; "": they have none."""
+    lines: Mapping[str, Sequence[OverlaidLine]]
+    """By what they are drawn over: `step`, and `time`: since the first step of each run."""
+    from_zero: bool = False
+    """Whether the scale begins at 0."""
+
+
+Drawing = StepChart | Heat | Bars | Boxes | Overlay
 Block = Facts | Table | Lines | Drawing
 """A face that cannot draw leaves out drawings."""
 

@@ -7,6 +7,8 @@ import struct
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from datetime import timezone as utc
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +29,8 @@ from traceml_ray.document.model import (
     Heat,
     Line,
     Number,
+    OverlaidLine,
+    Overlay,
     StepChart,
     Table,
 )
@@ -47,6 +51,8 @@ def drawn(block: Drawing) -> Markup:
         return _step_chart(block)
     if isinstance(block, Heat):
         return _heatmap(block)
+    if isinstance(block, Overlay):
+        return _overlay(block)
     return _bars(block) if isinstance(block, Bars) else _icicle(block)
 
 
@@ -132,11 +138,99 @@ def _plot(inside: Markup, end: float, block: StepChart) -> Markup:
 
 
 def _steps_axis(block: StepChart | Heat) -> Markup:
-    """Return the scale of steps, which are as far apart as the columns are wide."""
+    """Return the scale of steps, which are as far apart as the columns are wide, with when they were over."""
     first, last = int(block.first[0]), int(block.last[-1])
-    ticks = [first + round((last - first) * number / (_TICKS - 1)) for number in range(_TICKS)]
-    shown = dict.fromkeys(f"{tick:,}" for tick in ticks)
-    return tag("div", (tag("span", tick) for tick in shown), tag("b", "step"), cls="x")
+    ticks = [
+        *dict.fromkeys(first + round((last - first) * number / (_TICKS - 1)) for number in range(_TICKS))
+    ]
+    if block.clock is None:
+        return tag("div", (tag("span", f"{tick:,}") for tick in ticks), tag("b", "step"), cls="x")
+    times, words = block.clock.times(ticks), block.clock.texts(ticks, brief=True)
+    shown = (
+        tag("span", f"{tick:,}", _time(t_ns, word) if t_ns is not None else None)
+        for tick, t_ns, word in zip(ticks, times, words, strict=True)
+    )
+    named = tag("b", "step, time (", tag("span", text.zone(), cls="zone"), ")")
+    seconds = any(word.count(":") > 1 for word in words)
+    return tag("div", shown, named, cls="x", data_seconds="" if seconds else None)
+
+
+def _time(t_ns: int, word: str) -> Markup:
+    """Return a time as an element that report.js shows in the timezone of the reader."""
+    moment = datetime.fromtimestamp(t_ns / 1e9, utc.utc).isoformat(timespec="milliseconds")
+    return tag("time", word, datetime=moment)
+
+
+_X_NAMES = {"step": "step", "time": "time since the first step"}
+
+
+def _overlay(block: Overlay) -> Markup:
+    """Return lines of several runs, once for each thing that they can be drawn over; a reader chooses one."""
+    drawn = {name: lines for name, lines in block.lines.items() if lines}
+    several = len(drawn) > 1
+    parts: list[Markup] = []
+    for number, name in enumerate(drawn):
+        if several:
+            key = f"x-{zlib.crc32(block.label.encode()):x}"
+            about = {"type": "radio", "name_": key, "checked": number == 0, "cls": f"over-{name}"}
+            parts.append(tag("label", tag("input", **about), f" {_X_NAMES[name]} "))
+    plots = (
+        tag("div", _overlaid(block, name, lines), cls=f"over over-{name}") for name, lines in drawn.items()
+    )
+    first = next(iter(drawn.values()), ())
+    keys = [tag("li", _dash(line), line.name) for line in first]
+    return tag("div", tag("ul", keys, cls="legend"), parts, plots, cls="overlay" if several else None)
+
+
+def _overlaid(block: Overlay, name: str, lines: Sequence[OverlaidLine]) -> Markup:
+    """Return lines with their scales over one of the things that they can be drawn over."""
+    every = np.concatenate([line.values for line in lines])
+    low, high = (0.0, _end(every)[0]) if block.from_zero else _ends(every)
+    left, right = min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines)
+    wide = (right - left) or 1.0
+    shapes = [
+        tag("line", x1=0, x2=WIDTH, y1=y, y2=y, stroke=drawing.GREY, stroke_opacity=0.3, **_THIN)
+        for y in (HEIGHT * number // (_TICKS - 1) for number in range(_TICKS))
+    ]
+    for line in lines:
+        x, up = (
+            WIDTH * (line.x - left) / wide,
+            HEIGHT * (1 - (np.minimum(line.values, high) - low) / (high - low)),
+        )
+        style = {
+            "stroke": line.colour,
+            "stroke_width": 1.8,
+            "stroke_dasharray": drawing.DASHES[line.dash] or None,
+        }
+        shapes.append(tag("path", d=_path([*zip(x, up, strict=True)]), fill="none", **style, **_THIN))
+    about = {"role": "img", "aria_label": f"{block.label} by {_X_NAMES[name]}", "cls": "drawn"}
+    svg = tag("svg", shapes, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", **about)
+    shares = [number / (_TICKS - 1) for number in range(_TICKS)]
+    ticks = [low + (high - low) * share for share in reversed(shares)]
+    written = (text.number(tick) if block.from_zero else text.value(tick) for tick in ticks)
+    y = tag("div", (tag("span", tick) for tick in written), cls="y", aria_hidden="true")
+    places = dict.fromkeys(_place(name, left + wide * share) for share in shares)
+    below = tag("div", (tag("span", place) for place in places), tag("b", _X_NAMES[name]), cls="x")
+    return tag("div", tag("div", block.unit, cls="unit") if block.unit else None, y, svg, below, cls="plot")
+
+
+def _place(name: str, x: float) -> str:
+    return f"{round(x):,}" if name == "step" else text.duration(x)
+
+
+def _ends(values: Array) -> tuple[float, float]:
+    """Return where a scale begins and ends that need not have 0, so that its ticks are round."""
+    low, high = float(values.min()), float(values.max())
+    apart = _round((high - low or abs(high) or 1.0) / (_TICKS - 1))
+    while (begin := apart * math.floor(low / apart)) + (_TICKS - 1) * apart < high:
+        apart = _round(1.01 * apart)
+    return begin, begin + (_TICKS - 1) * apart
+
+
+def _dash(line: OverlaidLine) -> Markup:
+    """Return how a line is drawn, for a legend."""
+    style = {"stroke": line.colour, "stroke_width": 3, "stroke_dasharray": drawing.DASHES[line.dash] or None}
+    return tag("svg", tag("line", x1=0, x2=34, y1=5, y2=5, **style), viewBox="0 0 34 10", cls="dash")
 
 
 def _numbers(table: Table) -> Markup:

@@ -15,6 +15,7 @@ from traceml_ray.document.model import (
     Facts,
     Heat,
     Lines,
+    Overlay,
     Section,
     StepChart,
     Table,
@@ -56,7 +57,7 @@ def laid_out(block: Block | Sequence[str], *, wrapped: bool = True) -> Sequence[
         return _marked(block)
     if isinstance(block, Table):
         return _table(block, wrapped)
-    return [] if isinstance(block, StepChart | Heat | Bars | Boxes) else block
+    return [] if isinstance(block, StepChart | Heat | Bars | Boxes | Overlay) else block
 
 
 def blocks_of(section: Section) -> list[Block | Sequence[str]]:

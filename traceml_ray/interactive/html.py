@@ -14,6 +14,7 @@ from traceml_ray import document, interactive, text
 from traceml_ray.document.elements import Content, Markup, grid, tag
 from traceml_ray.document.html import section
 from traceml_ray.document.model import Column, Table
+from traceml_ray.document.timezone import timezone_of
 from traceml_ray.interactive.frames import TIMES
 from traceml_ray.reports.document import SECTIONS, ChartData
 from traceml_ray.reports.page import verdict_box
@@ -27,7 +28,8 @@ _PARTS = "numbers", "by rank"
 
 def page_of_session(chart_data: ChartData, heading: str) -> str:
     """Return the verdict, the numbers and the heatmap of a session."""
-    sections = [section(made) for part in _PARTS for made in SECTIONS[part](chart_data)]
+    with timezone_of("UTC"):  # as all moments of a report
+        sections = [section(made) for part in _PARTS for made in SECTIONS[part](chart_data)]
     return _page(tag("p", heading, cls="hint"), verdict_box(chart_data), sections)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import MISSING, ratio
-from traceml_ray.document import drawing
+from traceml_ray.document import drawing, timezone
+from traceml_ray.document.step_clock import StepClock
 from traceml_ray.reports.comparison import read_whole
 from traceml_ray.reports.headlines import change
 from traceml_ray.signals.layers.view import GetLayers
@@ -36,6 +37,11 @@ def _columns(ask: Ask, run: str | None) -> StepColumns | None:
     return columns if len(columns.first) else None
 
 
+def _frame(ask: Ask, run: str | None) -> dict[str, Any]:
+    """Return what charts of steps have in common: when steps were over."""
+    return figures.frame_of(StepClock.of(ask(query.GetTimeline(run))), alone=True)
+
+
 def _ranks(ask: Ask, run: str | None) -> Figure:
     columns = _columns(ask, run)
     if columns is None:
@@ -43,7 +49,9 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
     heat = drawing.ordered(columns, {})
     verdict = ask(query.GetVerdict(run))
     rows = drawing.by_node(heat, drawing.suspects(heat, verdict))
-    figure = heat_figure(heat, rows, "", {})
+    frame = _frame(ask, run)
+    figure = heat_figure(heat, rows, "", frame)
+    times = frame["clock"].texts(heat.last) if frame["clock"] else [""] * len(heat.last)
     edges = [0, *accumulate(row.height for row in rows)]
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     names = [("▶ " if row.named else "") + row.name for row in rows]
@@ -59,8 +67,8 @@ def _ranks(ask: Ask, run: str | None) -> Figure:
         "hoverinfo": "text",
         "text": [
             [
-                f"{row.name}, to step {last:,}: {_over(level)}"
-                for last, level in zip(heat.last.tolist(), line, strict=True)
+                f"{row.name}, to step {last:,}{time and f' ({time})'}: {_over(level)}"
+                for last, time, level in zip(heat.last.tolist(), times, line, strict=True)
             ]
             for row, line in zip(rows, levels, strict=True)
             for _ in range(row.height)
@@ -74,14 +82,14 @@ def _over(level: int) -> str:
 
 
 def _steps(ask: Ask, run: str | None) -> Figure:
-    return figures.timeline(_columns(ask, run), [])
+    return figures.timeline(_columns(ask, run), [], _frame(ask, run))
 
 
 def _stages(ask: Ask, run: str | None) -> Figure:
     columns = _columns(ask, run)
     if columns is None:
         return figures.exposed([], {})
-    return figures.exposed(figures.middles(columns), by_stage(columns.exposed))
+    return figures.exposed(figures.middles(columns), by_stage(columns.exposed), frame=_frame(ask, run))
 
 
 def _skew(ask: Ask, run: str | None) -> Figure:
@@ -89,8 +97,8 @@ def _skew(ask: Ask, run: str | None) -> Figure:
     if columns is None:
         return figures.blank("No closed step yet.")
     series = {"ranks": columns.global_pct, "nodes": columns.node_pct}
-    colours = drawing.ORANGE, drawing.BLUE
-    return figures.lines(figures.middles(columns), series, "skew %", unit="%", colours=colours)
+    more: dict[str, Any] = {"colours": (drawing.ORANGE, drawing.BLUE), "frame": _frame(ask, run)}
+    return figures.lines(figures.middles(columns), series, "skew %", unit="%", **more)
 
 
 def _change(ask: Ask, run: str | None) -> Figure:
@@ -117,6 +125,8 @@ def _memory(ask: Ask, run: str | None) -> Figure:
     colours = dict(zip(curves[counter], figures.LINES, strict=False))
     shown = {name: (*curve, colours.get(name, drawing.GREY)) for name, curve in curves[counter].items()}
     figure = figures.sizes(shown)
+    for trace in figure["data"]:  # of a number plotly.js shows the clock of the browser, which is elsewhere
+        trace["x"] = [timezone.on_the_wall(1_000_000 * t_ms) for t_ms in trace["x"]]
     title = figure["layout"]["yaxis"]["title"]
     figure["layout"]["yaxis"]["title"] = {**title, "text": f"{COUNTERS[counter]}, {title['text']}"}
     return figure

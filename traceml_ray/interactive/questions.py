@@ -261,7 +261,9 @@ class SessionQuestions:
         if not len(columns.first):
             return chart_data
         silent = dict.fromkeys(summary.session.silent_ranks, "no report")
-        return chart_data._replace(times=times, columns=drawing.ordered(columns, silent))
+        timeline = self._ask(query.GetTimeline(run))
+        ordered = drawing.ordered(columns, silent)
+        return chart_data._replace(times=times, columns=ordered, timeline=timeline)
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
         with self._answered():

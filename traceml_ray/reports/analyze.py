@@ -248,7 +248,7 @@ def _findings(findings: Sequence[MemoryFinding]) -> Table:
         Column("from", lambda one: _moment(one.from_ns)),
         Column("what", lambda one: f"{one.why} Confidence {one.confidence}."),
     ]
-    return _some("Findings, the most severe first (UTC)", columns, findings, "finding")
+    return _some(f"Findings, the most severe first ({text.zone()})", columns, findings, "finding")
 
 
 def _next(findings: Sequence[MemoryFinding]) -> Table:
@@ -344,7 +344,7 @@ def _who(one: MemoryFinding | Attribution) -> str:
 def _date(t_ns: int) -> str:
     """Return a moment with its date, as far as it has one."""
     when = moment(t_ns)
-    return _moment(t_ns) if t_ns < EARLIEST_WALL_NS or when is None else f"{text.date(when)} UTC"
+    return _moment(t_ns) if t_ns < EARLIEST_WALL_NS or when is None else text.dated(when)
 
 
 def _moment(t_ns: int) -> str:

@@ -52,7 +52,7 @@ def runs_table(runs: Sequence[RunInfo], chosen: str | None) -> Table:
     columns = [
         Column("run", lambda run: run.name),
         Column("status", lambda run: run.status),
-        Column("began (UTC)", lambda run: run.started_at, "clock"),
+        Column(f"began ({text.zone()})", lambda run: run.started_at, "clock"),
         Column("ranks", lambda run: run.world_size, "plain"),
         Column("attempts", lambda run: run.attempts, "plain"),
         Column("rows", lambda run: run.ledger.stored, "plain"),
@@ -446,7 +446,7 @@ def events_table(events: Sequence[EventInfo]) -> Table:
         Column("who", lambda event: event.node or "" if event.rank is None else f"rank {event.rank}"),
         Column("what", lambda event: event.message.partition("\n")[0]),
     ]
-    return Table("Events (UTC)", columns, worth[-_MAX_LINES:])
+    return Table(f"Events ({text.zone()})", columns, worth[-_MAX_LINES:])
 
 
 def ledger_facts(ledger: WholeLedger) -> Facts:

@@ -16,7 +16,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.analysis.shapes import ChangedParts, StepColumns, StepTimes
+from traceml_ray.analysis.shapes import ChangedParts, RunTimeline, StepColumns, StepTimes
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document import drawing
@@ -32,6 +32,7 @@ from traceml_ray.document.model import (
     StepChart,
     Table,
 )
+from traceml_ray.document.step_clock import StepClock
 from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports import contents
 from traceml_ray.reports.deaths import exit_words, place_words
@@ -65,6 +66,8 @@ class ChartData(NamedTuple):
     """What is drawn step by step, as of `query.GetColumns`, with the lines of `z` in order of nodes."""
     change: ChangedParts | None = None
     """What a step took before the onset of the verdict and since, as of `query.GetChange`."""
+    timeline: RunTimeline | None = None
+    """When steps were over, as of `query.GetTimeline`."""
     deaths: Sequence[DeathInfo] = ()
     environment: Sequence[Mapping[str, Any]] = ()
     """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
@@ -87,12 +90,13 @@ def read_chart_data(report: Report) -> ChartData:
     summary, facts = report.summary, report.facts
     run = summary.run
     times: Any = None
-    columns = changed = None
+    columns = changed = timeline = None
     if report.history is not None and report.history.ranks:
         steps = _Steps(report.history, facts.ranks, facts.world_size)
         times, columns = (
             OF_STEPS[type(q)](steps, q, True) for q in (query.GetTimes(run), query.GetColumns(run))
         )
+        timeline = cast("RunTimeline", OF_STEPS[query.GetTimeline](steps, query.GetTimeline(run), True))
         asked = change(run, summary.verdict, summary.episodes)
         changed = cast("ChangedParts", OF_STEPS[query.GetChange](steps, asked, True)) if asked else None
     silent = dict.fromkeys(summary.session.silent_ranks, "no report")
@@ -102,6 +106,7 @@ def read_chart_data(report: Report) -> ChartData:
         times,
         drawing.ordered(columns, silent) if columns and len(columns.first) else None,
         changed,
+        timeline,
         deaths_of(facts) if facts.fact("status") not in ("finished", "stopped") else [],
         alike(facts, lambda process: process.environment),
         dict(facts.meta.get("settings") or {}),
@@ -172,7 +177,7 @@ def _deaths(chart_data: ChartData) -> Iterator[Section]:
 
 def _death(death: DeathInfo, summary: Summary) -> Lines:
     rank = summary.ranks.get(str(death.rank))
-    when = f"{'at' if death.exact else 'about'} {text.date(moment(death.t_ns))} UTC"
+    when = f"{'at' if death.exact else 'about'} {text.dated(moment(death.t_ns))}"
     place = place_words(death.step, death.stage)
     manner = ", ".join(filter(None, (f"{death.how} {when}", place)))
     words = death.traceback or (death.message if "\n" in death.message else "")
@@ -197,7 +202,8 @@ def _by_rank(chart_data: ChartData) -> Iterator[Section]:
     if (columns := chart_data.columns) is not None:
         rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary.verdict))
         label = "Busy time of each rank by step, over the median of the step"
-        heat = Heat(label, columns.first, columns.last, rows, drawing.worst(columns, rows))
+        levels, clock = drawing.worst(columns, rows), StepClock.of(chart_data.timeline)
+        heat = Heat(label, columns.first, columns.last, rows, levels, clock)
         yield Section(blocks=[heat], title="Busy time by rank, against the median of the step")
 
 
@@ -207,11 +213,12 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
         return
     episode = episode_of(chart_data.summary)
     first, last, onset = columns.first, columns.last, episode.from_step if episode else None
+    clock = StepClock.of(chart_data.timeline)
     stages = [
         Line(name, columns.exposed[:, index], drawing.STAGES[name]) for index, name in enumerate(STAGES)
     ]
     label = "Exposed time of each stage by step, stacked, in ms"
-    stacked = StepChart(label, first, last, stages, stacked=True, onset=onset)
+    stacked = StepChart(label, first, last, stages, stacked=True, onset=onset, clock=clock)
     yield Section(
         blocks=[stacked], title="Where a step's time goes (exposed: what the job waited for)", half=True
     )
@@ -221,7 +228,7 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
     )
     label = "Busy time of the median and the worst rank by step, in ms"
     band = "p10–p90", columns.p10_ms, columns.p90_ms
-    timeline = StepChart(label, first, last, [worst, median], band=band, onset=onset)
+    timeline = StepChart(label, first, last, [worst, median], band=band, onset=onset, clock=clock)
     yield Section(blocks=[timeline], title="Step timeline (busy: without waiting)", half=True)
 
 
@@ -255,8 +262,8 @@ def _environment(chart_data: ChartData) -> Iterator[Section]:
     run = Facts(
         ("Command", session.command or ""),
         ("Launcher", session.launcher or ""),
-        ("Began", f"{text.date(session.started_at)} UTC" if session.started_at else ""),
-        ("Ended", f"{text.date(session.ended_at)} UTC" if session.ended_at else ""),
+        ("Began", text.dated(session.started_at) if session.started_at else ""),
+        ("Ended", text.dated(session.ended_at) if session.ended_at else ""),
     )
     yield Section(blocks=[run], title="How it was run", half=True)
     names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]

@@ -1,10 +1,13 @@
-"""Puts `report.html` together: one file of at most 2 MB that needs no script and no network."""
+"""
+Puts `report.html` together: one file of at most 2 MB that needs no network, and no script: the one that it
+has shows moments in the timezone of the reader.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -12,9 +15,10 @@ from pathlib import Path
 from traceml_ray import __version__, text
 from traceml_ray import document as renderers
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
-from traceml_ray.document.elements import Markup, join, sentence, tag
+from traceml_ray.document.elements import Markup, join, sentence, tag, with_times
 from traceml_ray.document.html import section
-from traceml_ray.document.model import SIGNS
+from traceml_ray.document.model import SIGNS, Section
+from traceml_ray.document.timezone import timezone_of
 from traceml_ray.reports import contents
 from traceml_ray.reports.document import SECTIONS, ChartData, about_session, episode_of, more, run_of
 from traceml_ray.reports.headlines import cost, line_of, named, part_of, sign_of, since
@@ -59,7 +63,13 @@ def render(chart_data: ChartData, folder: Path) -> bytes:
     Return the page of the session in `folder`. A part that would make it larger than `MAX_BYTES` is left out,
     which it says; the first ones are what people read first.
     """
-    head = _head(chart_data)
+    with timezone_of("UTC"):
+        return _render(chart_data, folder)
+
+
+def _render(chart_data: ChartData, folder: Path) -> bytes:
+    first = chart_data.summary.conclusion
+    head = _head(f"{sign_of(first.tone)} {first.headline} · {chart_data.summary.session.id}")
     room, parts = MAX_BYTES - _SPARE - len(head.encode()), []
     for name, part in _parts(chart_data, folder):
         size = len(part.encode())
@@ -68,8 +78,19 @@ def render(chart_data: ChartData, folder: Path) -> bytes:
             part, size = tag("p", left, cls="panel wide"), 0
         parts.append(part)
         room -= size
-    body = tag("body", _heading(chart_data.summary), tag("main", parts), _foot())
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n".encode()
+    return _whole(head, _heading(chart_data.summary), tag("main", parts))
+
+
+def page_of_sections(title: str, heading: str, sections: Iterable[Section]) -> bytes:
+    """Return a page with sections that are of no single session; `heading` is above them."""
+    with timezone_of("UTC"):
+        about = tag("header", tag("h1", "traceml-ray · ", tag("b", heading)))
+        return _whole(_head(title), about, tag("main", [section(made) for made in sections]))
+
+
+def _whole(head: Markup, *body: Markup) -> bytes:
+    inside = tag("html", head, tag("body", *body, _foot()), lang="en")
+    return f"<!doctype html>\n{inside}\n".encode()
 
 
 def _parts(chart_data: ChartData, folder: Path) -> Iterator[tuple[str, Markup]]:
@@ -80,12 +101,12 @@ def _parts(chart_data: ChartData, folder: Path) -> Iterator[tuple[str, Markup]]:
     yield "To see more", section(more(folder))
 
 
-def _head(chart_data: ChartData) -> Markup:
-    first = chart_data.summary.conclusion
-    title = f"{sign_of(first.tone)} {first.headline} · {chart_data.summary.session.id}"
-    style = _style()
-    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    allowed = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; form-action 'none'"
+def _head(title: str) -> Markup:
+    style = _asset("report.css")
+    allowed = (
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
+        f"script-src '{_digest(_asset('report.js'))}'; form-action 'none'"
+    )
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -99,13 +120,20 @@ def _head(chart_data: ChartData) -> Markup:
 
 
 @cache
-def _style() -> Markup:
-    return Markup(resources.files(renderers).joinpath("report.css").read_text("utf-8"))
+def _asset(name: str) -> Markup:
+    return Markup(resources.files(renderers).joinpath(name).read_text("utf-8"))
+
+
+def _digest(asset: Markup) -> str:
+    """Return how a policy names what is in the page, so that nothing else of its kind is allowed."""
+    return f"sha256-{b64encode(hashlib.sha256(asset.encode()).digest()).decode()}"
 
 
 def _foot() -> Markup:
-    units = "Times are UTC. Colours and words as in the web app; what is not known is n/a, never 0."
-    return tag("footer", tag("p", f"traceml-ray {__version__}. {units}"))
+    zone = tag("span", "UTC", cls="zone-name")
+    words = ". Colours and words as in the web app; what is not known is n/a, never 0."
+    about = f"traceml-ray {__version__}. Times without a timezone are in ", zone, words
+    return tag("footer", tag("p", *about), tag("script", _asset("report.js")))
 
 
 def _heading(summary: Summary) -> Markup:
@@ -140,7 +168,9 @@ def verdict_box(chart_data: ChartData) -> Markup:
     ]
     path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
     icon = tag("svg", path, viewBox="0 0 16 16", width=28, height=28, role="img", aria_label=f"{sign} {tone}")
-    beside = tag("div", _cost(summary, episode), tag("p", _coverage(chart_data), cls="hint"), cls="cost")
+    beside = tag(
+        "div", _cost(summary, episode), tag("p", with_times(_coverage(chart_data)), cls="hint"), cls="cost"
+    )
     inside = icon, tag("div", sentences, cls="sentences"), beside
     return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
 
@@ -166,4 +196,4 @@ def _coverage(chart_data: ChartData) -> str:
     when = summary.session.ended_at or newest
     known = world - len(silent) if world else 0
     reported = covered(known, world or 0, len(chart_data.deaths)) if known else "no rank has reported"
-    return reported + (f", as of {text.date(when)} UTC" if when else "")
+    return reported + (f", as of {when}" if when else "")

@@ -139,7 +139,7 @@ def kept_why(path: Path) -> str:
         manifest = read_json(path / MANIFEST, Manifest)
     except (OSError, ValueError):
         return ""
-    return f"{text.date(manifest.time)} UTC: {manifest.why}"
+    return f"{text.dated(manifest.time)}: {manifest.why}"
 
 
 def bundle_files(path: Path) -> list[str]:

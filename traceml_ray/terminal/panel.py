@@ -160,7 +160,7 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
 def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
     """Return what happened, newest first."""
     columns = [*picked(EVENTS, "time"), EVENT, *picked(EVENTS, "node", "what")]
-    block = Table("Events (UTC), newest first", columns, snapshot.events, spare=("node",))
+    block = Table(f"Events ({text.zone()}), newest first", columns, snapshot.events, spare=("node",))
     return [listed(block, choice.scroll, width)]
 
 

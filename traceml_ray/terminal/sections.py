@@ -401,7 +401,7 @@ def _anomalous(evidence: Mapping[str, Any]) -> Callable[[Any], str]:
 def events(snapshot: PanelState, width: int, rank: int | None = None) -> PaneSection:
     """Return the newest events, or those of a rank, newest first."""
     shown = [event for event in snapshot.events if rank in (None, event["rank"])][:MOST_CELLS]
-    title = "Events (UTC)" if rank is None else "Its events (UTC)"
+    title = f"{'Events' if rank is None else 'Its events'} ({text.zone()})"
     return brief_table(Table(title, [*picked(EVENTS, "time"), EVENT, *picked(EVENTS, "what")], shown), width)
 
 

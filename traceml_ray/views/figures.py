@@ -2,12 +2,14 @@
 Figures as plain dicts, drawn by plotly.js.
 
 Colours of traces hold on light and on dark; text, grid and hover boxes take theirs from the style
-sheet, so that a theme needs no redraw. Every axis has its unit, every empty figure says why.
+sheet, so that a theme needs no redraw. Every axis has its unit, every empty figure says why. An axis of steps
+says under each step when it was over, where that is known.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +17,11 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.shapes import StepColumns
-from traceml_ray.document import drawing
+from traceml_ray.document import drawing, timezone
 from traceml_ray.document.drawing import BLUE, GREEN, GREY, ORANGE, RED, ROSE, STAGES
+from traceml_ray.document.model import Overlay
+from traceml_ray.document.step_clock import StepClock, tick_steps
 from traceml_ray.signals.nodes.quantities import Quantity
-from traceml_ray.views import timezone
 from traceml_ray.views.values import Array, brief, rounded
 
 Series = Array | Sequence[float | None]
@@ -34,6 +37,14 @@ _MARKS = {"critical": RED, "warning": ORANGE, "notice": "#b8930a", "info": GREY}
 MARGIN = {"l": 96, "r": 12}
 """Margins in px of every chart with an axis of steps: they are aligned with each other."""
 _FULL_PCT = 102
+BOTTOM = 52
+"""Margin in px below a chart whose ticks have two lines: a step, or a time, and what belongs to it."""
+_TICKS, _DATED_TICKS, _TICKS_ALONE = 5, 4, 8
+"""Ticks at most of an axis of steps, of one whose times have dates, and of a figure that stands alone."""
+_NAMED_IF_ZOOMED = 1_000
+"""Steps whose times an axis knows where a person zooms with no new figure being made."""
+CLOCK = "time"
+"""Name of the trace that has the times of steps; nothing of it is drawn."""
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
@@ -51,16 +62,21 @@ def figure(
     **layout: Any,
 ) -> Figure:
     """
-    Return a figure; `frame` is the range of steps that all charts have, and where the present verdict began
-    (`axis.frame`). What is hidden by a person stays so while `revision` does.
+    Return a figure; `frame` is what all charts of steps have in common (`frame_of`, `axis.frame`). What is
+    hidden by a person stays so while `revision` does.
     """
     if frame:
+        clock = frame.get("clock")
         layout = _framed(layout, **frame)
+        x = f"{x}, time ({text.zone()})" if clock else x
+        if clock and frame["alone"] and "hovermode" not in layout:
+            traces = [*traces, *_clock_trace(clock, traces)]
+    two_lines = frame or layout.get("xaxis", {}).get("type") == "date"
     # No `automargin` where labels are numbers: with it plotly.js lays a chart out twice.
     x_axis = {"showgrid": False, "ticks": "outside", "ticklen": 4, "showspikes": False}
     y_axis = {"rangemode": "tozero", "nticks": 5, "fixedrange": True, "ticklabeloverflow": "allow"}
     base = {
-        "margin": {"l": 56, "r": 10, "t": 6, "b": 38},
+        "margin": {"l": 56, "r": 10, "t": 6, "b": BOTTOM if two_lines else 38},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": FONT, "size": 11},
@@ -73,8 +89,28 @@ def figure(
     return {"data": traces, "layout": {**base, **layout}}
 
 
+def frame_of(
+    clock: StepClock | None,
+    between: Sequence[float] | None = None,
+    onset: float | None = None,
+    *,
+    alone: bool = False,
+) -> dict[str, Any]:
+    """
+    Return what every chart of steps of a run has in common: when steps were over, the range of steps, and
+    where the present verdict began. `alone`: around it is no page of ours, which says the time of what is
+    under the mouse (assets/axis.js), and asks for another figure where a person zooms.
+    """
+    return {"between": between, "onset": onset, "clock": clock, "alone": alone}
+
+
 def _framed(
-    layout: dict[str, Any], between: Sequence[float] | None, onset: float | None, axis: str = "step"
+    layout: dict[str, Any],
+    between: Sequence[float] | None,
+    onset: float | None,
+    axis: str = "step",
+    clock: StepClock | None = None,
+    alone: bool = False,
 ) -> dict[str, Any]:
     """Return the layout of a chart of steps, or over time: a drag chooses other ones, see assets/axis.js."""
     shapes, notes = [*layout.get("shapes", ())], [*layout.get("annotations", ())]
@@ -90,8 +126,43 @@ def _framed(
             "font": {"size": 10},
         }
         notes.append({"text": "onset", "showarrow": False, **where})
-    xaxis = {"hoverformat": ",.0f", **({"range": [*between]} if between else {}), **layout.get("xaxis", {})}
+    # With a space before it, what is under the mouse has no label of a tick, which has its time as well.
+    xaxis = {"hoverformat": " ,.0f", **({"range": [*between]} if between else {}), **layout.get("xaxis", {})}
+    if clock:
+        xaxis |= step_ticks(clock, between, alone)
     return {**layout, "xaxis": xaxis, "shapes": shapes, "annotations": notes, "meta": {"axis": axis}}
+
+
+def step_ticks(
+    clock: StepClock, between: Sequence[float] | None = None, zoomed: bool = False
+) -> dict[str, Any]:
+    """
+    Return the properties of an axis of steps whose ticks have the time of their step under it. `zoomed`: and
+    those that it may have where a person zooms.
+    """
+    low, high = between or clock.span
+    first, last = max(clock.span[0], math.ceil(low)), min(clock.span[1], math.floor(high))
+    dated = timezone.several_days(clock.times((first, last)))
+    most = _DATED_TICKS if dated else _TICKS_ALONE if zoomed else _TICKS
+    steps: Sequence[int] = tick_steps(first, last, (high - low) / most)
+    if zoomed:
+        every = max(1, 10 ** math.ceil(math.log10(max(1, last - first) / _NAMED_IF_ZOOMED)))
+        steps = sorted({*steps, *range(-(-first // every) * every, last + 1, every)})
+    times = clock.texts(steps, brief=True)
+    return {
+        "tickformat": ",~f",  # "20,000", as the labels are written here
+        "labelalias": {f"{step:,}": f"{step:,}<br>{time}" for step, time in zip(steps, times, strict=True)},
+        "nticks": most,
+        "tickangle": 0,
+    }
+
+
+def _clock_trace(clock: StepClock, traces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what says the time of a step beside the values of lines."""
+    steps: Any = next((one["x"] for one in traces if one.get("mode") == "lines"), ())
+    quiet = {"mode": "none", "showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
+    times = clock.texts(steps)
+    return [{"type": "scatter", "name": CLOCK, "x": [*steps], "y": [0] * len(times), "text": times, **quiet}]
 
 
 def _exactly(**limits: float) -> dict[str, Any]:
@@ -177,7 +248,7 @@ def timeline(
 
 def _aligned(layout: dict[str, Any]) -> dict[str, Any]:
     """Return the layout of a chart whose plot is as wide as that of the heatmap."""
-    return {**layout, "margin": {**MARGIN, "t": 6, "b": 38}}
+    return {**layout, "margin": {**MARGIN, "t": 6, "b": BOTTOM}}
 
 
 def _event_marks(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -230,14 +301,14 @@ def lines(
     layout: dict[str, Any] = {} if timed else scale(np.concatenate([*shown.values()]), unit)
     if top is not None:
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
-    layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
+    layout["xaxis"] = _clock(x) if timed else {"nticks": _TICKS}
     if timed and frame:
         frame = _on_clock(frame, x_values[0], x_values[-1])
     return figure(traces, _time() if timed else "step", y, revision=revision, frame=frame, **layout)
 
 
 def _time() -> str:
-    return f"time ({timezone.abbreviation()})"
+    return f"time ({text.zone()})"
 
 
 def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, Any]:
@@ -248,17 +319,32 @@ def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, A
     return {**frame, "onset": onset, "between": frame["between"] or (first, last)}
 
 
-def overlaid(
-    series: Mapping[str, tuple[Sequence[int], Series, str]], unit: str, revision: str = ""
-) -> Figure:
-    """Return lines over steps of their own, by name: steps, values, colour."""
-    hover = "%{y:,} " + unit
+def overlaid(chart: Overlay, axis: str, revision: str = "") -> Figure:
+    """Return the lines of several runs over each other; `axis`: over `step`, or `time` since the first."""
+    lines = chart.lines[axis]
+    longest = max(float(line.x[-1]) for line in lines)
+    size, unit = (
+        (1, "s") if axis == "step" or longest < 300 else (60, "min") if longest < 3 * 3600 else (3600, "h")
+    )
+    hover = f"%{{y:,}} {chart.unit}"
     traces = [
-        _line(name, steps, values, 1.5, colour, hovertemplate=hover)
-        for name, (steps, values, colour) in series.items()
+        _line(
+            line.name,
+            line.x.tolist() if axis == "step" else rounded(line.x / size),
+            brief(line.values),
+            1.5,
+            line.colour,
+            line={"dash": line.dash},
+            hovertemplate=hover,
+        )
+        for line in lines
     ]
-    every = np.concatenate([_array(values) for _, values, _ in series.values()])
-    return figure(traces, "step", unit, xaxis={"nticks": 6}, revision=revision, **scale(every, unit))
+    layout = scale(np.concatenate([line.values for line in lines]), chart.unit) if chart.from_zero else {}
+    if not chart.from_zero:
+        layout["yaxis"] = {"rangemode": "normal"}
+    title = "step" if axis == "step" else f"time since the first step ({unit})"
+    xaxis = {"nticks": _TICKS, "hoverformat": " ,.0f" if axis == "step" else " ,.2~f"}
+    return figure(traces, title, chart.unit, xaxis=xaxis, revision=revision, **layout)
 
 
 def sizes(
@@ -373,7 +459,12 @@ def quantities(
 
 def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     short = t_ns[-1] - t_ns[0] < 600e9
-    ticks = {"nticks": 4, "tickformat": "%H:%M:%S"} if short else {"nticks": 5, "tickformat": "%H:%M"}
+    # What is behind the line break is under the first tick of each day.
+    ticks = (
+        {"nticks": 4, "tickformat": "%H:%M:%S\n%d %b"}
+        if short
+        else {"nticks": 5, "tickformat": "%H:%M\n%d %b"}
+    )
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
 
 

@@ -13,10 +13,10 @@ from traceml_ray.analysis.shapes import StepColumns
 from traceml_ray.analysis.spread import level
 from traceml_ray.document import drawing
 from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MISSING, HEIGHT, HeatRow, css
-from traceml_ray.views.figures import MARGIN, Figure, figure
+from traceml_ray.views.figures import BOTTOM, MARGIN, Figure, figure
 
-TOP, BOTTOM = 6, 38
-"""Margins in px above and below the rows."""
+TOP = 6
+"""Margin in px above the rows; below them: `figures.BOTTOM`."""
 _LINE = 14
 """px that a line between nodes needs."""
 
