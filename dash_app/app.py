@@ -363,4 +363,5 @@ def _listed(values: Any) -> Any:
 
 def _no_page(pathname: str | None) -> html.Div:
     overview = dcc.Link("Overview", href="/")
-    return html.Div([html.H1("There is no such page"), html.P([f"{pathname} is none. ", overview])])
+    which = f"No page has the address {pathname}. "
+    return html.Div([html.H1("There is no such page"), html.P([which, overview])])

@@ -225,7 +225,7 @@ def _session(header: Mapping[str, Any], route: Route) -> list[Any]:
     facts = " · ".join(filter(None, (size, session["strategy"], session["launcher"])))
     shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
     if route.get("session"):
-        shown.append(dcc.Link("back to this dashboard's own", href="/"))
+        shown.append(dcc.Link("back to the dashboard's session", href="/"))
     if len(runs := session["runs"]) > 1:
         name = next((run["name"] for run in runs if run["id"] == session["run"]), text.NA)
         links = [
@@ -294,7 +294,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
             html.Strong(dated(headline[:1].upper() + headline[1:]), id="verdict-headline"),
             **aria(live="polite", atomic="true"),
         ),
-        html.P(marked(why), id="verdict-why"),
+        html.P(marked(why[:1].upper() + why[1:]), id="verdict-why"),
         # What to do is said before another verdict begins.
         *([to_do, html.P(steps, id="verdict-steps"), operation] if steps else [operation, to_do]),
         html.Div(listed, id="verdict-also"),

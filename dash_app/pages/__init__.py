@@ -102,14 +102,14 @@ def start_layout(view: Mapping[str, Any], route: Route) -> Any:
 def _others(view: Mapping[str, Any], route: Route) -> html.Div:
     """Return links to other sessions or runs if the requested one cannot be read."""
     what, name = view["missing"], view["session"]["id"]
-    newest = dcc.Link("the newest run of this dashboard's own session", href="/")
+    newest = dcc.Link("the newest run of the dashboard's session", href="/")
     links = [
         link(other, route.to("overview", **{"run": None, what: other}), "chip")
         for other in view["others"][:_OFFERED]
     ]
     every = dcc.Link("all sessions", href=route.to("sessions", session=None, run=None))
     others = html.Div(
-        [html.P(["Others to look at: ", newest, ", ", every, "."]), html.Nav(links, className="chips")]
+        [html.P(["Open instead: ", newest, ", ", every, "."]), html.Nav(links, className="chips")]
     )
     return html.Div(
         [html.H1(f"{what.capitalize()} {name} cannot be read"), part(html.Div(others, id="others"))]

@@ -33,7 +33,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     panels = {
         "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished"), route),
         "Relays, one on each node": _relays(view["relays"], route),
-        "Errors, swallowed and counted": html.Div(shown, id="health-errors"),
+        "Errors of the monitor": html.Div(shown, id="health-errors"),
     }
     return html.Div(
         [

@@ -166,7 +166,7 @@ def _layers(view: Mapping[str, Any], route: Route) -> list[Any]:
     layers: Layers = view["layers"]
     shown, chosen = layer_columns(layers), view["chosen"]
     heads = listing.heads(shown, keys_of(shown), route)
-    rows = table(Table("Layers", shown, chosen.items, empty="No layer is like that."), route, heads=heads)
+    rows = table(Table("Layers", shown, chosen.items, empty="No layer matches."), route, heads=heads)
     return [rows, listing.pages(chosen, route, "layer"), html.P(_WHAT, className="hint")]
 
 

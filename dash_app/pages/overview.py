@@ -230,7 +230,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
         ),
         chart(
             "skew",
-            "Skew",
+            "Skew of ranks and nodes",
             figures.lines(
                 steps,
                 skew,

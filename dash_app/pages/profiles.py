@@ -250,9 +250,9 @@ def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
     if done and not done[0].captured:
         shown.append(html.P(f"Nothing was captured: {reasons(done[0])}.", className="sev critical"))
     elif done:
-        shown.append(html.P(["The profile is there: ", profile_link(done[0], route), "."]))
+        shown.append(html.P(["The profile is ready: ", profile_link(done[0], route), "."]))
     elif asked and not (now and asked in now.requests):
-        shown.append(html.P("Asked for; it begins when the aggregator has told all ranks."))
+        shown.append(html.P("Requested. It begins when the aggregator has reached all ranks."))
     if now:
         phase, share = so_far(now)
         progress = f"{phase} {text.share(share)}" if share else phase
@@ -272,7 +272,7 @@ def _rows(view: Mapping[str, Any], route: Route) -> Any:
         return html.P("Not known while the aggregator does not answer.", className="empty")
     columns = [column for column in profile_columns(view["names"]) if column.name != "id"]
     note = _COSTS if view["done"] else ""
-    empty = "None yet. A straggler that lasts is profiled without being asked."
+    empty = "None yet. A lasting straggler is profiled automatically."
     return table(Table("Profiles", columns, view["done"], note, empty), route)
 
 
@@ -443,7 +443,7 @@ def _operations(view: Mapping[str, Any], route: Route) -> Any:
     cells = [[column.cell(operation) for column in OPERATIONS] for operation in made.operations]
     columns = [column for column, *values in zip(OPERATIONS, *cells, strict=True) if any(values)]
     heads = listing.heads(columns, keys_of(columns), route)
-    block = Table("Operations", columns, chosen.items, empty="No operation is like that.")
+    block = Table("Operations", columns, chosen.items, empty="No operation matches.")
     rows = table(block, route, heads=heads)
     kinds = {f"all kinds {len(made.operations):,}": None} | {
         f"{kind} {n:,}": kind for kind, n in view["kinds"].items()

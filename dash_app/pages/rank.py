@@ -28,7 +28,7 @@ from traceml_ray.views.values import by_rank, mean, number, whole_number
 
 from .. import axis
 from ..charts import Chart, chart
-from ..elements import aria, died, facts, link, node_link, panel, part, rank_link, table, trail
+from ..elements import aria, died, facts, link, marked, node_link, panel, part, rank_link, table, trail
 from ..route import Route
 from ..session_cache import SessionCache
 from . import profiles
@@ -300,9 +300,9 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
 
 def _suspect(suspect: Suspect) -> html.P:
     late, saves = text.ms(suspect.excess_ms), text.ms(suspect.gain_ms)
-    sentence = f"▲ Late out of {suspect.stage} by {late} a step; "
-    sentence += f"fixing it saves {saves} a step, {text.percent(suspect.cost_pct)}."
-    return html.P(sentence, className="callout warning")
+    sentence = f"▲ This rank is {late} late in `{suspect.stage}` in each step. "
+    sentence += f"Fixing it saves {saves} a step ({text.percent(suspect.cost_pct)})."
+    return html.P(marked(sentence), className="callout warning")
 
 
 def _output(output: LastOutput | None) -> Any:
@@ -317,8 +317,8 @@ def _output(output: LastOutput | None) -> Any:
     for line in output.lines:
         if line.skipped:
             lines.append(html.I(f"… {text.count(line.skipped, 'more line')}\n"))
-        marked = line.stream == "stderr"
-        lines.append(html.Span(f"{line.text}\n", className="stderr" if marked else ""))
+        is_error = line.stream == "stderr"
+        lines.append(html.Span(f"{line.text}\n", className="stderr" if is_error else ""))
     return html.Pre(lines, className="output", tabIndex=0, **aria(label="Last lines of stdout and stderr"))
 
 

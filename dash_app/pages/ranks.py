@@ -44,7 +44,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
     suspects = {(one.rank, one.stage) for one in (run.verdict.suspects if run.verdict else ())}
     roles = any(process.work for process in run.ranks.values())
-    columns = _columns(run, roles, suspects)
+    ended = any(process.exit_code is not None for process in run.ranks.values())
+    columns = [one for one in _columns(run, roles, suspects) if ended or one.name != "exit code"]
     return {"chosen": chosen, "states": dict(states), "columns": columns}
 
 
@@ -73,7 +74,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     bar = html.Div(chips, id="rank-filter")
     ranks = view["columns"]
     heads = listing.heads(ranks, _keys(ranks), route)
-    block = Table("Ranks", ranks, chosen.items, empty="No rank is like that.")
+    block = Table("Ranks", ranks, chosen.items, empty="No rank matches.")
     rows = table(block, route, heads=heads, cells={"state": _died})
     rows_panel = html.Div([rows, listing.pages(chosen, route, "rank")], id="rank-table", className="panel")
     return html.Div(
@@ -83,7 +84,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             part(bar),
             part(rows_panel),
             html.P(
-                "Busy: the median step without waiting. Stages: the mean of a step, ms.", className="hint"
+                "Busy: median time of a step without waiting, ms; ÷ med: over that of the median rank. "
+                "Stages: mean of a step, ms.",
+                className="hint",
             ),
         ]
     )

@@ -44,6 +44,8 @@ _CURVES = (
 _TABLE_ROWS = 100
 _COMPARE = Column("compare", lambda _: "")
 _COLUMNS = [column for column in SESSIONS if column.name != "size"]
+_SETTING = "setting "
+_FACT_NAMES = {"nnodes": "nodes"}
 _FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code")
 
 
@@ -76,7 +78,7 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
         "processes": run.ranks,
         "sample": cache.ask(query.GetStepSample(run.id), still_holds),
         "samples": cache.ask(comparison.memory_question(run.ranks)),
-        "facts": facts | {f"setting {name}": value for name, value in settings.items()},
+        "facts": facts | {f"{_SETTING}{name}": value for name, value in settings.items()},
     }
 
 
@@ -95,7 +97,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         ),
     }
     heads = listing.heads(_COLUMNS, keys_of(_COLUMNS), route)
-    block = Table("Sessions", [_COMPARE, *_COLUMNS], chosen.items, empty="No session is like that.")
+    block = Table("Sessions", [_COMPARE, *_COLUMNS], chosen.items, empty="No session matches.")
     rows = table(block, route, heads=heads, cells=cells)
     return html.Div(
         [
@@ -154,10 +156,10 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
         ]
         return [part(html.Div([html.P(why) for why in missing], id="session-compare", className="panel"))]
     titles = [f"{letter}: {name}" for letter, name in zip(NAMES, sides_of(route), strict=False)]
-    settings = panel("What they were started with", _settings(sides, titles, route))
+    settings = panel("Command, size and settings", _settings(sides, titles, route))
     runs = _overlaid(sides)
     if runs is None:
-        numbers: Any = html.P("The steps of all are read …")
+        numbers: Any = html.P("Reading the steps of all sessions …")
     elif len(runs) == 2:
         numbers = _numbers(runs, sides, titles, route)
     else:
@@ -221,7 +223,7 @@ def _numbers(
         )
     ]
     words.append(html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint"))
-    more = [html.Li(f"Not compared, {reason}.") for reason in compared.cannot] + [
+    more = [html.Li(f"Not compared: {reason}.") for reason in compared.cannot] + [
         html.Li(note) for note in compared.notes
     ]
     return html.Div(
@@ -248,15 +250,22 @@ def _settings(sides: Sequence[Mapping[str, Any]], titles: Sequence[str], route: 
 
     def side(title: str, values: Mapping[str, Any]) -> Column:
         def shown(name: str) -> Any:
-            return "default" if values.get(name) is None and name.startswith("setting") else values.get(name)
+            return "default" if values.get(name) is None and name.startswith(_SETTING) else values.get(name)
 
         def tone(name: str) -> str:
-            return "" if values.get(name) == facts[0].get(name) else "warning"
+            both = values.get(name), facts[0].get(name)
+            unknown = None in both and not name.startswith(_SETTING)  # such as how a running job will exit
+            return "" if both[0] == both[1] or unknown else "warning"
 
         return Column(title, shown, "code", tone=tone)
 
-    columns = [Column("", text.words), *map(side, titles, facts)]
+    columns = [Column("", _fact_name), *map(side, titles, facts)]
     return table(Table("Command and settings of the sessions", columns, names), route)
+
+
+def _fact_name(name: str) -> str:
+    """Return what a fact is called; a setting as a person sets it."""
+    return name if name.startswith(_SETTING) else _FACT_NAMES.get(name) or text.words(name)
 
 
 def _curves(runs: Sequence[OverlaidRun], route: Route) -> list[Any]:

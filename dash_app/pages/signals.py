@@ -74,7 +74,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if view["columns"]:
         columns, chosen = [_RANK, *view["columns"]], view["chosen"]
         heads = listing.heads(columns, keys_of(columns), route)
-        block = Table("Signals by rank", columns, chosen.items, empty="No rank is like that.")
+        block = Table("Signals by rank", columns, chosen.items, empty="No rank matches.")
         rows = [table(block, route, heads=heads), listing.pages(chosen, route, "rank")]
         body.append(panel("By rank", part(html.Div(rows, id="signal-ranks"))))
     return html.Div(body)

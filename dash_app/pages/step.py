@@ -30,11 +30,13 @@ from ..route import Route
 from ..session_cache import SessionCache
 
 _TOGETHER = (
-    "One clock for all: each row begins where its rank left the exchange before, which ranks leave together. "
-    "The clocks of nodes are not compared. "
+    "All rows share one clock: a row begins when its rank left the previous exchange, which all ranks leave "
+    "together. The clocks of nodes are not compared. "
 )
-_ALONE = "These ranks do not wait for each other: each row begins where its rank's own step began. "
-_SPANS = "Thin bars are named spans; where inside its stage a span began is not recorded."
+_ALONE = "These ranks do not wait for each other: a row begins when its rank's own step began. "
+_SPANS = (
+    "Thin bars are named spans. Each is drawn from the start of its stage: when it began is not recorded."
+)
 _LISTED = 200
 
 
@@ -70,7 +72,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             "step-gantt",
             "All ranks on one clock",
             _gantt(step, drawn),
-            "Stages of each rank in this step, from where it left the exchange before",
+            "Stages of each rank in this step, from when it left the previous exchange",
             route,
             series=drawing.STAGES,
             colours=_span_colours(step) if len(drawn) <= _FEW else None,
@@ -105,20 +107,22 @@ def _around(view: Mapping[str, Any], number: int, route: Route) -> html.Div:
     if number < last:
         shown.append(link("next →", route.to("step", max(number + 1, first), **kept), "chip"))
         shown.append(link("newest", route.to("step", last, **kept), "chip"))
-    for label, order in (("by node", None), ("last to come first", "late")):
+    for label, order in (("by node", None), ("latest first", "late")):
         shown.append(link(label, route.here(order=order), "chip", on=route.get("order") == order))
     return html.Div(shown, id="step-around", className="chips")
 
 
 def _why_empty(step: OneStep | None, number: int) -> str:
     if step is None:
-        return "Being read."
+        return "Reading the step …"
     first, last = step.first, step.last
     if first is None or last is None:
-        return "No step is kept one by one in this run."
+        return "Single steps of this run are not kept."
     if number < first:
-        return f"Step {number:,} is kept in sums only. Single steps are there from {first:,} to {last:,}."
-    return f"No rank has reported step {number:,}. Single steps are there from {first:,} to {last:,}."
+        why = f"Step {number:,} is kept only as part of a mean."
+    else:
+        why = f"No rank has reported step {number:,}."
+    return f"{why} Single steps are kept from {first:,} to {last:,}."
 
 
 def _facts(view: Mapping[str, Any], step: OneStep) -> dict[str, Any]:
@@ -132,8 +136,8 @@ def _facts(view: Mapping[str, Any], step: OneStep) -> dict[str, Any]:
     return {
         "took": text.ms(step.took_ms),
         "ranks": f"{len(step.ranks):,} of {view['world']:,}",
-        "last to come": last,
-        "times from": device,
+        "last to arrive": last,
+        "measured on": device,
     }
 
 
@@ -154,7 +158,7 @@ def _table(view: Mapping[str, Any], step: OneStep, route: Route) -> Any:
         Column("spans, mean", lambda rank: ", ".join(spans.get(rank, ()))),
     ]
     rest = len(step.ranks) - len(shown)
-    note = f"{rest:,} more ranks came earlier." if rest else "Stages in ms, the last to come first."
+    note = f"{rest:,} more ranks arrived earlier." if rest else "Stages in ms, the latest rank first."
     return table(Table("The step, by rank", columns, shown, note), route)
 
 
@@ -258,7 +262,7 @@ def _gantt(step: OneStep, drawn: Sequence[_GanttRow]) -> figures.Figure:
     }
     return figures.figure(
         traces,
-        "ms since the exchange before",
+        "ms since the previous exchange",
         "",
         barmode="overlay",
         hovermode="closest",

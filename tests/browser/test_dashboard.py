@@ -491,7 +491,7 @@ def test_links_lead_from_page_to_page_without_a_reload(browser, served):
     field.send_keys("\n")
     shows(browser, "node-title", "Node host-0")
     field.send_keys("fast\n")  # nothing is called so: the list of ranks says it
-    shows(browser, "rank-table", "No rank is like that.")
+    shows(browser, "rank-table", "No rank matches.")
     search = browser.find_element(By.ID, "find")
     assert search.get_attribute("value") == "fast"
     search.send_keys(Keys.CONTROL, "a", Keys.NULL, "host-0")

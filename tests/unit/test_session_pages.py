@@ -404,7 +404,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     assert "after step 174, in `forward`" in header["verdict"].why
     assert header["verdict"].last_step == 174
     assert 174 in steps and 175 not in steps, "one death has one step"
-    assert "first of 2 ranks" in shown[0] and "Late out of" not in shown[0]
+    assert "first of 2 ranks" in shown[0] and "This rank is" not in shown[0]
     assert (
         "Connection closed by peer at " in shown[1]
         and '"22:13:57 UTC"' in shown[1]

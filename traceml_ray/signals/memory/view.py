@@ -246,7 +246,7 @@ def ranks_table(rows: Sequence[RankMemory]) -> Table:
         Column("finding", lambda row: text.words(row.anomaly or ""), tone=lambda row: row.severity or ""),
     ]
     spare = "samples", "hidden", "reserved +", "node", "in all"
-    empty = "No rank is like that."
+    empty = "No rank matches."
     return Table("Memory of ranks", columns, rows, empty=empty, badness=_used, spare=spare)
 
 
