@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from traceml_ray.monitor.finish import KILL_S
-from traceml_ray.terminal.codes import LEAVE
+from traceml_ray.text import LEAVE_PANEL
 
 _PREFIX = "Dashboard: "
 LINGERS = "Stays while a browser watches."
@@ -169,4 +169,4 @@ class LiveView:
             clean = False
         if not clean:
             with contextlib.suppress(OSError):
-                os.write(self._fd, LEAVE.encode())
+                os.write(self._fd, LEAVE_PANEL.encode())

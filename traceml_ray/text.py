@@ -284,6 +284,12 @@ def in_ascii(text: str) -> str:
     return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
+SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
+"""Escape sequences that save and restore the position and colours of a terminal's cursor."""
+LEAVE_PANEL = f"{SAVE_CURSOR}\x1b[r{RESTORE_CURSOR}\x1b[m\x1b[J"
+"""Escape sequence that ends a panel below a job's output: all lines scroll again, those below are empty."""
+
+
 @functools.lru_cache(4096)
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return what sorts names as people do: node-2 before node-10."""

@@ -27,8 +27,8 @@ from rich.text import Text
 from traceml_ray.document.terminal import fit
 from traceml_ray.monitor import rank_connections
 from traceml_ray.settings import Settings
-from traceml_ray.terminal.codes import LEAVE, RESTORE, SAVE
 from traceml_ray.terminal.screen import Screen, terminal_colours
+from traceml_ray.text import LEAVE_PANEL, RESTORE_CURSOR, SAVE_CURSOR
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource
 
@@ -95,7 +95,7 @@ class Beneath:
         self._screen.draw(lines)
         if not (before or self._frame):
             return 0
-        return self._write(f"{before}{SAVE}{region}{self._frame}{RESTORE}")
+        return self._write(f"{before}{SAVE_CURSOR}{region}{self._frame}{RESTORE_CURSOR}")
 
     def leave(self) -> None:
         """Clear the panel and give its lines back to the job's output."""
@@ -104,7 +104,7 @@ class Beneath:
     def _leave(self) -> None:
         if self._height:
             self._height = 0
-            self._write(LEAVE)
+            self._write(LEAVE_PANEL)
 
     def _add(self, text: str) -> None:
         self._frame += text
