@@ -229,8 +229,8 @@ class capture_oom:  # noqa: N801
 
     An error of memory inside, of the host or of a device (`torch.OutOfMemoryError`, `MemoryError`,
     `CUBLAS_STATUS_ALLOC_FAILED`, that of the CPU allocator), passes through unchanged and makes a bundle: the
-    last minutes of every rank. An error that nothing catches makes a bundle without this; use it around
-    errors that your script catches. Any thread may use it.
+    last minutes of every rank. An error that nothing catches makes a bundle by itself; use
+    this where your script catches the error. Any thread may use it.
 
     Args:
         where: a name for what is tried, cut to 64 characters.
@@ -271,7 +271,7 @@ def count(
         samples: of this rank, in this step or micro-batch.
         tokens: the same.
         flops_per_step: of the model, in one step of all ranks together; once is enough, on one rank.
-        total_steps: how many steps the job is going to take; likewise.
+        total_steps: number of steps of the whole job; once is enough, on one rank.
     """
     agent = _listening()
     if agent is None:
