@@ -191,7 +191,8 @@ def main() -> None:
         rank.agent.channel.close()
     measured = figures(rounds)
     print(where, table(measured, args.markdown), sep="\n\n")
-    publish_figures("captures", measured)
+    shown = [one for one in measured if one.what.startswith(("added", "turning", "that is"))]
+    publish_figures("captures", shown)
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

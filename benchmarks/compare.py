@@ -131,7 +131,7 @@ def main() -> None:
         figures = report(out, *made)
         print(table(figures, arguments.markdown))
         named = [one._replace(what=f"{one.part}: {one.what}") for one in figures]
-        publish_figures("comparison", named)
+        publish_figures("comparison", named, budgeted=True)
 
 
 if __name__ == "__main__":

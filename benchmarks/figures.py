@@ -91,8 +91,16 @@ def publish(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]],
         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def publish_figures(name: str, figures: Iterable[Figure]) -> None:
-    """Publish figures as a table of what was measured, the value and its budget."""
+def publish_figures(name: str, figures: Iterable[Figure], *, budgeted: bool = False) -> None:
+    """
+    Publish figures as a table of what was measured, the value and its budget.
+
+    Args:
+        name: of the table.
+        figures: its rows.
+        budgeted: leave out figures without a budget, which explain the others where they are printed.
+    """
+    figures = [one for one in figures if one.budget or not budgeted]
     publish(name, ("what", "measured", "budget"), [(one.what, one.value, one.budget) for one in figures])
 
 

@@ -132,7 +132,7 @@ def main() -> None:
     print("measuring layers …", file=sys.stderr, flush=True)
     figures = [*measure(args.quick), *measure_idle(args.quick)]
     print(where, table(figures, args.markdown), sep="\n\n")
-    publish_figures("layers", figures)
+    publish_figures("layers", figures, budgeted=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ machine. `results.py` puts new tables into it. Here is what is around them: sect
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,6 +159,7 @@ def rendered(tables: Mapping[str, Any]) -> str:
 
 def _table(title: str, entry: Mapping[str, Any]) -> Iterator[str]:
     machine = entry["machine"].partition("; ")[0]  # without the versions, which HEAD has
+    machine = re.sub(r"^(commit \S+), [\d-]+: (.*), \d+ cores, (load .*)$", r"\1, \2, \3", machine)
     where = ". ".join(filter(None, [f"`{entry['command']}`" if entry["command"] else "", machine]))
     yield f"{title} {where}{'.' if where else ''}\n"
     yield " | ".join(entry["columns"])

@@ -66,6 +66,9 @@ def test_a_failure_is_counted_and_the_others_run(tmp_path: Path, monkeypatch: py
 
 def test_page_is_made_of_the_stored_tables() -> None:
     assert page.rendered(page.stored()) == RESULTS, "run `python benchmarks/page.py`"
+    whole = "commit 1a2b3c, 2026-11-27: AMD EPYC, 2 cores, load 8.0; Linux 6.18, Python 3.11.7"
+    entry = {"command": "scale.py", "machine": whole, "columns": ["a"], "rows": [["1"]], "notes": []}
+    assert "`scale.py`. commit 1a2b3c, AMD EPYC, load 8.0.\n" in page.rendered({"scale": entry})
 
 
 def test_published_table_replaces_the_older_one_and_is_on_the_page(
@@ -114,7 +117,8 @@ def test_without_the_variable_nothing_is_published(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv(figures.FILE, raising=False)
     figures.publish("scale", ["a"], [["1"]])
     monkeypatch.setenv(figures.FILE, str(tmp_path / "out.json"))
-    figures.publish_figures("scale", [figures.Figure("part", "a step", "5 µs", "≤ 10 µs")])
+    both = [figures.Figure("part", "a step", "5 µs", "≤ 10 µs"), figures.Figure("part", "its size", "3 MB")]
+    figures.publish_figures("scale", both, budgeted=True)
     [line] = (tmp_path / "out.json").read_text().splitlines()
     assert json.loads(line)["rows"] == [["a step", "5 µs", "≤ 10 µs"]]
 
