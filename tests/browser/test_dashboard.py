@@ -178,7 +178,7 @@ def test_page_is_whole_on_paper_on_a_phone_and_as_pictures(browser, served):
     right, left_over = browser.execute_script(ON_PAPER)
     assert right <= sheet + 1 and abs(left_over) < 2
     name, width, height = browser.execute_async_script(PICTURE)
-    assert name == "played-timeline.png" and width > 400 and height > 300
+    assert name == "played-overview-timeline.png" and width > 400 and height > 300
     try:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
         gone = "return getComputedStyle(document.querySelector(arguments[0])).display"
