@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import socket
 import threading
 from collections.abc import Iterator
@@ -64,3 +66,57 @@ def test_link_with_the_token_is_redirected_to_one_without(browser, url: str) -> 
     browser.get(f"{url}/?token=wrong")
     until(lambda: shown(browser, "verdict-strip") is False, "it is refused")
     assert "not the token" in browser.page_source
+
+
+KEEP = "document.addEventListener('copy', ({ target }) => { window.copied = target.value; })"
+BUTTON = "//div[@id='session']//button[text()='Copy link']"
+CHOSEN = "/rank/1?from=2&to=4&step=3&off=stage-data.median+rank"
+
+
+def test_copied_link_leads_a_colleague_to_the_same_page_after_the_token(browser, url: str) -> None:
+    browser.delete_all_cookies()
+    browser.get(f"{url}{CHOSEN}&token=open-sesame")
+    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    browser.execute_script(KEEP)
+    browser.find_element(By.XPATH, BUTTON).click()
+    link = until(lambda: browser.execute_script("return window.copied"), "the link is copied")
+    assert link.startswith(f"{url}{CHOSEN}&session=played&run=") and "open-sesame" not in link
+    browser.delete_all_cookies()  # a colleague
+    browser.get(link)
+    give(browser, "open-sesame")
+    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    assert browser.current_url == link
+    shows = "return document.querySelector('#range-text').textContent"
+    until(lambda: browser.execute_script(shows).startswith("Steps 2–4 "), "the steps of the link")
+    off = "return [...document.querySelectorAll('#stage-data-legend .off')].map((one) => one.textContent)"
+    assert browser.execute_script(off) == ["median rank"]
+
+
+@pytest.fixture
+def other_site(tmp_path: Path) -> Iterator[str]:
+    """A page of another site, in which a test writes."""
+    pages = tmp_path / "site"
+    pages.mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(pages))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_link_on_another_site_asks_only_once_and_its_form_gets_nothing(
+    browser, url: str, other_site: str, tmp_path: Path
+) -> None:
+    browser.delete_all_cookies()
+    browser.get(f"{url}/?token=open-sesame")
+    until(lambda: shown(browser, "verdict-strip"), "the page")
+    form = f'<form method="post" action="{url}/bundles"><button id="post">Post</button></form>'
+    (tmp_path / "site/index.html").write_text(f'<a id="link" href="{url}/rank/1">Link</a>{form}')
+    browser.get(other_site)
+    browser.find_element(By.ID, "link").click()
+    until(lambda: shown(browser, "rank-title"), "the rank's page, without being asked")
+    browser.get(other_site)
+    browser.find_element(By.ID, "post").click()
+    until(lambda: "made by another page" in browser.page_source, "the refusal")
+    browser.delete_all_cookies()
