@@ -80,7 +80,7 @@ def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Pa
     assert (look(pages, "header")["state"], source.stored) == ("live", False)
     played.play(5)
     assert pages.poll() and look(pages, "header")["step"] == 54
-    assert look(pages, "header")["verdict"]["label"] == "healthy"
+    assert look(pages, "header")["verdict"].label == "healthy"
     played.end()
     held.release()
     assert pages.poll() and look(pages, "header")["state"] == "stored"
