@@ -79,12 +79,16 @@ class SpanTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerdictChange(VerdictInfo, frozen=True, kw_only=True):
-    """A verdict as it was judged live, and since when it was."""
+    """A change of the live verdict on a run: what it was from then on."""
 
     t_ns: int
+    """When it was judged (ns since the epoch, on the aggregator's clock)."""
     suspects: list[Suspect]
+    """Ranks that were late, each out of one stage, the costliest first."""
     exposed_ms: list[float] | None
+    """Mean exposed time of each stage in a step: 6 values (ms); None: not known."""
     roles: list[RoleShare]
+    """How long ranks of each role wait for other roles; empty if all ranks do the same work."""
 
 
 class DeathInfo(msgspec.Struct, frozen=True, kw_only=True):
