@@ -549,10 +549,10 @@ def test_events_are_searched_and_have_the_time_of_the_reader(browser, served):
         title, begin = until(browser, lambda: browser.execute_script(drawn))
         assert (title, begin[:13]) == ("time (IST)", "2023-11-15 03")
         browser.get(served.url + "/")
-        shows(browser, "range-text", "times in Asia/Kolkata")
+        shows(browser, "range-text", "times in Asia/")  # Chrome may say Calcutta
         ticks = "return [...document.querySelectorAll('#exposed .xtick')].map((tick) => tick.textContent)"
         first, *_ = until(browser, lambda: browser.execute_script(ticks))
-        assert first.startswith("0") and first[1:].startswith("03:4"), first
+        assert "03:4" in first and first.count(":") == 2, first
         on_chart(browser, "exposed", ActionChains.move_to_element)
         under = "return document.getElementById('exposed').closest('.graph').dataset.time"
         assert until(browser, lambda: browser.execute_script(under)).startswith("03:4")

@@ -38,7 +38,7 @@ def test_page_of_a_report_has_no_fault_at_any_width_and_on_paper(
         browser.execute_cdp_cmd("Emulation.setTimezoneOverride", zone)
         browser.refresh()
         shown = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
-        assert browser.execute_script(shown, ".zone-name") == ["Asia/Kolkata"]
+        assert browser.execute_script(shown, ".zone-name")[0] in ("Asia/Kolkata", "Asia/Calcutta")
         assert {*browser.execute_script(shown, ".zone")} == {"GMT+5:30"}
         axis = (
             "return [...document.querySelectorAll('.x time')].map((one) => [one.textContent, one.dateTime])"
