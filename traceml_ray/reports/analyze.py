@@ -57,7 +57,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
     def __str__(self) -> str:
-        """Return both, as "rank3.json: it is no JSON: …"."""
+        """Return both, as "rank3.json: it is not valid JSON: …"."""
         return f"{self.path}: {self.reason}"
 
 
