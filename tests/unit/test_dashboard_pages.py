@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from traceml_ray.analysis.verdict_shapes import verdict_info
 from traceml_ray.dash_app import elements, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.elements import part
-from traceml_ray.dash_app.pages import overview
+from traceml_ray.dash_app.pages import overview, ranks
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.document import drawing
@@ -505,3 +506,14 @@ def test_of_very_many_nodes_the_slowest_have_cards() -> None:
 
 def links_in(element: Any) -> set[str]:
     return {one.href for one in element._traverse() if getattr(one, "href", None)}
+
+
+def test_exit_codes_have_a_column_once_one_is_known(pages: SessionPages) -> None:
+    run = pages.newest
+    assert run is not None
+    names = []
+    for code in (None, 1):
+        run.ranks[5] = dataclasses.replace(run.ranks[5], exit_code=code)
+        _, view = pages.make(lambda: ranks.data(pages, run, Route("ranks")))
+        names.append([column.name for column in view["columns"]])
+    assert names[1] == [*names[0][:5], "exit code", *names[0][5:]]
