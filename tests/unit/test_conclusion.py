@@ -173,7 +173,8 @@ def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
     for place in ("/", "top"):
         assert {*FIGURE.findall(shown[place])} <= {cost}, place
         assert cost in shown[place], place
-    assert cost in shown["/events"] and f"a step ({cost})." in shown["/rank/5"]
+    events, rank = (shown[path].replace("\\u00a0", " ") for path in ("/events", "/rank/5"))
+    assert cost in events and f"a step ({cost})." in rank
     for name in ("verdict_cost", "finding_cost"):
         (ratio,) = re.findall(rf"^traceml_{name}_ratio{{.*}} (.*)$", shown["metrics"], re.MULTILINE)
         assert float(ratio) == pytest.approx(verdict.cost_pct / 100, rel=1e-3), name
