@@ -550,7 +550,9 @@ def test_events_are_searched_and_have_the_time_of_the_reader(browser, served):
         assert (title, begin[:13]) == ("time (IST)", "2023-11-15 03")
         browser.get(served.url + "/")
         shows(browser, "range-text", "times in Asia/")  # Chrome may say Calcutta
-        ticks = "return [...document.querySelectorAll('#exposed .xtick')].map((tick) => tick.textContent)"
+        ticks = (
+            "return [...document.querySelectorAll('#exposed .xtick text')].map((tick) => tick.textContent)"
+        )
         first, *_ = until(browser, lambda: browser.execute_script(ticks))
         assert "03:4" in first and first.count(":") == 2, first
         on_chart(browser, "exposed", ActionChains.move_to_element)

@@ -46,8 +46,10 @@ def test_page_of_a_report_has_no_fault_at_any_width_and_on_paper(
         for here, there in browser.execute_script(axis):
             moment = datetime.fromisoformat(there) + timedelta(hours=5.5)
             assert here == f"{moment:%H:%M:%S}"
-        dates = browser.execute_script(shown, "time[data-date='']")
-        assert dates and all(date.startswith("2023-11-15 03:4") for date in dates)
+        dates = browser.execute_script(shown, "time[data-date='named']")
+        assert dates and all(
+            date.startswith("2023-11-15 03:4") and date.endswith("GMT+5:30") for date in dates
+        )
         screen(browser, 700)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
         assert browser.execute_script(WIDTH) <= 0
