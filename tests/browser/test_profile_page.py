@@ -99,7 +99,7 @@ def test_form_asks_for_a_profile_and_shows_how_far_it_is(browser, shown):
     ranks.send_keys("5")
     browser.find_element(By.ID, "profile-shapes").click()
     browser.find_element(By.CSS_SELECTOR, "#profile-form button").click()
-    until(browser, lambda: "Asked for" in text(browser, "profile-now"))
+    until(browser, lambda: "Requested" in text(browser, "profile-now"))
     shown.play(1)
     until(browser, lambda: "ranks 1 and 5: waiting for step" in text(browser, "profile-now"))
     now = profiles.under_way(shown.played.folder)

@@ -105,6 +105,18 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
     assert 0 < details < 4 * 300
 
 
+def test_sums_of_spans_over_64_bits_are_the_largest_number_and_no_error(job: Job) -> None:
+    most = (1 << 63) - 1
+    part = wire.SpanSum("all_reduce", DATA, most, 9, 9, 0, 20, bytes=most)
+    for _ in range(300):
+        job.run(1, 5, spans=[part])
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        ((folded,),) = session._all("SELECT count(*) FROM span WHERE total_ns > 9")
+        sums = {(group["count"], group["bytes"]) for group in session.groups()}
+    assert folded and sums == {(most, most)}
+    assert not job.aggregator.errors
+
+
 def test_sizes_of_batches_go_with_the_rows_of_their_steps(job: Job) -> None:
     for second in range(300):
         job.run(1, sizes=packed([(20 * second + index, 4, 1000 * second + index) for index in range(20)]))

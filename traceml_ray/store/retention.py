@@ -27,7 +27,7 @@ from traceml_ray.signals.kinds import KINDS
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.history_reader import MAX_RANKS, pack, unpack
 from traceml_ray.store.rank_processes import by_run, current_ranks, process_labels, training, world_size
-from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
+from traceml_ray.store.schema import LISTS, NONSENSE, added, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 
 CHUNKS = 10
@@ -263,7 +263,8 @@ class Retention:
 
     def _add_up_parts(self, since: int, last: int) -> None:
         """Let the newest row of each span of a process be the sum of all of its rows."""
-        sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
+        count, total_ns, size = map(added, ("count", "total_ns", "bytes"))
+        sums = f"{count}, {total_ns}, max(max_ns), min(first_step), max(last_step), {size}, max(id)"
         which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage, process_group"
         sums_of_spans = self._connection.execute(f"SELECT {sums} FROM span {which}", (since, last)).fetchall()
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"

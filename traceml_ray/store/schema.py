@@ -135,6 +135,14 @@ NETWORK_FILESYSTEMS = {
 """File systems on which SQLite's WAL does not work: its shared memory is not shared between machines."""
 
 
+def added(column: str) -> str:
+    """
+    Return SQL for the sum of a column of integers, null where all are null. It is added up as floating point
+    numbers: SQLite fails where a sum of integers is over 64 bits, and a damaged message can bring such ones.
+    """
+    return f"CAST(round(sum({column} * 1.0)) AS INT)"
+
+
 class SessionFileError(ValueError):
     """A session file that cannot be read; the message names the file and what is wrong with it."""
 

@@ -40,7 +40,7 @@ from traceml_ray.store.rank_processes import (
 from traceml_ray.store.reader import Reader
 from traceml_ray.store.results import EventRow, WholeLedger
 from traceml_ray.store.samples import SampleReader
-from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError, added, legible
 from traceml_ray.wire.codec import ready
 
 
@@ -324,8 +324,8 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     def groups(self) -> list[dict[str, Any]]:
         """Return count and bytes of the spans of the run, summed for each process, name and process group."""
         return self._dicts(
-            "SELECT d.process AS process, d.name, d.process_group, CAST(sum(d.count) AS INT) AS count, "
-            "CAST(sum(d.bytes) AS INT) AS bytes, min(d.first_step) AS first_step, "
+            f"SELECT d.process AS process, d.name, d.process_group, {added('d.count')} AS count, "
+            f"{added('d.bytes')} AS bytes, min(d.first_step) AS first_step, "
             "max(d.last_step) AS last_step FROM span d CROSS JOIN rank_process s ON d.process = s.id "
             "WHERE s.job_id IS NULL OR s.job_id = ?1 GROUP BY 1, 2, 3",
             self.run_id(),
