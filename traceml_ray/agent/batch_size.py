@@ -1,15 +1,17 @@
 """
-How large a batch is, from its tensors: samples (dimension 0) and tokens (all that `input_ids` holds, padding
-included); of a batch that says its size itself, from that (see `batch_objects`). Where that would be a guess
-it is not known, and a script can tell it (`traceml_ray.count`). Sizes are kept step by step, and summed up,
-until they are sent.
+Measures how large each batch is: samples (dimension 0) and tokens (all elements of `input_ids`, padding
+included).
 
-What the batches of a loader look like is found out with the first one; each of the others is then read in a
-fraction of a microsecond, by the training thread.
+A batch that states its own size is read by that (see "Batches that state their size" below). Where the size
+would be a guess, it is unknown; the script can declare it with `traceml_ray.count`. Sizes are kept per step
+and as sums until they are sent.
 
-Batches that say how large they are: graphs (PyTorch Geometric, DGL), packed sequences, and others that have a
-`batch_size` of their own. No package is imported: they are known by their attributes, which are read only
-where that computes nothing.
+The first batch of a loader determines how its batches are read. The training thread then reads each later
+batch in a fraction of a microsecond.
+
+Batches that state their size: graphs (PyTorch Geometric, DGL), packed sequences, and other objects with a
+`batch_size`. No package is imported: these objects are recognized by their attributes. An attribute is read
+only where reading it computes nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +36,23 @@ PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 class Attribute(str):
-    """A step on the way to a part of a batch: an attribute, not a key."""
+    """One step of the path to a part of a batch: an attribute, not a key."""
 
     __slots__ = ()
 
 
 def fields_of(value: Any) -> list[Attribute]:
-    """Return the fields of a dataclass, nothing of other objects."""
+    """Return the fields of a dataclass; an empty list for other objects."""
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return []
     return [Attribute(field.name) for field in dataclasses.fields(value)]
 
 
 def objects(value: Any, path: tuple[Any, ...], depth: int) -> Iterator[tuple[tuple[Any, ...], Size]]:
-    """Yield where objects are that say how large they are, and how; in lists, tuples and dataclasses."""
+    """
+    Yield each object that states its size, with the function that reads it. Searches lists, tuples and
+    dataclasses.
+    """
     size = size_of(value)
     if size is not None:
         yield path, size
@@ -60,7 +65,10 @@ def objects(value: Any, path: tuple[Any, ...], depth: int) -> Iterator[tuple[tup
 
 
 def size_of(value: Any) -> Size | None:
-    """Return how to read the samples of an object that says them; None of others, and of tensors."""
+    """
+    Return the function that reads the number of samples of `value`. None if `value` does not state it, or is
+    a tensor.
+    """
     if isinstance(value, (Mapping, list, *PLAIN)) or getattr(value, "shape", None) is not None:
         return None
     if isinstance(value, tuple):
@@ -73,7 +81,7 @@ def size_of(value: Any) -> Size | None:
     return _batch_size if _has_batch_size(value) else None
 
 
-# -- PyTorch Geometric: `num_graphs` itself may look for the largest number in a tensor on a device ------
+# -- PyTorch Geometric: `num_graphs` may search a tensor on a device for its largest number -----------
 
 
 def _has_graphs(value: Any) -> bool:
@@ -109,7 +117,10 @@ def _by_nodes(value: Any) -> int:
 
 
 def _has_batch_size(value: Any) -> bool:
-    """Whether it has a number of that name which nothing computes: seed nodes of a `NeighborLoader`."""
+    """
+    Return whether `value` has a `batch_size` number that is read without computing: seed nodes of a
+    `NeighborLoader`.
+    """
     return not hasattr(type(value), "batch_size") and type(getattr(value, "batch_size", None)) is int
 
 
@@ -129,50 +140,53 @@ def _packed_unsorted(value: Any) -> int:
 UNKNOWN = BATCHES
 _TOKENS = "input_ids"
 _DEPTH, _MOST = 3, 64
-"""How deep inside a batch tensors are looked for, and how many of them."""
+"""How deep a batch is searched for tensors, and the largest number of tensors that are considered."""
 _BITS = 32
 """Number of bits for the number of samples. The number of tokens is above them."""
 _HALF = (1 << _BITS) - 1
 _TWO = BATCHES - 1 - (1 << _BITS)
-"""What no sample and no token are written as: that is more than that both are not known."""
+"""Item that encodes 0 samples and 0 tokens. It differs from the item that says that both are unknown."""
 Read = Callable[[Any], int]
 _Tensors = list[tuple[tuple[Any, ...], tuple[int, ...]]]
-"""Where the tensors of a batch are, as keys one after the other, and their shapes."""
+"""Tensors of a batch: for each, the path of keys that leads to it, and its shape."""
 
 
 def written(samples: int | None, tokens: int | None) -> int:
-    """Return how the size of a batch stands in the log of marks."""
+    """Encode the size of a batch as one item of the log of marks."""
     low = 0 if samples is None or not 0 <= samples < _HALF else samples + 1
     return BATCHES - (low | (0 if tokens is None else tokens + 1) << _BITS)
 
 
 def understood(size: int) -> tuple[int | None, int | None]:
-    """Return (samples, tokens) of what `BATCHES` was written with."""
+    """Decode an item written by `BATCHES`. Returns (samples, tokens); None is unknown."""
     samples, tokens = size & _HALF, size >> _BITS
     return samples - 1 if samples else None, tokens - 1 if tokens else None
 
 
 class BatchSizes:
-    """Of the loader that is waited for; the training thread's."""
+    """
+    Reads the sizes of the batches of the loader that is being waited for. Only the training
+    thread uses it.
+    """
 
     __slots__ = ("_kind", "_read", "why")
 
     def __init__(self) -> None:
         self.why = ""
-        """Why the batches of a loader, the newest such, have no known size."""
+        """Why the batches of a loader have no known size; the newest such reason."""
         self.forget()
 
     def forget(self) -> None:
-        """Another loader follows."""
+        """Forget how batches are read, because another loader follows."""
         self._kind: type | None = None
         self._read: Read = _unknown
 
     def mark(self, batch: Any) -> int:
-        """Return what to write down of a batch; raises nothing."""
+        """Return the item to write to the log for `batch`. Raises nothing."""
         try:
             if type(batch) is self._kind:
                 return self._read(batch)
-        except Exception:  # it looks another way than the first one
+        except Exception:  # this batch is built differently from the first one
             self._kind = None
         try:
             self._kind, self._read = type(batch), self._found(batch)
@@ -182,7 +196,7 @@ class BatchSizes:
             return UNKNOWN
 
     def _found(self, batch: Any) -> Read:
-        """Return how batches that look like this one are read."""
+        """Return the function that reads batches built like this one."""
         for path, size in objects(batch, (), 2):
             return _of_object(_getter(path), size, _packed_tokens(_getter(path)(batch)))
         if (lists := _ragged(batch)) is not None:
@@ -209,7 +223,10 @@ class BatchSizes:
 def _tensors(
     value: Any, path: tuple[Any, ...], depth: int
 ) -> Iterator[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Yield where tensors with a dimension 0 are in `value`, and their shapes; arrays and tables count."""
+    """
+    Yield the path and the shape of each tensor in `value` that has a dimension 0. Arrays and tables count as
+    tensors.
+    """
     shape = getattr(value, "shape", None)
     if shape is not None and not isinstance(value, Mapping):
         if len(shape):
@@ -226,13 +243,13 @@ def _tensors(
 
 
 def _is_list_of_samples(tensors: _Tensors) -> bool:
-    """Return whether nothing tells the tensors of a list apart, which may be one sample each."""
+    """Return whether the tensors of a list look alike, so that each may be one sample."""
     shapes = {shape for _, shape in tensors}
     return len(shapes) == 1 < len(tensors) and (len(tensors) > 2 or len(tensors[0][1]) == 3)
 
 
 def _next_tokens(batch: Any, tensors: _Tensors) -> _Tensors:
-    """Return the tokens of a batch (tokens, targets), both of integers, (batch, time)."""
+    """Return the tokens of a batch (tokens, targets) if both are integers of shape (batch, time)."""
     if not isinstance(batch, (list, tuple)) or not len(tensors) == len(batch) == 2 or len(tensors[0][0]) > 1:
         return []
     same = tensors[0][1] == tensors[1][1] and len(tensors[0][1]) == 2
@@ -273,7 +290,7 @@ def _of_object(get: Callable[[Any], Any], size: Size, tokens: bool) -> Read:
 
 
 def _packed_tokens(value: Any) -> bool:
-    """Return whether this is a packed sequence of tokens: integers."""
+    """Return whether `value` is a packed sequence of tokens (integers)."""
     data = getattr(value, "data", None) if isinstance(value, tuple) else None
     return data is not None and len(data.shape) == 1 and _is_whole(data)
 
@@ -283,7 +300,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _ragged(batch: Any) -> Read | None:
-    """Return how to read sequences that nobody has put into one tensor; None of other batches."""
+    """
+    Return the function that reads sequences which are not collated into one tensor. None for
+    other batches.
+    """
     if isinstance(batch, Mapping):
         return _read_lists if _TOKENS in batch and _is_ragged(batch[_TOKENS]) else None
     samples = (
@@ -294,7 +314,7 @@ def _ragged(batch: Any) -> Read | None:
 
 
 def _is_ragged(ids: Any) -> bool:
-    """Return whether these are sequences of tokens: lists of numbers, or tensors of one dimension."""
+    """Return whether `ids` are sequences of tokens: lists of numbers, or tensors of one dimension."""
     if not (isinstance(ids, (list, tuple)) and ids):
         return False
     first = ids[0]
@@ -321,7 +341,10 @@ def _of_samples(get: Callable[[Any], Any]) -> Read:
 
 
 def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
-    """Return how to read batches whose tokens are like `ids`: (batch, time), or of all samples in a row."""
+    """
+    Return the function that reads batches whose tokens look like `ids`: (batch, time), or all samples in one
+    row.
+    """
 
     def read(batch: Any) -> int:
         ids = get(batch)
@@ -350,39 +373,45 @@ def _of_tokens(get: Callable[[Any], Any], ids: Any) -> Read:
 
 
 ROOM = 4 * MAX_SIZES
-"""Steps that are kept: beyond it the oldest is dropped, and counted."""
+"""Largest number of steps that are kept. Beyond it the oldest step is dropped and counted."""
 _UNKNOWN = -1
 _LARGEST = (1 << 63) - 1
 
 
 class SizeLog:
-    """Of one process, in bounded memory; under the lock of the log of marks."""
+    """
+    Batch sizes per step of one process, in bounded memory. The caller holds the lock of the
+    log of marks.
+    """
 
     __slots__ = ("_entries", "lost")
 
     def __init__(self) -> None:
         self._entries: deque[tuple[int, int, int]] = deque(maxlen=ROOM)
-        """Step, samples, tokens; -1 is not known."""
+        """(step, samples, tokens) of each step; -1 is unknown."""
         self.lost = 0
-        """Steps whose sizes were dropped, as nothing was sent for so long."""
+        """Number of steps whose sizes were dropped because nothing was sent for too long."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, step: int, samples: int | None, tokens: int | None) -> None:
-        """Note the sizes of a step, which comes after the others."""
+        """Append the sizes of a step. Steps must be added in order."""
         self.lost += len(self._entries) == ROOM
         self._entries.append((step, _known(samples), _known(tokens)))
 
     def drain(self) -> list[tuple[int, int, int]]:
-        """Return all that is kept, the oldest first, and keep nothing."""
+        """Return all entries, the oldest first, and clear the log."""
         entries = [*self._entries]
         self._entries.clear()
         return entries
 
 
 def packed(entries: list[tuple[int, int, int]]) -> list[StepSizes]:
-    """Return what `SizeLog.drain` returned as it is sent; steps without a batch are not known."""
+    """
+    Return the entries of `SizeLog.drain` in the form in which they are sent. Steps without a batch are
+    unknown.
+    """
     pieces: list[list[tuple[int, int, int]]] = []
     for entry in entries:
         if not pieces or not 0 < entry[0] - pieces[-1][0][0] < MAX_SIZES:
@@ -407,7 +436,7 @@ def _known(size: int | None) -> int:
 
 
 class Counted(NamedTuple):
-    """Of `steps` steps from `first` to `last`; None is not known."""
+    """Sums over the `steps` steps from `first` to `last`. None is unknown."""
 
     first: int
     last: int
@@ -418,12 +447,16 @@ class Counted(NamedTuple):
 
 
 Sizes = tuple[int, int | None, int | None]
-"""Batches, their samples, and their tokens."""
+"""(number of batches, their samples, their tokens)."""
 _NONE: Sizes = 0, 0, 0
 
 
 class WorkSums:
-    """Of one process, under the lock of the log. A batch counts for the backward that it comes before."""
+    """
+    Sums of batches and their sizes in one process. The caller holds the lock of the log.
+
+    A batch counts for the first backward that follows it.
+    """
 
     __slots__ = ("_data", "_declared", "_now", "_step", "_sum", "_waiting", "sizes")
 
@@ -433,21 +466,21 @@ class WorkSums:
         self._step = 0
         self._now = _NONE
         self._declared: tuple[int | None, int | None] = None, None
-        """What the script has said of the open step: samples and tokens."""
+        """(samples, tokens) that the script has declared for the open step."""
         self._sum: Counted | None = None
         self._waiting: dict[int, Sizes] = {}
         """Batches of each loader that no backward has followed yet."""
 
     def batch(self, size: int) -> None:
-        """Note the size of the batch that was waited for last, see `marks.BATCHES`."""
-        if not self._data.depth:  # else of a loader inside a loader
+        """Add the size of the batch that was waited for last. `size`: see `marks.BATCHES`."""
+        if not self._data.depth:  # otherwise the batch is of a loader inside another loader
             loader = self._data.loader
             self._waiting[loader] = _added(self._waiting.get(loader, _NONE), (1, *understood(size)))
 
     def commit(self, step: int) -> None:
         """
-        Take it that the loaders waited for on the way to this backward feed training, see `DataWaits`: their
-        batches are of `step`, and those of others of no training.
+        Assign the waiting batches at a backward. Batches of loaders that feed training (see `DataWaits`)
+        count for `step`. Batches of other loaders are discarded.
         """
         self._data.commit()
         self._go_to(step)
@@ -457,20 +490,20 @@ class WorkSums:
         self._waiting.clear()
 
     def declare(self, step: int, samples: int | None, tokens: int | None) -> None:
-        """Add to what `step` is trained on, as the script says."""
+        """Add samples and tokens that the script declares for `step`."""
         self._go_to(step)
         before = self._declared
         self._declared = _sum_declared(before[0], samples), _sum_declared(before[1], tokens)
 
     def drain(self, step: int) -> Counted | None:
-        """Return the sums of the steps before `step`; None without any."""
+        """Return the sums of the steps before `step`. None if there are no such steps."""
         if step > self._step:
             self._go_to(step)
         counted, self._sum = self._sum, None
         return counted
 
     def _go_to(self, step: int) -> None:
-        """Sum up the open step, if another one follows."""
+        """Close the open step and add it to the sums if `step` is another one."""
         if step == self._step:
             return
         (batches, samples, tokens), declared, last = self._now, self._declared, self._step

@@ -1,9 +1,9 @@
 """
-How the agent gets into a training process, and out of it: how the process ends, and what is sent of that.
+Starts the agent in a training process and stops it. Reports how the process ends.
 
-The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It waits for
-`import torch` and nothing else: a process that never imports torch never loads this module.
-A process has one agent at most.
+The launcher puts a folder with our `sitecustomize` on the PYTHONPATH of the ranks. `sitecustomize` only waits
+for `import torch`: a process that never imports torch never loads this module. A process has one agent at
+most.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 _CALLS = 30
-"""Largest number of calls of a traceback that are sent: the last ones."""
+"""Largest number of calls of a traceback that are sent. The last calls are kept."""
 _TRACEBACK_CHARS = 6000
 _MESSAGE_CHARS = 2000
 _WHERE_CHARS = 64
@@ -45,7 +45,10 @@ _OF_DATA = "traceml_ray.agent.patch.data_waits"
 def event(
     opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: codec.Value
 ) -> wire.Event:
-    """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
+    """
+    Return the event that says how the training thread ended, in the stage `opened`: by `kind`, or by an
+    exception.
+    """
     message, stage = "", opened.stage
     if error is not None:
         stage = _raised_in(error, stage)
@@ -55,7 +58,7 @@ def event(
 
 
 def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> wire.Event:
-    """Return event `oom`: memory ran out in `where`, and the script may go on."""
+    """Return the event `oom`: memory ran out in `where`. The script may continue."""
     data: dict[str, codec.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
     data["traceback"] = _traceback(error)
     message = masked_text(error_text(error)[:_MESSAGE_CHARS])
@@ -63,7 +66,10 @@ def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> w
 
 
 def _raised_in(error: BaseException, opened: int) -> int:
-    """Return in which stage `error` was raised: one that came through a loader has left `data` by now."""
+    """
+    Return the stage in which `error` was raised. An error raised through a loader counts as `data`, which is
+    closed by now.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == _OF_DATA:
             return DATA
@@ -71,10 +77,10 @@ def _raised_in(error: BaseException, opened: int) -> int:
 
 
 def _traceback(error: BaseException) -> str | None:
-    """Return its last calls, as Python prints them; None where they cannot be had."""
+    """Return the last calls of the traceback as Python prints them. None if they cannot be read."""
     try:
         lines = traceback.format_exception(error, limit=-_CALLS)
-    except Exception:  # the script's own classes may answer with anything
+    except Exception:  # attributes of the script's own exception classes may raise anything
         return None
     text = sendable("".join(lines))[-2 * _TRACEBACK_CHARS :]
     return masked_text(text)[-_TRACEBACK_CHARS:]
@@ -82,10 +88,10 @@ def _traceback(error: BaseException) -> str | None:
 
 def end_as_interrupted() -> None:
     """
-    Have a process that an unhandled KeyboardInterrupt ends die of SIGINT, as it would have without us.
+    Make a process that ends with an unhandled KeyboardInterrupt die of SIGINT, as it would without the agent.
 
-    Python notes that such an exception came out of the code of a whole file or string; any `exec` of a string
-    at exit (a dataclass that is imported then) makes it forget that, and exit with 1.
+    Python notes that such an exception left the code of a whole file or string. Any `exec` of a string at
+    exit (for example importing a dataclass) clears that note, and Python would exit with 1.
     """
     if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         with contextlib.suppress(KeyboardInterrupt):
@@ -94,22 +100,23 @@ def end_as_interrupted() -> None:
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
 RANK_PID = "TRACEML_RANK_PID"
-"""Set in a rank's environment once it is watched: its children see it and stay out."""
+"""Set in the environment of a rank once it is watched. Child processes that see it start no agent."""
 
 COMMAND = "TRACEML_COMMAND"
-"""Set where a command of any kind runs: which of its processes are ranks shows in what they do."""
+"""Set where an arbitrary command runs. A process of it becomes a rank by its behavior: see `_start_asleep`.
+"""
 
 ChannelTo = Callable[[Settings, RelayPaths], Channel | None]
-"""Returns the way to the relay, None where there is none."""
+"""Returns the channel to the relay. None if there is no relay."""
 
 _agent: RankAgent | None = None
 _asleep: RankAgent | None = None
-"""Instrumentation that is in place, although the process is not known to be a rank yet."""
+"""Agent whose instrumentation is installed although the process is not known to be a rank yet."""
 _lock = threading.Lock()
 
 
 def _variables() -> list[tuple[str, str]]:
-    """Return the settings and paths that a rank is given, each with its variable."""
+    """Return the settings and paths that a rank receives, as (variable, value)."""
     settings = [name for name, setting in table(Settings).items() if setting.of_ranks]
     return [(name, f"TRACEML_{name.upper()}") for name in (*settings, *RelayPaths.__struct_fields__)]
 
@@ -117,7 +124,7 @@ def _variables() -> list[tuple[str, str]]:
 def rank_environment(
     settings: Settings, paths: RelayPaths, environ: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment variables that make a rank's process watch itself."""
+    """Return the environment variables that make the process of a rank watch itself."""
     environ = dict(os.environ) if environ is None else environ
     path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
     values = msgspec.structs.asdict(settings) | msgspec.structs.asdict(paths)
@@ -126,7 +133,7 @@ def rank_environment(
 
 
 def clear_rank_environment() -> None:
-    """In a process that launches a job of its own inside another one: forget the other's variables."""
+    """Remove the variables of an outer job, in a process that launches a job inside it."""
     inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
     if any(inside):
         for _, variable in _variables():
@@ -134,7 +141,10 @@ def clear_rank_environment() -> None:
 
 
 def start_on_import(pid: int, channel_to: ChannelTo) -> None:
-    """Called by our `sitecustomize` when torch has been imported, in process `pid` or a fork of it."""
+    """
+    Start the agent in process `pid`, or in a fork of it. Our `sitecustomize` calls this once torch has been
+    imported.
+    """
     try:
         if os.environ.get(COMMAND):
             _start_asleep(channel_to)
@@ -142,16 +152,16 @@ def start_on_import(pid: int, channel_to: ChannelTo) -> None:
             settings, paths = Settings.load(), RelayPaths.load()
             start(settings, channel=channel_to(settings, paths), spool=paths.spool)
     except Exception as error:
-        # The script goes on without a monitor; the report names this rank as one that never reported.
+        # The script continues without a monitor. The report lists this rank as one that never reported.
         sys.stderr.write(f"traceml-ray: not watching this process: {error_text(error)}\n")
 
 
 def _start_asleep(channel_to: ChannelTo) -> None:
     """
-    Instrument this process; it reports nothing before it joins a process group or takes an optimizer step.
+    Instrument this process. It reports nothing until it joins a process group or takes an optimizer step.
 
-    A launcher, or a helper of it, does neither, whatever it has in its environment. There is no thread until
-    then: the process may be about to fork its ranks.
+    A launcher or its helper does neither, whatever its environment holds. No thread is started until then,
+    because the process may be about to fork its ranks.
     """
     global _asleep
     settings, paths = Settings.load(), RelayPaths.load()
@@ -166,7 +176,7 @@ def _wake(channel_to: ChannelTo) -> None:
     with _lock:
         agent, _asleep = _asleep, None
         if agent is not None:
-            agent.process_id = new_process_id()  # forks of one process are ranks of their own
+            agent.process_id = new_process_id()  # forks of one process are separate ranks
             agent.channel = channel_to(agent.settings, RelayPaths.load()) or agent.channel
             _begin(agent)
 
@@ -179,14 +189,15 @@ def start(
     spool: str | None = None,
 ) -> RankAgent | None:
     """
-    Instrument this process and start its agent; None when there is no relay to talk to.
+    Instrument this process and start its agent. Returns None if there is no relay.
 
     Args:
-        settings: default: from the environment.
-        channel: the way to the relay.
-        identity: returns who this process is; asked again and again until its source is
-            torch.distributed, or whatever started the rank.
-        spool: folder for what may not be stored when this process ends; None: that is lost, and counted.
+        settings: default: read from the environment.
+        channel: the channel to the relay.
+        identity: returns the identity of this process. It is called repeatedly until the identity comes from
+            torch.distributed or from the launcher.
+        spool: folder for rows that are not confirmed when this process ends. None: they are lost, and
+            counted.
     """
     global _asleep
     with _lock:
@@ -212,17 +223,17 @@ def _begin(agent: RankAgent) -> None:
     agent.start()
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_in_child)
-    if multiprocessing.parent_process() is not None:  # a forked one ends without `atexit`
+    if multiprocessing.parent_process() is not None:  # a forked process ends without running `atexit`
         multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def current() -> RankAgent | None:
-    """Return this process's agent, if it is watched."""
+    """Return the agent of this process. None if the process is not watched."""
     return _agent
 
 
 def stop(events: list[wire.Event] | None = None) -> None:
-    """Put torch back as it was, send what is left, `events` last, and end the agent's thread."""
+    """Remove all patches from torch, send what is left with `events` last, and end the agent's thread."""
     global _agent, _asleep
     with _lock:
         agent, _agent = _agent, None
@@ -243,7 +254,8 @@ def _at_exit() -> None:
     agent, _agent = _agent, None
     if agent is None:
         return
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
+    # the exception was not handled
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None and is_out_of_memory(error_text(error)):
         agent.collector(MemoryHistory).write()
     agent.guard("profile", agent.captures.abandon)
@@ -255,7 +267,7 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """After a fork (DataLoader workers): the child is no rank and keeps nothing of ours."""
+    """Disable everything in a forked child (a DataLoader worker): it is no rank."""
     global _agent
     agent, _agent = _agent, None
     if agent is not None:
@@ -270,10 +282,10 @@ def _in_child() -> None:
 
 
 def _restore_pythonpath() -> None:
-    """Take our folder off PYTHONPATH again, so that children start as they would without us."""
+    """Remove our folder from PYTHONPATH, so that child processes start as they would without the agent."""
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if SITE_FOLDER in parts:
-        parts.remove(SITE_FOLDER)  # an empty one is the working directory, and stays
+        parts.remove(SITE_FOLDER)  # an empty entry means the working directory, and stays
         os.environ["PYTHONPATH"] = os.pathsep.join(parts)
     if parts == []:
         del os.environ["PYTHONPATH"]

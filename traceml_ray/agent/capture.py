@@ -1,12 +1,12 @@
 """
-A profile of a few steps on this rank: armed by the agent's thread, recorded by the one that trains.
+Captures a profile of a few steps on this rank. The agent's thread arms it; the training thread records it.
 
-That thread asks one attribute a step (`Recorder.step_hook`), which is None while nothing is wanted. Whatever
-goes wrong ends the capture, with a reason, and nothing else.
+While nothing is requested, the training thread reads one attribute a step (`Recorder.step_hook`), which is
+None. An error ends the capture with a reason, and affects nothing else.
 
-The trace of a rank as a compressed file, which the relay reads (`wire.messages`).
-
-The captures of one process: what commands ask for, and what each batch says of it, by the agent's thread.
+`TraceFile` holds the trace of a rank as a compressed file, which the relay reads (`wire.messages`).
+`CaptureAgent` manages the captures of one process on the agent's thread: it handles commands and reports the
+state with each batch.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from traceml_ray.wire.codec import ready
 from traceml_ray.wire.messages import FOLDER_PREFIX, LATE, TRACE_NAME, CaptureState
 
 MAX_TRACE_BYTES = 1 << 29
-"""Largest size of a trace as torch writes it, in bytes. A step of a large model has tens of MB."""
+"""Largest size of a trace as torch writes it, in bytes. One step of a large model has tens of MB."""
 _CHUNK = 1 << 20
 _LEVEL = 5
 
 
 class TraceTooLargeError(ValueError):
-    """The trace is too large to be kept."""
+    """The trace is larger than the limit and is not kept."""
 
 
 class TraceFile:
     """
-    A file in a folder of its own, for this user alone. Raises OSError, `TraceTooLargeError`, and what `write`
-    does.
+    A file in a folder of its own that only this user can read.
+
+    Raises OSError, `TraceTooLargeError`, and whatever `write` raises.
 
     Args:
         write: writes the trace to a path.
-        place: where to make the folder; None: where temporary files are.
-        process_id: of this rank process, which will be in the folder's name.
-        max_bytes: how large the trace may be, in bytes, before it is compressed.
+        place: where the folder is made. None: where temporary files are.
+        process_id: id of this rank process. It is part of the folder's name.
+        max_bytes: largest size of the trace before it is compressed, in bytes.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class TraceFile:
         max_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp("", f"{FOLDER_PREFIX}{process_id}-", place)).absolute()
-        """Folder of the trace, an absolute path."""
+        """Absolute path of the folder of the trace."""
         self.size: int | None = None
-        """Size of the compressed trace, in bytes; None: it is not there yet."""
+        """Size of the compressed trace, in bytes. None until it is compressed."""
         self._plain, self._removed = self.folder / "trace.json", False
         try:
             write(self._plain)
@@ -93,7 +94,7 @@ class TraceFile:
             )
 
     def pack(self) -> None:
-        """Compress the trace. It takes long and releases the GIL. Raises OSError."""
+        """Compress the trace. This takes long and releases the GIL. Raises OSError."""
         packed = self.folder / TRACE_NAME
         file = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with (
@@ -115,32 +116,30 @@ class TraceFile:
 
 
 SETTLE_S = 0.05
-"""Longest wait of the training thread for its own marks, once a step while there is a capture."""
+"""Longest time that the training thread waits for its own marks, once a step during a capture, in s."""
 SPAN = "profiler"
-"""The span of what turning the profiler on and off takes, on the training thread."""
+"""Name of the span in which the training thread turns the profiler on and off."""
 _REASON_CHARS = 300
 
 _AT_MOST = 8
-"""Steps beyond those of a capture that are taken for slowed where the marks cannot be read at its end."""
+"""If marks cannot be read at the end of a capture: number of steps beyond it that are counted as slowed."""
 _PROFILE, _TRACE = "profile", "trace"
-"""What makes steps longer, see `SlowedSteps`: torch's profiler is on; a trace is written."""
+"""Causes of slower steps, see `SlowedSteps`: torch's profiler is on, or a trace is being written."""
 
 _NICE = 10
-"""Lower priority of the thread that compresses a trace."""
+"""Niceness of the thread that compresses a trace."""
 
 State = CaptureState | Literal["recorded", "packing"]
-"""
-recorded: the trace must still be written. packing: it is being compressed. Both are reported as
-recording.
-"""
+"""`recorded`: the trace is not written yet. `packing`: the trace is being compressed. Both are reported as
+`recording`."""
 
 
 class StepCapture:
     """
-    One capture; `on_step` runs on the training thread, the rest on the agent's.
+    One capture. `on_step` runs on the training thread, everything else on the agent's thread.
 
-    Only the thread that turns the profiler on turns it off: others say that it is to (`_given_up`), and it
-    looks after `start`, which may take long, and at each step.
+    The profiler is turned off only by the thread that turned it on. Other threads set `_given_up`; that
+    thread checks it after `start`, which may take long, and at each step.
     """
 
     def __init__(
@@ -154,9 +153,9 @@ class StepCapture:
     ) -> None:
         self.wanted, self.began = wanted, began
         self._phase: State = "armed"
-        """How far it is; changed by the thread that records, and after that by the agent's."""
+        """State of the capture. First the recording thread changes it, afterwards the agent's thread."""
         self._ended: tuple[Literal["refused", "failed"], str] | None = None
-        """Why the capture failed. Any thread may set it; the first reason counts."""
+        """Why the capture failed. Any thread may set it; only the first reason is kept."""
         self._recorder, self._spans, self._errors = recorder, spans, errors
         self._profiler = profiler(self._give_way)
         self._slowed = recorder.steps.rows.slowed
@@ -164,19 +163,19 @@ class StepCapture:
         """Difference between the wall clock and the clock of marks, in ns."""
         self._steps: list[tuple[int, int, int, int | None]] = []
         self._edge: tuple[int, int] = (0, 0)
-        """The step being recorded, and the time at which it began."""
+        """(step being recorded, time at which it began)."""
         self._cost: dict[str, int] = {}
         self._file: TraceFile | None = None
         self._packing: threading.Thread | None = None
-        """Compresses the trace."""
+        """Thread that compresses the trace."""
         self._thread = 0
         """Id of the thread that has turned the profiler on, or is about to."""
         self._given_up = False
-        """Whether the profiler is to be turned off, whichever thread has turned it on."""
+        """Whether the thread that turned the profiler on must turn it off."""
         self._on_since = 0.0
-        """Time at which the agent's thread first saw the profiler on."""
+        """Time at which the agent's thread first saw that the profiler is on."""
         self.serves = not recorder.steps.rows.step and isinstance(self._profiler, AllThreadsProfiler)
-        """Whether the process does no steps of its own: others have it work, over torch.distributed.rpc."""
+        """Whether this process takes no steps itself, but works for others over torch.distributed.rpc."""
         self.others_are_done = False
 
     def arm(self) -> None:
@@ -187,7 +186,7 @@ class StepCapture:
 
     @property
     def state(self) -> State:
-        """How far it is."""
+        """State of the capture."""
         return self._phase if self._ended is None else self._ended[0]
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
@@ -202,13 +201,14 @@ class StepCapture:
 
     @property
     def is_on(self) -> bool:
-        """Whether a thread has the profiler on, or is turning it on or off."""
+        """Return whether a thread has the profiler on, or is turning it on or off."""
         return bool(self._thread)
 
     def watch(self, now: float) -> None:
         """
-        End it where its steps take much longer than they should, as with an evaluation among them: what is
-        recorded takes memory. The thread that trains does so at its next wait for data, or after its step.
+        End the capture if its steps take much longer than expected, for example because of an evaluation: a
+        long recording takes memory. The training thread then turns the profiler off at its next wait for
+        data, or after its step.
         """
         self._on_since = self._on_since or now
         if now - self._on_since > self.wanted.record_s:
@@ -261,7 +261,7 @@ class StepCapture:
         self._cost["start_ns"] = now - began
         self._edge = step, now
         self._phase = "recording"
-        if self._given_up:  # while it was turned on
+        if self._given_up:  # it was set while the profiler was being turned on
             self._turn_off()
 
     def _note_step(self) -> None:
@@ -292,7 +292,7 @@ class StepCapture:
             self._phase = "recorded"
 
     def _turn_off(self) -> None:
-        """Turn the profiler off, whatever has become of the capture; on the thread that has turned it on."""
+        """Turn the profiler off, whatever the state of the capture. Runs on the thread that turned it on."""
         if self._thread not in (0, get_ident()):
             return
         if self._thread:
@@ -306,13 +306,13 @@ class StepCapture:
         self._disarm()
 
     def _end_slowed(self) -> None:
-        """Note that the open step, in which the profiler was turned off, is the last that it slowed."""
+        """Record that the open step, in which the profiler was turned off, is the last one that it slowed."""
         position = self._recorder.step_now(SETTLE_S)
         if position is not None:
             self._slowed.end(_PROFILE, position[0])
 
     def _fail(self, error: Exception) -> None:
-        """End the capture because of an error, on the recording thread."""
+        """End the capture because of an error. Runs on the recording thread."""
         if isinstance(error, ProfilerBusyError):
             self.end("refused", f"{error}: the script's own")
         elif isinstance(error, CannotRecordError):
@@ -323,13 +323,13 @@ class StepCapture:
         self._turn_off()
 
     def _give_way(self) -> None:
-        """The script starts its own profiler; called by the thread that does."""
+        """End the capture because the script starts its own profiler. Runs on the thread that starts it."""
         self.end("failed", "the script has started a profiler of its own")
 
     # -- the agent's thread --------------------------------------------------------------------------
 
     def serve(self, now: float) -> None:
-        """Record without steps: until the others have recorded theirs."""
+        """Record without steps, until the other ranks have recorded theirs."""
         try:
             if self._phase == "armed":
                 self._on_since = now
@@ -345,11 +345,11 @@ class StepCapture:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the recording is complete and may be written."""
+        """Return whether the recording is complete and can be written."""
         return self._profiler.is_complete()
 
     def export(self, place: str | None, process_id: str) -> None:
-        """Make the file of what was recorded, see `TraceFile`; a thread of its own compresses it."""
+        """Write the recording to a file, see `TraceFile`. A separate thread compresses it."""
         began = self._recorder.clock()
         self._slowed.begin(_TRACE, self._open_step())
         try:
@@ -369,7 +369,7 @@ class StepCapture:
         self._cost["export_ns"] = self._recorder.clock() - began
 
     def _pack(self, file: TraceFile) -> None:
-        """In the thread for it: while a large trace is compressed the agent goes on to send rows."""
+        """Compress the trace in a separate thread, so that the agent's thread goes on sending rows."""
         try:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -379,7 +379,7 @@ class StepCapture:
             self._end_unwritten(error)
 
     def finish_export(self) -> None:
-        """Go on once the trace is compressed, or that has failed."""
+        """Continue once the trace is compressed, or compressing it has failed."""
         if self._phase == "packing" and self._packing is not None and not self._packing.is_alive():
             self._slowed.end(_TRACE, self._open_step())
             self._phase = "sending"
@@ -410,8 +410,9 @@ class StepCapture:
 
     def let_go(self) -> None:
         """
-        End it with nothing. A profiler that only the thread that trains may turn off, it turns off once it is
-        on, or at its next step, also when this process is no longer watched (`patch.optimizer`).
+        End the capture without a result. If only the training thread may turn the profiler off, it does so
+        once the profiler is on, or at its next step. This also works when the process is no longer watched
+        (`patch.optimizer`).
         """
         self._given_up = True
         stops = self._profiler.any_thread_stops and self._phase != "armed"
@@ -429,27 +430,27 @@ class StepCapture:
             self._file = None
 
     def forked(self) -> None:
-        """In a child of this process: stop recording, and release everything."""
+        """In a forked child of this process: stop recording and release everything."""
         self._given_up, self._thread = True, 0
         self._profiler.forked()
 
 
 KEPT_S = 30.0
-"""Time after which a trace that is no longer asked for is removed, in s."""
+"""Time after which a trace that nobody requests any more is removed, in s."""
 
 
 class CaptureAgent:
     """
-    The captures of one process, one at a time.
+    Manages the captures of one process, one at a time.
 
     Args:
-        recorder: of the training thread's marks.
-        spans: shows what the profiler costs as a span.
-        errors: counts what goes wrong.
+        recorder: recorder of the training thread's marks.
+        spans: records the cost of the profiler as a span.
+        errors: counts errors.
         place: where the folder of a trace is made, see `TraceFile`.
-        process_id: returns that of this rank process.
+        process_id: returns the id of this rank process.
         clock: monotonic seconds.
-        calls: names calls over torch.distributed.rpc; None: no thread but the one that trains is recorded.
+        calls: names calls over torch.distributed.rpc. None: only the training thread is recorded.
     """
 
     def __init__(
@@ -470,7 +471,7 @@ class CaptureAgent:
     # -- the agent's thread --------------------------------------------------------------------------
 
     def handle_command(self, command: wire.Command) -> None:
-        """Handle a command that is meant for this rank. Commands are repeated."""
+        """Handle a command for this rank. The same command may arrive repeatedly."""
         wanted = msgspec.convert(command.args, ready(wire.ProfileCommand))
         self._heard = self._clock()
         now = self._now
@@ -479,21 +480,24 @@ class CaptureAgent:
             return
         if now is not None:
             now.let_go()
-        self._recorder.replay(LOCK_S)  # whether it has done a step
+        self._recorder.replay(LOCK_S)  # this finds out whether the process has taken a step
         self._now = StepCapture(
             wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
         )
         self._now.arm()
 
     def _profiler(self, wanted: wire.ProfileCommand) -> Callable[[Callable[[], object]], TorchProfiler]:
-        """Return what makes the profiler, of a function that is called when the script starts its own."""
+        """
+        Return the constructor of the profiler. Its argument is called when the script starts its own
+        profiler.
+        """
         options = bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes)
         if self._calls is None or not rpc.is_on() or not torch_profiler.is_possible():
             return functools.partial(TorchProfiler, *options)
         return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 
     def tick(self) -> None:
-        """Write a finished trace, give up what takes too long, and release what is over."""
+        """Write a finished trace, end a capture that takes too long, and release what is no longer needed."""
         now = self._now
         if now is None:
             return
@@ -513,7 +517,7 @@ class CaptureAgent:
 
     @property
     def status(self) -> wire.Capture | None:
-        """State of the present capture. None if there is none."""
+        """State of the current capture. None if there is none."""
         return None if self._now is None else self._now.status()
 
     def abandon(self) -> None:
@@ -523,7 +527,7 @@ class CaptureAgent:
             now.let_go()
 
     def forked(self) -> None:
-        """In a child of this process, which is not watched: nothing is recorded."""
+        """In a forked child of this process, which is not watched: stop recording."""
         now, self._now = self._now, None
         if now is not None:
             now.forked()

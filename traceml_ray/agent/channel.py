@@ -1,7 +1,7 @@
 """
-The one seam between an agent and its relay: `Channel`.
+The interface between an agent and its relay: `Channel`.
 
-Neither method ever blocks or raises; what cannot go now is refused, and the agent drops and counts.
+No method blocks or raises. Data that cannot be sent now is refused; the agent then drops it and counts it.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ RECEIVE_BYTES = 64 * 1024
 
 
 class Channel(Protocol):
-    """The way to the relay of this node."""
+    """The connection to the relay of this node."""
 
     errors: Errors
-    """What went wrong on it, by kind."""
+    """Errors of this connection, counted by kind."""
 
     @property
     def generation(self) -> int:
         """
-        Grows whenever what was offered before may be lost, before anything else is taken: everything
-        unconfirmed is offered again, the oldest first. 0 until there is a relay.
+        Number that grows whenever data offered earlier may be lost. It grows before any new data is accepted.
+
+        The agent then offers everything unconfirmed again, the oldest first. 0 until there is a relay.
         """
 
     def offer(self, data: bytes) -> bool:
-        """Hand `data` over without waiting; False when it cannot be taken now."""
+        """Send `data` without waiting. Returns False if it cannot be accepted now."""
 
     def replies(self) -> list[bytes]:
-        """Return the replies of the relay since the last call."""
+        """Return the replies that the relay has sent since the last call."""
 
     def close(self) -> None:
         """Close the connection. It is safe to call twice."""
 
     def forked(self) -> None:
-        """In a child made by `os.fork`: let go of the parent's, touching nothing that may be locked."""
+        """
+        In a child made by `os.fork`: drop the parent's connection without touching anything that may be
+        locked.
+        """
 
 
 class SocketChannel:
     """
-    A non-blocking Unix SEQPACKET socket to the relay: one packet, one message.
+    A non-blocking Unix SEQPACKET socket to the relay. Each packet is one message.
 
-    The relay may come later than the rank, go away and come back: the agent just keeps offering.
+    The relay may start later than the rank, disappear and come back. The agent keeps offering its data.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +68,7 @@ class SocketChannel:
         return self._generation
 
     def offer(self, data: bytes) -> bool:
-        """Send one packet; False when there is no relay or its queue is full."""
+        """Send one packet. Returns False if there is no relay or its queue is full."""
         if self._socket is None and not self._connect():
             return False
         assert self._socket is not None
@@ -79,7 +83,7 @@ class SocketChannel:
         return True
 
     def replies(self) -> list[bytes]:
-        """Every packet that has arrived; a closed connection is noticed here."""
+        """Return every packet that has arrived. A closed connection is detected here."""
         answers: list[bytes] = []
         while self._socket is not None:
             try:
@@ -102,7 +106,7 @@ class SocketChannel:
             self._generation += 1
 
     def forked(self) -> None:
-        """Close this child's end; the parent's stays open."""
+        """Close the child's copy of the socket; the parent's stays open."""
         self.close()
 
     def _connect(self) -> bool:

@@ -1,10 +1,12 @@
 """
-CUDA events behind `DeviceApi`.
+Implements `DeviceApi` with CUDA events.
 
-Events are made and recorded through torch, whose call lets go of the GIL and clears an error it raises (left
-behind in the training thread, one of ours would be raised by the script's next launch). They are read
-through the driver's library, which torch has loaded: torch's own `query` holds the GIL, and may wait for a
-lock of the context. A driver's call never makes a context; a runtime's may. Handles of the two are the same.
+Events are made and recorded through torch. That call releases the GIL and clears an error that it raises. An
+error of ours that stayed in the training thread would be raised by the script's next launch.
+
+Events are read through the driver's library, which torch has loaded. torch's own `query` holds the GIL and
+may wait for a lock of the context. A call of the driver never makes a context; a call of the runtime may.
+Both use the same handles.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ _apis: dict[int, CudaApi] = {}
 
 
 class CudaError(Exception):
-    """A call of the driver failed, or gave what cannot be."""
+    """A call of the driver failed or returned an impossible value."""
 
 
 def cuda_api(index: int) -> CudaApi:
     """
-    Return the one of that device, checked; the agent's thread calls it, after CUDA was initialized there.
+    Return the checked CUDA API of device `index`. The agent's thread calls it after CUDA was initialized
+    there.
 
     Raises:
-        CudaError, or anything torch raises: it is not to be used.
+        CudaError, or anything that torch raises: the API must not be used.
     """
     if index not in _apis:
         api = CudaApi(index)
@@ -55,7 +58,8 @@ class CudaApi:
     """
     Events on the CUDA device `index` of this process.
 
-    They are never destroyed: a forked child that ends would do so in a context which it does not have.
+    Events are never destroyed: a forked child would destroy them at its end, in a context that it does not
+    have.
     """
 
     def __init__(self, index: int) -> None:
@@ -94,16 +98,16 @@ class CudaApi:
 
     def enter(self) -> None:
         """
-        Make this thread one that may read while others capture graphs, even in mode `global`.
+        Allow this thread to read events while other threads capture graphs, even in mode `global`.
 
-        The context comes first: the mode is asked for in that of the thread.
+        The context is set first, because the mode is read in the context of the thread.
         """
         self._call("cuCtxSetCurrent", self._context)
         mode = ctypes.c_int(_THREAD_LOCAL)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def check(self) -> None:
-        """Try all that is needed on a stream of our own; raise CudaError where one thing fails."""
+        """Try every call that is needed on a stream of our own. Raises CudaError if one fails."""
         self.make(2)
         end = time.monotonic() + _CHECK_S
         while not (self.done(0) and self.done(1)):
@@ -121,7 +125,7 @@ class CudaApi:
     # -- DeviceApi -------------------------------------------------------------------------------
 
     def _recorder(self) -> Callable[[int], None]:
-        """Return `record` of DeviceApi, with what it needs at each mark in variables of its own."""
+        """Return `record` of DeviceApi as a closure that keeps everything it needs in local variables."""
         raw_stream, current, index = self._raw_stream, self._current, self._index
         streams, events, record_event = self._streams, self._events, self._record
 
@@ -139,7 +143,7 @@ class CudaApi:
         return bool(self._raw_stream(self._index) != self._last)
 
     def make(self, slots: int) -> None:
-        """See DeviceApi. An event is made where it is first recorded, so it is recorded here."""
+        """See DeviceApi. CUDA makes an event when it is first recorded, so each event is recorded here."""
         while len(self._events) < slots:
             event = self._event(enable_timing=True)
             self._record(event, self._own_stream)
@@ -178,12 +182,12 @@ class CudaApi:
 
 
 def load_driver() -> Any:
-    """Return the driver's library, which torch has loaded; raises OSError where it has not."""
+    """Return the driver's library, which torch has loaded. Raises OSError if torch has not."""
     return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
 def contexts(driver: Any) -> list[bool]:
-    """Return which devices this process has a context on, by index as torch counts them; makes none."""
+    """Return for each device whether this process has a context on it, by torch's index. Makes no context."""
     count, device = ctypes.c_int(), ctypes.c_int()
     call(driver, "cuDeviceGetCount", ctypes.byref(count))
     active = []
@@ -196,7 +200,7 @@ def contexts(driver: Any) -> list[bool]:
 
 
 def device_uuid(driver: Any, index: int) -> str:
-    """Return the uuid of a device, or of the MIG slice that it is, as NVML spells it after its prefix."""
+    """Return the uuid of a device, or of its MIG slice, in NVML's spelling without the prefix."""
     device, uuid_bytes = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     call(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
     name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
@@ -205,6 +209,6 @@ def device_uuid(driver: Any, index: int) -> str:
 
 
 def call(driver: Any, name: str, *args: Any) -> None:
-    """Call the driver; raises CudaError where it does not succeed."""
+    """Call the driver. Raises CudaError if the call fails."""
     if code := getattr(driver, name)(*args):
         raise CudaError(f"{name}: error {code}")
