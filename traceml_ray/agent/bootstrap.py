@@ -103,7 +103,8 @@ RANK_PID = "TRACEML_RANK_PID"
 """Set in the environment of a rank once it is watched. Child processes that see it start no agent."""
 
 COMMAND = "TRACEML_COMMAND"
-"""Set where an arbitrary command runs. A process of it becomes a rank by its behavior: see `_start_asleep`.
+"""
+Set where an arbitrary command runs. A process of it becomes a rank by its behavior: see `_start_asleep`.
 """
 
 ChannelTo = Callable[[Settings, RelayPaths], Channel | None]

@@ -130,8 +130,10 @@ _NICE = 10
 """Niceness of the thread that compresses a trace."""
 
 State = CaptureState | Literal["recorded", "packing"]
-"""`recorded`: the trace is not written yet. `packing`: the trace is being compressed. Both are reported as
-`recording`."""
+"""
+`recorded`: the trace is not written yet. `packing`: the trace is being compressed. Both are reported as
+`recording`.
+"""
 
 
 class StepCapture:

@@ -1,13 +1,14 @@
 """
-The device's clock: events recorded at the marks of the training thread, read later by the agent's thread.
+Times the stages on the device's clock. The training thread records an event at each mark; the agent's thread
+reads the events later.
 
-Events are numbered; number n is in slot n of a ring, which is used again once no row needs it. A row that the
-device cannot time (a capture, no free event, an error, too late) keeps its times on the CPU's clock alone,
-and is counted. Any error ends the clock for good; rows then go on as on the CPU's clock.
+Events are numbered. Event n uses slot n of a ring; a slot is reused once no row needs its event. A row that
+the device cannot time (a graph capture, no free event, an error, too late) keeps only its times on the CPU's
+clock, and is counted. An error ends the device clock for good; later rows use the CPU's clock.
 
-Which events bound the stages of the open row follows from what `Partition` does (`Cuts`). A row by its
-events: times per stage, and how far its host was ahead. Pure; times in ns. How far the device's clock is from
-the CPU's is measured by events recorded on an idle stream (beats).
+`Cuts` follows what `Partition` does, to know which events bound the stages of the open row. The functions on
+rows are pure, with times in ns: they return the time per stage and the lead of the host. Events recorded on
+an idle stream (beats) measure the offset between the device's clock and the CPU's.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from traceml_ray.stages import (
 
 NO_EVENT = -1
 FOREIGN = N_STAGES
-"""Provisional stage: a data wait that may turn out to belong to an evaluation."""
+"""Provisional stage: a data wait that may later be assigned to an evaluation."""
 SAMPLED = N_STAGES + 1
-"""Not a stage: marks a row in which every wait inside forward and backward has its own events."""
+"""Not a stage. Marks a row in which every wait inside forward and backward has its own events."""
 
 
 class Cut(NamedTuple):
-    """A stretch of a stage between two events, by number; NO_EVENT where none could be recorded."""
+    """A stretch of one stage between two events, by number. NO_EVENT where no event could be recorded."""
 
     stage: int
     since: int
@@ -54,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """Follows the switch from stage to stage."""
+    """Records which events bound the stages of the open row, as the stage changes."""
 
     __slots__ = ("_sampled", "last", "list")
 
@@ -62,7 +63,7 @@ class Cuts:
         self.list: list[Cut] = []
         self._sampled = False
         self.last = NO_EVENT
-        """The event at the last mark."""
+        """Number of the event at the last mark."""
 
     def to(self, stage: int, event: int) -> None:
         """End a stretch of `stage` at `event`."""
@@ -71,23 +72,23 @@ class Cuts:
         self.last = event
 
     def sample(self) -> None:
-        """Note that the row is SAMPLED."""
+        """Mark the row as SAMPLED."""
         if not self._sampled:
             self.list.append(Cut(SAMPLED, self.last, self.last))
             self._sampled = True
 
     def pop(self) -> list[Cut]:
-        """Return the cuts of the row that ends, and begin a new one."""
+        """Return the cuts of the row that ends, and start a new row."""
         taken, self.list, self._sampled = _relabelled(self.list, FOREIGN, DATA), [], False
         return taken
 
     def foreign(self) -> None:
-        """The data wait that just ended was for a loader that does not feed training."""
+        """Mark the data wait that just ended: its loader does not feed training."""
         if self.list and self.list[-1].stage == DATA:
             self.list[-1] = self.list[-1]._replace(stage=FOREIGN)
 
     def commit(self) -> None:
-        """All data waits of this row were for loaders that feed training."""
+        """Mark all data waits of this row: their loaders feed training."""
         self.list = _relabelled(self.list, FOREIGN, DATA)
 
     def reclassify(self) -> None:
@@ -112,28 +113,28 @@ def _relabelled(cuts: list[Cut], stage: int, becomes: int) -> list[Cut]:
 
 _KEPT_NS = 60_000_000_000
 _FEW = 3
-"""Fewer beats than these tell nothing: any of them may have been held up."""
+"""With fewer beats than this the offset is unknown: each of them may have been delayed."""
 _SLOPE_NS = 1_000_000_000
-"""A drift is not estimated from less time than this."""
+"""Shortest time span of beats from which a drift is estimated, in ns."""
 _MAX_SCATTER_NS = 1_000_000
-"""If the device comes to beats that late, our stream is not idle: it shares a queue with others."""
+"""Largest scatter of beats, in ns. Above it our stream is not idle: it shares a queue with others."""
 
 
 class ClockOffset:
     """
     The straight line below all offsets (device - CPU, ns) of the last minute.
 
-    A beat may reach the device late, never early, so the line that none is below and that is closest to them
-    is the offset: the edge of the lower hull above their mean time.
+    The device may reach a beat late, never early. So the offset is the line that no beat lies below and that
+    is closest to the beats: the edge of the lower hull above their mean time.
     """
 
     def __init__(self) -> None:
         self._beats: deque[tuple[int, int]] = deque()
         self._line: tuple[int, float, float] | None = None
-        """(time, offset then, slope)."""
+        """(time, offset at that time, slope)."""
 
     def add(self, cpu_ns: int, offset_ns: int) -> None:
-        """Take a beat that was recorded at `cpu_ns`."""
+        """Add the offset of a beat that was recorded at `cpu_ns`."""
         beats = self._beats
         beats.append((cpu_ns, offset_ns))
         while beats[0][0] < cpu_ns - _KEPT_NS:
@@ -141,7 +142,7 @@ class ClockOffset:
         self._line = self._fit() if len(beats) >= _FEW else None
 
     def at(self, cpu_ns: int) -> int | None:
-        """Return the offset at that time; None where it is not known."""
+        """Return the offset at `cpu_ns`. None if it is not known."""
         if self._line is None or abs(cpu_ns - self._beats[-1][0]) > _KEPT_NS:
             return None
         time, offset, slope = self._line
@@ -176,16 +177,16 @@ def _lower_hull(points: deque[tuple[int, int]]) -> list[tuple[int, int]]:
 LATE_NS = 100_000
 LATE_SHARE = 0.05
 """
-The device has caught up with its host where the lead is below this share of the median row, of one
-micro-batch: where many are accumulated, a host can be a whole stage ahead and yet by little of the row. Or it
-is below LATE_NS.
+The device counts as caught up with its host where the lead is below this share of the median row of one
+micro-batch, or below LATE_NS. With gradient accumulation a host can be a whole stage ahead, although that is
+a small share of the row.
 """
 LONG_NS = 16_000_000_000
-"""The device's float of ms is exact to 1 us up to here; beyond it a row is read from mark to mark."""
+"""Up to this length the device's float of ms is exact to 1 µs. A longer row is read from mark to mark."""
 
 
 def is_whole(cuts: Sequence[Cut]) -> bool:
-    """Return whether each of `cuts` has its events, and begins where the one before ends."""
+    """Return whether each of `cuts` has both of its events and begins where the one before ends."""
     return bool(cuts) and all(
         (NO_EVENT not in (cut.since, cut.until)) and (before is None or before.until == cut.since)
         for before, cut in pairwise((None, *cuts))
@@ -195,10 +196,10 @@ def is_whole(cuts: Sequence[Cut]) -> bool:
 
 def read_row(cuts: Sequence[Cut], elapsed: Callable[[int, int], int | None]) -> tuple[list[int], int] | None:
     """
-    Return the times at which `cuts` end, since the first began, and by how much they had to be moved.
+    Return the times at which `cuts` end, since the first began, and by how much the times had to be moved.
 
-    They are made to grow: marks may be on different streams, whose events are in no order. None: not all of
-    the events are done.
+    The times are made increasing: marks may be on different streams, whose events have no order. Returns None
+    if some of the events are not done.
     """
     times: list[int] = []
     now = moved = 0
@@ -224,7 +225,7 @@ def stages_of(cuts: Sequence[Cut], times: Sequence[int]) -> list[int]:
 
 
 def late_below(cuts: Sequence[Cut], median_ns: int) -> int:
-    """Return the lead, ns, below which a device has caught up with its host, in a row of `cuts`."""
+    """Return the lead in ns below which the device has caught up with its host, in a row of `cuts`."""
     worked = [cut.stage == BACKWARD for cut in cuts if cut.stage != SYNC_WAIT]
     batches = sum(now and not before for before, now in pairwise((False, *worked)))
     return max(LATE_NS, round(LATE_SHARE * median_ns / max(batches, 1)))
@@ -238,13 +239,13 @@ def masks(
     late_ns: int,
 ) -> tuple[int, int, int]:
     """
-    Return the bits of `late`, `full` and `sure` (see `wire.RankBatch.leads`), a bit a stage.
+    Return the bit masks `late`, `full` and `sure` (see `wire.RankBatch.leads`), one bit per stage.
 
     Args:
-        cuts: of the row.
-        times: at which they end, since the first began.
-        hosts: returns of an event when it was recorded, on the CPU's clock, and whether the queue was full.
-        ahead_ns: when the row began on the device, by the CPU's clock.
+        cuts: the cuts of the row.
+        times: when each cut ends, since the first began.
+        hosts: returns for an event when it was recorded, on the CPU's clock, and whether the queue was full.
+        ahead_ns: when the row began on the device, on the CPU's clock.
         late_ns: the device has caught up where the lead is below this.
     """
     caught, spent = [0] * N_STAGES, [0] * N_STAGES
@@ -253,9 +254,9 @@ def masks(
     for cut, until in zip(cuts, times, strict=True):
         (since_host, since_full), (until_host, until_full) = hosts(cut.since), hosts(cut.until)
         lead, lead_after = ahead_ns + began - since_host, ahead_ns + until - until_host
-        weight = until - began + 1  # stages of no length have a bit, too
+        weight = until - began + 1  # stages without any time have a bit, too
         spent[cut.stage] += weight
-        held = since_full or until_full  # a host that waits for room in its queue is ahead, by little or not
+        held = since_full or until_full  # a host that waits for room in its queue is ahead, whatever the lead
         caught[cut.stage] += weight * (lead < late_ns and lead_after < late_ns and not held)
         full |= (since_full or until_full) << cut.stage
         unsure |= (lead <= until_host - since_host) << cut.stage
@@ -268,23 +269,25 @@ def masks(
 EVENT_SLOTS = 8192
 _MASK = EVENT_SLOTS - 1
 _BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
-"""Slots of the events by which the two clocks are compared."""
+"""Slots of the events (beats) that compare the two clocks."""
 _MADE_AHEAD = 2048
 FULL_NS = 50_000
-"""Recording an event takes longer than this only where the launch queue is full."""
+"""Recording an event takes longer than this only if the launch queue is full."""
 MAX_ROWS_BEHIND = 64
 MAX_EVENTS_BEHIND = 4096
 MAX_WAIT_NS = 30_000_000_000
-"""A row that is not done after so long, though later ones are, never will be."""
+"""A row that is still not done after this time, though later rows are, will never be done."""
 MAX_MOVED = 0.02
-"""Share of a row by which marks of several streams may be out of order."""
+"""Largest share of a row by which the marks of several streams may be out of order."""
 UNKNOWN = bytes([LEAD_UNKNOWN] * LEAD_BYTES)
 
 
 class DeviceApi(Protocol):
     """
-    What is asked of a device. `capturing`, `record` and `elsewhere` are called by the training thread and by
-    autograd's, the rest by the agent's thread. Times are ns; anything may raise.
+    The interface to a device.
+
+    The training thread and autograd's thread call `capturing`, `record` and `elsewhere`; the agent's thread
+    calls the rest. Times are in ns. Every method may raise.
     """
 
     def capturing(self) -> bool:
@@ -296,7 +299,7 @@ class DeviceApi(Protocol):
         ...
 
     def elsewhere(self) -> bool:
-        """Return whether the current stream is not that of the event recorded last."""
+        """Return whether the current stream differs from the stream of the last recorded event."""
         ...
 
     def make(self, slots: int) -> None:
@@ -308,11 +311,11 @@ class DeviceApi(Protocol):
         ...
 
     def done(self, slot: int) -> bool:
-        """Return whether the device has come past the event."""
+        """Return whether the device has passed the event."""
         ...
 
     def elapsed_ns(self, since: int, until: int) -> int | None:
-        """Return the time between the events of two slots; None: not both are done."""
+        """Return the time between the events of two slots. None if they are not both done."""
         ...
 
 
@@ -326,80 +329,87 @@ class _Row(NamedTuple):
 
 class DeviceClock:
     """
-    Takes rows in order, and hands them to the ring in order, with the device's times where it has them.
+    Adds the device's times to rows. Accepts rows in order and passes them to the ring in order; a row that
+    the device cannot time keeps its times on the CPU's clock.
 
     Args:
         api: the device.
-        ring: where rows go.
-        clock: the CPU's, in ns.
-        streamed: whether a row without the device's times is inseparable (see `GradientExchange`).
+        ring: receives the rows.
+        clock: the CPU's clock, in ns.
+        streamed: returns whether a row without the device's times is inseparable (see `GradientExchange`).
     """
 
     def __init__(
         self, api: DeviceApi, ring: StepRing, clock: Callable[[], int], streamed: Callable[[], bool]
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of rows and marks without an event, by reason."""
+        """Number of rows without the device's times and of marks without an event, by reason."""
         self.stopped = ""
         """Why the device clock has stopped. Empty while it runs."""
         self.sharded = False
-        """Whether rows count only if they are SAMPLED, because FSDP waits inside forward and backward."""
+        """Whether only SAMPLED rows count, because FSDP waits inside forward and backward."""
         self.next = 0
-        """Number of the next event. Written by the thread that records."""
+        """Number of the next event. The recording thread writes it."""
         self.recorded_ns = 0
-        """Time that recording has taken on the training thread up to the newest reading, in ns."""
+        """Time that recording took on the training thread up to the newest reading, in ns."""
         self._weighed = 0
-        """Number of events whose recording is in it."""
+        """Number of events whose recording time is included in `recorded_ns`."""
         self.last_sampled = 0, NO_EVENT
-        """Step and first event of the newest row that was SAMPLED."""
+        """(step, first event) of the newest row that was SAMPLED."""
         self.waited = [0, 0]
-        """Time that rows of FSDP waited, in ns: in brackets that gather parameters, and in others."""
+        """Time that FSDP waited, in ns: [in brackets that gather parameters, in other brackets]."""
         self.waited_steps = 0
-        """Number of steps that `waited` was measured in."""
+        """Number of steps over which `waited` was summed."""
         self.medians: deque[int] = deque(maxlen=64)
-        """Total times of the newest rows."""
+        """Total times of the newest rows, in ns."""
         self._api = api
         self._ring = ring
         self._clock = clock
         self._streamed = streamed
         self._room = self._made = 0
         self._over = False
-        """Whether nothing is recorded any more."""
+        """Whether recording has ended."""
         self._hosts = array("q", bytes(8 * EVENT_SLOTS))
         self._took = array("q", bytes(8 * EVENT_SLOTS))
-        """What recording each event took on the training thread, in ns."""
+        """Time that recording each event took on the training thread, in ns."""
         self._gathers = bytearray(EVENT_SLOTS)
-        """Which events begin a bracket in which parameters are gathered."""
+        """Whether each event begins a bracket in which parameters are gathered."""
         self._rows: deque[_Row] = deque()
         self._begun = False
-        """The first row, which began before there were events, is over."""
+        """Whether the first row, which began before there were events, is over."""
         self._offset = ClockOffset()
         self._beat_ns: int | None = None
-        """Time at which the present beat was recorded."""
+        """Time at which the beat in progress was recorded. None if there is none."""
         self._next_beat, self._last_beat = _BEATS
         self._device_ns: int | None = None
-        """The device's time at the last beat that is done, since the first; None: none is."""
+        """
+        Device time of the newest finished beat, counted from the first beat, in ns. None before the first.
+        """
         self._front = NO_EVENT, 0
-        """The oldest event that is not done, and the time since which it has been."""
+        """(the oldest event that is not done, the time since when this is known)."""
         self._stamp = self.stamper(lambda _: None)
 
     # -- the training thread ---------------------------------------------------------------------
 
     def record(self) -> int:
-        """Record an event on the current stream; return its number, NO_EVENT where there can be none."""
+        """Record an event on the current stream. Returns its number, or NO_EVENT if none can be recorded."""
         number = self.next
         self._stamp()
         return number if self.next > number else NO_EVENT
 
     def took_ns(self, event: int) -> int:
-        """Return the time that recording this event, one of the newest, has taken on the training thread."""
+        """
+        Return the time that recording this event took on the training thread. Only for the
+        newest events.
+        """
         return self._took[event & _MASK]
 
     def stamper(self, append: Callable[[int], object]) -> Callable[[], int]:
         """
-        Return a clock for marks: it records an event and has `append` write that down, too.
+        Return a clock for marks that also records an event and passes its number to `append`.
 
-        It runs between two kernels, with cold caches: what it needs is in variables of one function.
+        It runs between two kernels with cold caches, so everything it needs is in local variables of one
+        function.
         """
         clock, capturing, record = self._clock, self._api.capturing, self._api.record
         hosts, took = self._hosts, self._took
@@ -423,13 +433,13 @@ class DeviceClock:
         return stamp
 
     def bracketing(self, gathers: bool) -> None:
-        """Note what is waited for in the bracket whose first event is the next one."""
+        """Note what the bracket whose first event comes next waits for: gathers, or something else."""
         self._gathers[self.next & _MASK] = gathers
 
     def elsewhere(self) -> bool:
         """
-        Return whether this thread's stream is not that of the mark before, or that is unknown: what waits
-        on a stream for collectives does not make the stages wait.
+        Return whether this thread's stream differs from that of the mark before, or is unknown. A wait for
+        collectives on another stream does not make the stages wait.
         """
         try:
             return self._over or self._api.elsewhere()
@@ -443,29 +453,29 @@ class DeviceClock:
             self.counts["no event free for a mark" if full else "no event inside a graph capture"] += 1
 
     def fail(self, why: BaseException | str) -> None:
-        """End the clock: no call of the device any more; any thread may."""
+        """End the clock: the device is not called any more. Any thread may call this."""
         self._over = True
         if not self.stopped:
             self.stopped = why if isinstance(why, str) else error_text(why)
 
     def seal(self) -> None:
-        """Record nothing more; what is recorded can still be read."""
+        """Stop recording. Events that are recorded can still be read."""
         self._over = True
 
     # -- rows: under the lock of the log -------------------------------------------------------------
 
     def put(self, key: int, flags: int, times: list[int], cuts: list[Cut]) -> None:
-        """Take a row that is over on the CPU's clock (ns per stage)."""
+        """Add a row that is complete on the CPU's clock (ns per stage)."""
         self._rows.append(_Row(key, flags, times, cuts, self._clock()))
 
     def flush(self) -> None:
-        """Hand out all rows that wait, without the device's times."""
+        """Pass on all waiting rows without the device's times."""
         why = "" if self.stopped else "device rows not read at the end"
         while self._rows:
             self._give_up(self._rows.popleft(), why)
 
     def _give_up(self, row: _Row, why: str) -> None:
-        """Hand a row out with its times on the CPU's clock alone."""
+        """Pass on a row with its times on the CPU's clock only, and count `why`."""
         if why:
             self.counts[why] += 1
         flags = row.flags | (FLAG_INSEPARABLE if self._streamed() else 0)
@@ -474,7 +484,10 @@ class DeviceClock:
     # -- the agent's thread ------------------------------------------------------------------------
 
     def resolve(self, needed: int) -> None:
-        """Hand out what the device is done with; no open row needs an event before number `needed`."""
+        """
+        Pass on the rows that the device has finished. `needed`: the oldest event that an open
+        row needs.
+        """
         try:
             self._turn(needed)
         except Exception as error:
@@ -493,7 +506,7 @@ class DeviceClock:
             self._begin_beat()
 
     def _weigh(self) -> None:
-        """Add up what recording the newest events took."""
+        """Add the time that recording the newest events took."""
         end = self.next
         for number in range(max(self._weighed, end - EVENT_SLOTS), end):
             self.recorded_ns += self._took[number & _MASK]
@@ -506,11 +519,14 @@ class DeviceClock:
 
     @property
     def waiting(self) -> int:
-        """How many rows the device is not known to be done with."""
+        """Number of rows that the device is not known to have finished."""
         return len(self._rows)
 
     def _resolve(self, row: _Row) -> bool:
-        """Hand out a row, if the device is done with it, or never will be."""
+        """
+        Pass a row on if the device has finished it or never will. Returns whether the row was
+        passed on.
+        """
         cuts = [cut for cut in row.cuts if cut.stage < N_STAGES]
         if self.sharded and len(cuts) == len(row.cuts):
             self._give_up(row, "")
@@ -580,19 +596,19 @@ class DeviceClock:
 
     @property
     def median_ns(self) -> int:
-        """The median row, of the newest; 0 before there is one."""
+        """Median total time of the newest rows, in ns. 0 before the first row."""
         return sorted(self.medians)[len(self.medians) // 2] if self.medians else 0
 
     @property
     def usual_ns(self) -> int | None:
-        """The median row of the newest 64, in ns; None: there are fewer."""
+        """Median total time of the newest 64 rows, in ns. None if there are fewer."""
         return self.median_ns if len(self.medians) == self.medians.maxlen else None
 
     def _recorded(self, number: int) -> tuple[int, bool]:
         return self._hosts[number & _MASK], self._took[number & _MASK] > FULL_NS
 
     def _make_room(self, oldest: int, needed: int) -> None:
-        """Free the events before the oldest that a row needs, and make more where they run out."""
+        """Free the events older than the oldest that a row needs. Make more events if they run out."""
         if self._made < EVENT_SLOTS and self._made < self.next + _MADE_AHEAD:
             self._made = min(EVENT_SLOTS, self.next + 2 * _MADE_AHEAD)
             self._api.make(self._made)
@@ -600,7 +616,7 @@ class DeviceClock:
         room = oldest + EVENT_SLOTS if self._made == EVENT_SLOTS else self._made
         self._room = max(self._room, room)
 
-    # -- the two clocks side by side -------------------------------------------------------------------
+    # -- comparing the two clocks -------------------------------------------------------------------------
 
     def _begin_beat(self) -> None:
         if self._beat_ns is None:
@@ -620,15 +636,15 @@ class DeviceClock:
         self._beat_ns = None
         self._next_beat, self._last_beat = self._last_beat, self._next_beat
 
-    # -- where the device stands -----------------------------------------------------------------------
+    # -- the device's position ----------------------------------------------------------------------------
 
     def device_position(self, step: int, open_cuts: list[Cut]) -> tuple[int, int, int] | None:
         """
-        Return (step, stage, for how many ns): where the device is, if that is behind its host.
+        Return the device's position as (step, stage, ns in that stage) if it is behind its host, else None.
 
         Args:
-            step: which is open on the host.
-            open_cuts: of the row that is open there.
+            step: the step that is open on the host.
+            open_cuts: the cuts of the row that is open on the host.
         """
         cuts = [(row.key >> SEGMENT_BITS, cut) for row in self._rows for cut in row.cuts]
         cuts += [(step, cut) for cut in open_cuts]

@@ -1,4 +1,4 @@
-"""Whether, and from when on, this process's rows are taken from a device's clock."""
+"""Decides whether, and from when on, the rows of this process are timed on a device's clock."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ from traceml_ray.settings import SHORTEST_STEP_NS
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK, OpenStage
 
 _PACE_NS = 1_000_000_000
-"""Steps are timed for at least this long before `auto` decides."""
+"""Shortest time over which steps are timed before `auto` decides, in ns."""
 _GRAPHS = "a mark inside the capture of a CUDA graph is made once: a step that is only replayed has no row"
 CLOSE_WAIT_S = 0.2
 _POLL_S = 0.005
 
 
 class StepPace:
-    """How long steps take on the CPU's clock, once the first ones, which may compile, are over."""
+    """
+    Measures the time per step on the CPU's clock, without the first steps, which may include
+    compilation.
+    """
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
         self._since: tuple[int, int] | None = None
-        """Time and step."""
+        """(time, step) at which measuring began."""
         self._warm = False
 
     def step_ns(self, step: int) -> int | None:
-        """Return the mean time of the newest steps, in ns; None: not known yet. `step` is the present one."""
+        """
+        Return the mean time of the newest steps, in ns. None if it is not known yet. `step` is the current
+        step.
+        """
         now = self._clock()
         if self._since is None:
             self._since = now, step
@@ -52,12 +58,13 @@ class StepPace:
 
 class DeviceUse:
     """
-    Turns the device's clock on once the first step is over, and reads it; the agent's thread calls it.
+    Turns the device's clock on after the first step, and reads it. The agent's thread calls it.
 
     Args:
         setting: `Settings.device_clock`.
-        instrumentation: whose roots show the device, and whose `missing` says why there is no clock of it.
-        ring: where rows go.
+        instrumentation: its root modules show which device is used; its `missing` states why there is no
+            device clock.
+        ring: receives the rows.
     """
 
     def __init__(self, setting: str, instrumentation: Instrumentation, ring: StepRing) -> None:
@@ -68,14 +75,16 @@ class DeviceUse:
         self._ring = ring
         self._decided = False
         self._index: int | None = None
-        """Device that is read once steps are known to be long enough; None: none is."""
+        """
+        Index of the device whose clock is used once steps are known to be long enough. None if there is none.
+        """
         self._pace = StepPace(instrumentation.recorder.clock)
         self._noted: dict[str, int] = {}
         self._waits: ShardedWaits | None = None
         self._make_another: Callable[[], DeviceApi] | None = None
 
     def tick(self) -> None:
-        """Read what the device has finished, after the log was replayed."""
+        """Read what the device has finished. Call it after the log was replayed."""
         if self.clock is None and not self._decided:
             self._consider()
         if self._index is not None:
@@ -88,8 +97,8 @@ class DeviceUse:
 
     def finish(self) -> None:
         """
-        Read what is left, for a short while. Rows that the device has not finished are handed
-        out without it.
+        Read what is left, for a short while. Rows that the device has not finished are passed on without its
+        times.
         """
         end = time.monotonic() + CLOSE_WAIT_S
         while self.clock is not None:
@@ -101,7 +110,7 @@ class DeviceUse:
             self.clock.flush()
 
     def begin(self, api: DeviceApi, another: Callable[[], DeviceApi] | None = None) -> None:
-        """Read `api` from here on; `another` makes one more of the same device."""
+        """Use `api` from now on. `another` makes a second interface to the same device."""
         self._make_another = another
         exchange = self._recorder.exchange
         clock = DeviceClock(api, self._ring, self._recorder.clock, lambda: exchange.streamed)
@@ -119,7 +128,10 @@ class DeviceUse:
 
     @property
     def waited(self) -> tuple[int, int, int] | None:
-        """Time that FSDP has waited for gathers, and for all else (ns), in so many steps; None: not known."""
+        """
+        Return (ns that FSDP waited for gathers, ns for everything else, number of steps). None
+        if not known.
+        """
         clock = self.clock
         if clock is None or not clock.sharded or not clock.waited_steps:
             return None
@@ -127,11 +139,14 @@ class DeviceUse:
 
     @property
     def another(self) -> Callable[[], DeviceApi] | None:
-        """What makes another way to the device whose clock is read, with events of its own; None: none is."""
+        """
+        Return the function that makes another interface, with events of its own, to the device in use. None
+        if no device is in use.
+        """
         return None if self.clock is None else self._make_another
 
     def device_position(self, step: int) -> OpenStage | None:
-        """Return where the device is, if that is behind its host, whose step this is."""
+        """Return the device's position if it is behind its host, which is in `step`."""
         if self.clock is None:
             return None
         standing = self.clock.device_position(step, self._recorder.steps.open_cuts())
@@ -146,7 +161,7 @@ class DeviceUse:
         try:
             roots = self._ours.roots.modules()
             devices = {parameter.device for root in roots for parameter in root.parameters()}
-        except RuntimeError:  # a module gets another part at this moment: asked again
+        except RuntimeError:  # a module is being changed at this moment: ask again
             return
         if not devices:
             return
@@ -178,7 +193,7 @@ class DeviceUse:
             self._ours.missing[DEVICE_CLOCK] = error_text(error)[:200]
 
     def _begin_if_long(self, index: int) -> None:
-        """Read the device from here on, if steps take so long that it costs next to nothing."""
+        """Use the device's clock from now on if steps are long enough to make its cost negligible."""
         step_ns = self._pace.step_ns(self._recorder.steps.rows.step)
         if step_ns is None:
             return
@@ -203,7 +218,7 @@ class DeviceUse:
         return ""
 
     def _after(self) -> None:
-        """Count what was the matter; end the clock where it has ended itself, or there is no use of it."""
+        """Count the errors of the clock. End its use if it has stopped itself or is not needed."""
         assert self.clock is not None
         self._count(self.clock)
         if self._recorder.exchange.inseparable:
@@ -212,7 +227,8 @@ class DeviceUse:
         if self.clock.counts["no event inside a graph capture"]:
             self._ours.missing["graphs"] = _GRAPHS
         usual_ns = self.clock.usual_ns
-        # Half: where steps are about as long as the shortest, some ranks would have a clock and others none.
+        # Half of the limit. Where steps are about as long as the shortest allowed, some ranks would otherwise
+        # have a device clock and others none.
         if self._setting == "auto" and usual_ns is not None and usual_ns < SHORTEST_STEP_NS // 2:
             self.clock.fail(_too_short(usual_ns))
         if self._recorder.exchange.inferred:

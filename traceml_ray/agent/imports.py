@@ -1,7 +1,7 @@
 """
-Run a callback right after a module has been imported, without importing it ourselves.
+Calls a callback right after a module has been imported, without importing the module.
 
-Loaded into every Python process under a launcher of ours: it imports `sys` and nothing else.
+A launcher of ours loads this into every Python process, so it imports only `sys`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 _UNCOUNTED = "/importlib_bootstrap/../".join(__file__.rsplit("/", 1))
-"""This file, by a path that `stacklevel` of warnings skips: see `importlib_bootstrap`."""
+"""Path of this file that `stacklevel` of warnings skips: see `importlib_bootstrap`."""
 
 
 class _Finder:
-    """First on `sys.meta_path`; answers only for modules that are awaited."""
+    """Import finder at the front of `sys.meta_path`. It answers only for modules that have a callback."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callback] = {}
@@ -34,11 +34,13 @@ class _Finder:
         if name not in self.waiting:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        specs = (find(name, path, target) for find in finders if find is not None)  # old ones have none
+        # old finders have no `find_spec`
+        specs = (find(name, path, target) for find in finders if find is not None)
         spec: ModuleSpec | None = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return None
-        # The loader stays the module's own (others read `__loader__`); only this one call of it is ours.
+        # The module keeps its own loader, because others read `__loader__`. Only this one call of it is
+        # replaced.
         loader: Any = spec.loader
         execute = loader.exec_module
 
@@ -49,7 +51,7 @@ class _Finder:
                 pass
             execute(module)
             callback = self.waiting.pop(name, None)
-            if callback is not None:  # whoever only asked whether there is such a module has not run it
+            if callback is not None:  # code that only checked whether the module exists has not run it
                 callback()
 
         exec_module.__code__ = exec_module.__code__.replace(co_filename=_UNCOUNTED)
@@ -64,7 +66,10 @@ _finder = _Finder()
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call `callback` once `name` has been imported: now, if it has been already. It must not raise."""
+    """
+    Call `callback` once `name` has been imported, or now if it is imported already. The callback must not
+    raise.
+    """
     if name in sys.modules:
         callback()
         return
@@ -74,7 +79,7 @@ def when_imported(name: str, callback: Callback) -> None:
 
 
 def forget(name: str) -> None:
-    """Drop the callback for `name`, if it still waits."""
+    """Remove the callback for `name` if it has not run yet."""
     _finder.waiting.pop(name, None)
     if not _finder.waiting and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

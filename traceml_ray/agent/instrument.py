@@ -1,7 +1,7 @@
 """
-Zero-code marks: all that is patched in this process, around one `Recorder`.
+Installs all patches of this process. They send marks to one `Recorder`; the script needs no change.
 
-What cannot be patched is skipped and listed in `missing`; `remove` puts everything back.
+A patch that cannot be applied is skipped and listed in `missing`. `remove` restores everything.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Instrumentation:
     All patches of one process.
 
     Args:
-        recorder: of the marks that they make.
-        patcher: how patches are applied and undone; default: one that counts what it swallows.
+        recorder: receives the marks of the patches.
+        patcher: applies and reverts the patches. Default: a patcher that counts the exceptions it suppresses.
     """
 
     def __init__(self, recorder: Recorder, patcher: Patcher | None = None) -> None:
@@ -54,7 +54,7 @@ class Instrumentation:
 
     @property
     def strategy(self) -> str:
-        """How the job is known to be parallel: single, ddp, fsdp2+hsdp, ddp+tp, all_reduce (inferred), …"""
+        """How the job is parallel, as detected: single, ddp, fsdp2+hsdp, ddp+tp, all_reduce (inferred), …"""
         inferred = self.collectives.reduction + INFERRED if self.recorder.exchange.inferred else ""
         self.model_parallel.look_again()
         parallel, others = self.data_parallel, sorted(self.model_parallel.strategies)
@@ -63,42 +63,46 @@ class Instrumentation:
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """With whom this rank exchanges gradients, see `wire.RankBatch`."""
+        """The ranks with which this rank exchanges gradients, see `wire.RankBatch`."""
         return self.data_parallel.group
 
     @property
     def placement(self) -> Placement | None:
-        """Where this rank is in a job that is not only data parallel."""
+        """Position of this rank in a job that is not only data parallel."""
         known, worker = self.model_parallel.placement, self.rpc.worker
         return replace(known or Placement(), worker=worker[:MAX_NAME_CHARS]) if worker else known
 
     def parallelism(self) -> dict[str, Any]:
-        """Return what is known of how the job is parallel, as the fields of `wire.RankBatch`."""
+        """Return what is known about how the job is parallel, as fields of `wire.RankBatch`."""
         return {"strategy": self.strategy, "group": self.group, "placement": self.placement}
 
     def when_rank(self, then: Callable[[], None]) -> None:
-        """Before `install`: have `then` called once this process joins a process group or takes a step."""
+        """
+        Before `install`: register `then`, which is called once this process joins a process group or takes a
+        step.
+        """
         self._is_rank = then
 
     def install(self) -> None:
-        """Patch torch, which must be imported; never raises."""
+        """Patch torch, which must be imported. Never raises."""
         for name, patch in self._patches():
             self.patcher.apply(name, patch)
         for module, name, patch in self._patches_of_imports():
             self.patcher.when_imported(module, name, patch)
 
     def remove(self) -> None:
-        """Put everything back as it was; never raises, safe to call twice."""
+        """Restore everything. Never raises; may be called twice."""
         self.patcher.restore()
         self.patcher.apply("detach", self.roots.restore)
         self.patcher.apply("detach", self.recorder.replay)
         self.recorder.stamp_with(self.recorder.clock)
         if self.recorder.device is not None:
             self.recorder.device.seal()
-        self.recorder.ready = 0  # what still holds a wrapper of ours, a DataLoader's iterator, writes no more
+        # objects that still hold a wrapper of ours (a DataLoader's iterator) write no more marks
+        self.recorder.ready = 0
 
     def _patches(self) -> tuple[tuple[str, Callable[[], None]], ...]:
-        """Return (name, patch) of what is patched at once."""
+        """Return (name, patch) of everything that is patched immediately."""
         patcher, recorder = self.patcher, self.recorder
         return (
             ("data", lambda: data_waits.patch_dataloader(patcher, recorder)),
@@ -113,7 +117,7 @@ class Instrumentation:
         )
 
     def _patches_of_imports(self) -> tuple[tuple[str, str, Callable[[], None]], ...]:
-        """Return (module, name, patch) of what is patched once the script imports it."""
+        """Return (module, name, patch) of everything that is patched once the script imports the module."""
         patcher = self.patcher
         return (
             (data_parallel.FSDP_MODULE, "fsdp", self.data_parallel.patch_fsdp),

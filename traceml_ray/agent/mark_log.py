@@ -1,9 +1,9 @@
 """
-Where marks are written down, and how they are applied later.
+The log of marks: how marks are written and applied later.
 
-Marks are made on the training thread, between two kernels, with cold caches; there a line of Python costs
-five times what a hot loop shows. So the marks of the usual step are only written to a log (which mark, and
-when), and applied later, a hundred at a time, by the agent's thread (`replay`).
+Marks are made on the training thread, between two kernels, with cold caches. There a line of Python costs
+five times as much as in a hot loop. So the marks of a usual step are only appended to a log (which mark, and
+when). The agent's thread applies them later, a hundred at a time (`replay`).
 
 Other marks are immediate (`immediate_mark`): they replay the log first. While another thread is reading the
 log, they are appended to it with their arguments instead, so that no mark waits.
@@ -24,15 +24,19 @@ from traceml_ray.agent.steps import Steps
 LOG_SIZE = 1 << 17
 """Largest number of items in the log. Beyond it, the oldest are lost."""
 REPLAY_AT = LOG_SIZE // 2
-"""Number of items from which on a backward replays the log itself: the agent's thread does not get to it."""
+"""
+From this number of items on, a backward replays the log itself, because the agent's thread does not keep up.
+"""
 LOCK_S = 0.2
-"""Longest wait of the agent's thread for the lock, which a mark holds for a millisecond at most."""
+"""
+Longest time that the agent's thread waits for the lock, in s. A mark holds it for a millisecond at most.
+"""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Deferred(NamedTuple):
-    """A mark in the log with everything that is needed to apply it later."""
+    """A mark in the log, with all arguments that are needed to apply it later."""
 
     method: Callable[..., Any]
     time: int
@@ -61,7 +65,7 @@ def immediate_mark(method: Method) -> Method:
                 self.steps.partition.event = event = self._event_now()
                 self.newest = max(self.newest, event)
                 if event != NO_EVENT:
-                    called += self.device.took_ns(event)  # `recorded_ns` has it
+                    called += self.device.took_ns(event)  # `recorded_ns` already includes it
             result = method(self, *args)
             if self.thread == self.owner:
                 self.ready = 0 if self.steps.rows.depth else self.owner
@@ -74,7 +78,10 @@ def immediate_mark(method: Method) -> Method:
 
 
 class MarkLog:
-    """The log of marks, its lock, and who may write to it. `steps` applies what was written."""
+    """
+    The log of marks, its lock, and the id of the thread that may write to it. `steps` applies
+    the marks.
+    """
 
     __slots__ = (
         *("_cost_ns", "_event", "_followers", "_lock", "_losing", "_mark", "_weighed", "_written"),
@@ -96,10 +103,12 @@ class MarkLog:
         self.steps = steps
         self.log: deque[int | Deferred] = deque(maxlen=LOG_SIZE)
         """
-        Marks written down and not yet understood: which, when, which, when, … A signal may come between
-        the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
-        is the size of the span that ends next, (OPTIMIZERS) the optimizer that steps, (EVENTS) the event that
-        was recorded at this mark, or (BATCHES) the size of the batch that was waited for last.
+        ks that are written and not applied yet, as alternating items: mark, time, mark, time, …
+
+        A signal may arrive between the two, so a mark without its time is ignored. This works because every
+        time is larger than every mark. A negative item holds one of these: the size of the span that ends
+        next; (OPTIMIZERS) the optimizer that steps; (EVENTS) the event that was recorded at this mark;
+        (BATCHES) the size of the batch that was waited for last.
         """
         self.ready = 0
         """
@@ -114,7 +123,7 @@ class MarkLog:
         self.weigh = True
         """Whether the next optimizer mark is followed by COST."""
         self.now = clock()
-        """Time of the mark that is being applied; `thread` is its thread."""
+        """Time of the mark that is being applied. `thread` is the id of its thread."""
         self.thread = 0
         self.owner: int | None = None
         """Id of the thread that trains. None until one has."""
@@ -133,11 +142,11 @@ class MarkLog:
         return True
 
     def mine(self) -> bool:
-        """Return whether this thread is the one that trains, or none has yet."""
+        """Return whether this thread is the training thread, or there is no training thread yet."""
         return self.owner is None or get_ident() == self.owner
 
     def replay(self, wait_s: float = 0.0) -> bool:
-        """Apply all marks in the log. False: another thread has held the lock for `wait_s`."""
+        """Apply all marks in the log. Returns False if another thread held the lock for all of `wait_s`."""
         if not self._lock.acquire(timeout=wait_s):
             return False
         try:
@@ -150,7 +159,7 @@ class MarkLog:
     def _replay(self) -> None:
         log, partition = self.log, self.steps.partition
         self.thread = self.owner or 0
-        self.lost_marks += len(log) == LOG_SIZE  # and maybe more of them
+        self.lost_marks += len(log) == LOG_SIZE  # possibly more than one was lost
         for _ in range(len(log)):
             value = log.popleft()
             if isinstance(value, Deferred):
@@ -190,7 +199,10 @@ class MarkLog:
             self._losing = False
 
     def _defer(self, method: Callable[..., Any], called: int, args: tuple[Any, ...]) -> bool:
-        """Append a mark with its arguments to the log, from any thread. If there is no room, count it."""
+        """
+        Append a mark with its arguments to the log, from any thread. If there is no room, count the mark as
+        lost.
+        """
         thread = get_ident()
         if thread == self.owner:
             self.ready = 0
@@ -220,7 +232,7 @@ class MarkLog:
             use(stamp)
 
     def use(self, device: DeviceClock) -> None:
-        """Read this device's clock, too, at every mark from here on."""
+        """Also read this device's clock at every mark from now on."""
         with self._lock:
             self._replay()
             self.device = device
@@ -229,10 +241,10 @@ class MarkLog:
 
     def stop_device_clock(self) -> bool:
         """
-        Go back to the CPU's clock alone; rows that wait for the device are handed out without its times.
+        Return to the CPU's clock alone. Rows that wait for the device are passed on without its times.
 
-        False: not yet, because a mark holds the lock. Recording its event may block as long as the device
-        does.
+        Returns False if that is not possible yet, because a mark holds the lock: recording its event may
+        block as long as the device does.
         """
         self.stamp_with(self.clock)
         if not self._lock.acquire(timeout=LOCK_S):
@@ -249,13 +261,13 @@ class MarkLog:
         return True
 
     def _event_now(self) -> int:
-        """Record an event for a mark that is immediate or deferred. Only the training thread does."""
+        """Record an event for a mark that is immediate or deferred. Only the training thread calls this."""
         if self.device is None or get_ident() != self.owner:
             return NO_EVENT
         return self.device.record()
 
     def first_event(self) -> int:
-        """Return the oldest event still needed for an open row. 0: not known now."""
+        """Return the number of the oldest event that an open row still needs. 0 if that is not known now."""
         if not self._lock.acquire(timeout=LOCK_S):
             return 0
         try:
@@ -274,8 +286,8 @@ class MarkLog:
     @property
     def marks_ns(self) -> int:
         """
-        Time that marks have taken on the training thread, in ns, with the events of a device. Of the marks
-        in the log, a few are measured.
+        Time that marks have taken on the training thread, in ns, including the events of a device. Of the
+        marks in the log, only a few are measured.
         """
         device = self.device
         events_ns = device.recorded_ns if device is not None else 0

@@ -1,12 +1,18 @@
 """
-The marks of a training thread, as numbers; time in named spans inside the stages (optimizer, checkpoint, a
-user's own): sums, never columns.
+The marks of a training thread, as numbers, and sums of the time in named spans.
 
-DATA_BEGIN: the iterator waited for is the one of the wait before. DATA_EXHAUSTED: there was nothing more to
-wait for. BACKWARD_FAILED: it has raised. SCALER_BEGIN: a `GradScaler` step begins; CLOSURE_BEGIN: an
-optimizer step that is given a closure. BRACKET_BEGIN: SYNC_BEGIN of FSDP on a device, where all of its waits
-have marks. COST says when the mark before it was done being made. From SPANS on there are two for each name
-of `SpanSums`: a span of that name begins, and ends.
+A span lies inside a stage: an optimizer step, a checkpoint, or a span that the user names. Spans are stored
+as sums, never as columns of a row.
+
+- DATA_BEGIN: a wait for the same iterator as the wait before begins.
+- DATA_EXHAUSTED: the iterator that was waited for had no more data.
+- BACKWARD_FAILED: the backward raised.
+- SCALER_BEGIN: a `GradScaler` step begins.
+- CLOSURE_BEGIN: an optimizer step with a closure begins.
+- BRACKET_BEGIN: SYNC_BEGIN of FSDP on a device, where all of its waits have marks.
+- COST: the time at which making the mark before it was finished.
+
+From SPANS on there are two marks for each name of `SpanSums`: a span of that name begins, and ends.
 """
 
 from __future__ import annotations
@@ -15,21 +21,21 @@ from traceml_ray.wire.messages import SpanSum
 
 MAX_NAMES = 256
 _MAX_IN_GROUPS = 128
-"""A job with more process groups has the rest of its collectives without them."""
+"""Once there are this many names, collectives of further process groups are summed without their group."""
 _Key = tuple[str, int, bool, str | None]
 MAX_NAME_CHARS = 64
 _KNOWN = ("evaluation", "optimizer", "fetch", "collate", "workers")
 EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS = range(len(_KNOWN))
-"""Numbers of the spans that follow from the marks of a step."""
+"""Numbers of the spans that are derived from the marks of a step."""
 
 
 class SpanSums:
     """
-    Sums per name and stage, written by the recorder (under its lock) and collected by the agent.
+    Sums per name and stage. The recorder writes them under its lock; the agent collects them.
 
-    What is not in a row that is judged, the first one and the tail, has sums `apart`.
-    `collect` hands out what was swapped away one call earlier, so that an update which is being made
-    is never lost, and no lock is needed.
+    Spans outside the rows that are judged (in the first row and in the tail) are summed separately, as
+    `apart`. `collect` returns what was swapped out one call earlier. So an update in progress is never lost,
+    and no lock is needed.
     """
 
     def __init__(self) -> None:
@@ -40,12 +46,12 @@ class SpanSums:
         }
         self.names = list(_KNOWN)
         self.groups: list[str | None] = [None] * len(_KNOWN)
-        """Process group of a collective, by number of its name."""
+        """Process group of a collective, indexed by the number of its name. None for other spans."""
         self.refused = 0
-        """Spans whose name was one too many."""
+        """Number of spans that were refused because there were too many names."""
 
     def number(self, name: str, group: str | None = None) -> int | None:
-        """Return the number of a span's name (in a process group); None when there are too many of them."""
+        """Return the number of a span's name (in a process group). None if there are too many names."""
         number = self._numbers.get((name, group))
         if number is None:
             if len(self.names) >= (MAX_NAMES if group is None else _MAX_IN_GROUPS):
@@ -61,7 +67,7 @@ class SpanSums:
     def add(
         self, name: str, stage: int, step: int, ns: int, size: int, apart: bool, group: str | None = None
     ) -> None:
-        """Add one span of `ns` nanoseconds in `stage` of `step`, with `size` bytes moved."""
+        """Add one span of `ns` nanoseconds in `stage` of `step`, which moved `size` bytes."""
         key = (name, stage, apart, group)
         entry = self._now.get(key)
         if entry is None:
@@ -75,7 +81,7 @@ class SpanSums:
         entry[5] += size
 
     def collect(self) -> list[SpanSum]:
-        """Return the sums of the tick before this one."""
+        """Return the sums of the previous tick."""
         done, self._before, self._now = self._before, self._now, {}
         return [
             SpanSum(name, stage, count, total, longest, first, last, size or None, group)
@@ -108,11 +114,11 @@ class SpanSums:
     SPANS,
 ) = range(22)
 END = SPANS + 2 * MAX_NAMES
-"""Marks are below this; times are all above."""
+"""Every mark is below this number; every time is above it."""
 
 EVENTS = -(1 << 62)
-"""EVENTS - n, before the time of a mark: event n of the device's clock was recorded there."""
+"""EVENTS - n, before the time of a mark: event n of the device's clock was recorded at that mark."""
 OPTIMIZERS = -(1 << 61)
-"""OPTIMIZERS - n, before the mark of its step: from here on it is optimizer n (its id) that steps."""
+"""OPTIMIZERS - n, before the mark of a step: the optimizer with id n steps from here on."""
 BATCHES = 2 * EVENTS
-"""BATCHES - n, by itself: the batch that was waited for last is of size n, see `batch_size`."""
+"""BATCHES - n, without a time: the batch that was waited for last has size n, see `batch_size`."""

@@ -1,15 +1,15 @@
 """
-What a rank has to send: what is not in a batch yet, as much of it as fits into each, and batches that are
-not known to be stored.
+What a rank still has to send: items that are not in a batch yet, and batches that are not confirmed as
+stored.
 
-Whatever goes into a batch has its share of `wire.MAX_BATCH_BYTES` and is checked as the relay will check
-it. So a value that the relay would refuse costs itself, not the batch. Batches are offered in order, and
-all again after a connection was lost or made: what went into the one before may be lost. The aggregator
-knows each batch by its number and keeps one.
+Each field of a batch has its share of `wire.MAX_BATCH_BYTES` and is validated as the relay will validate it.
+So a value that the relay would refuse is lost alone, without the rest of the batch. Batches are offered in
+order. After a connection was lost or made all are offered again, because data sent on the previous connection
+may be lost. The aggregator identifies each batch by its number and keeps it once.
 
-What a rank has reported before its relay is there lies in a file: Ray takes long to start where ranks take
-every core. A rank that is killed until then, or ended by a launcher whose other rank has failed, leaves
-nothing else.
+Until its relay is there, a rank also writes its batches to a file: Ray starts slowly where ranks use every
+core. If the rank is killed before, or its launcher ends it because another rank has failed, the file is all
+that remains.
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ from traceml_ray.wire.codec import Part
 from traceml_ray.wire.spool import SUFFIX, add_to_spool
 
 ITEM_BYTES = 28 * 1024
-"""Largest size of the lists (events, spans, …) in one batch, in bytes; the rest waits for the next batch."""
+"""Largest size of the lists (events, spans, …) in one batch, in bytes. The rest waits for the next batch."""
 VALUE_BYTES = 16 * 1024
 """Largest size of single values (identity, placement, …) in one batch, in bytes."""
 _ROW_BYTES = 8 * 1024
 """Space reserved for rows, in bytes."""
 _HEADER_BYTES = 64
-"""Space for the name and number of a kind of records, in bytes."""
+"""Space reserved for the name and number of a kind of records, in bytes."""
 _ENVELOPE_BYTES = 256
-"""Space for the numbers that every batch has and the headers of its lists and columns, in bytes."""
+"""Space reserved for the numbers that every batch has and the headers of its lists and columns, in bytes."""
 
 _Item = TypeVar("_Item", bound=Part)
 
 
 class BatchDraft:
     """
+    A batch that is being filled, within the limits of its size.
+
     Args:
         errors: counts what cannot be sent, by field.
     """
 
     def __init__(self, errors: Errors) -> None:
         self.fields: dict[str, Any] = {}
-        """Fields of the batch, as keywords."""
+        """Fields of the batch, as keyword arguments."""
         self._errors = errors
         self._for_items, self._for_values = ITEM_BYTES, VALUE_BYTES
         self._room = wire.MAX_BATCH_BYTES - _ENVELOPE_BYTES
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes the rows may have."""
+        """Number of bytes that are left for rows."""
         return self._room
 
     def put(self, field: str, value: Any) -> None:
-        """Set a field, if it fits; None leaves it out."""
+        """Set a field if the value fits. None leaves the field out."""
         self._for_values -= self._put(field, value, self._for_values)
 
     def put_last(self, field: str, value: Any) -> None:
-        """Set a field that may have all that the others, and the least of rows, have left."""
+        """Set a field that may use all bytes that the other fields, and the minimum of rows, have left."""
         self._put(field, value, self._room - _ROW_BYTES)
 
     def fill(self, field: str, waiting: list[_Item]) -> None:
-        """Move as many items as fit from `waiting` into a field. Those that never fit are dropped."""
+        """Move as many items as fit from `waiting` into a field. Items that can never fit are dropped."""
         taken: list[_Item] = []
         while waiting and len(taken) < codec.MAX_ITEMS:
             size = self._size_of(field, [waiting[0]], ITEM_BYTES)
@@ -85,8 +87,8 @@ class BatchDraft:
 
     def fill_records(self, waiting: dict[str, list[tuple[msgspec.Raw, int]]]) -> dict[str, int]:
         """
-        Move as many encoded records as fit from `waiting`, where each has its amount, into `records`; return
-        the amounts by kind.
+        Move as many encoded records as fit from `waiting` into `records`. Each has an amount. Returns the sum
+        of the amounts by kind.
         """
         records: dict[str, list[msgspec.Raw]] = {}
         amounts: dict[str, int] = {}
@@ -110,7 +112,7 @@ class BatchDraft:
         self._room -= size
 
     def _put(self, field: str, value: Any, most: int) -> int:
-        """Return how many bytes the field has taken."""
+        """Set a field and return the number of bytes that it uses."""
         size = None if value is None else self._size_of(field, value, most)
         if size is None:
             return 0
@@ -119,7 +121,7 @@ class BatchDraft:
         return size
 
     def _size_of(self, field: str, value: Any, most: int) -> int | None:
-        """Return how many bytes `value` takes; None, and counted, where it cannot be sent."""
+        """Return the encoded size of `value` in bytes. If it cannot be sent, count that and return None."""
         try:
             size = codec.checked_size(wire.RankBatch, field, value)
             if size > most:
@@ -132,7 +134,8 @@ class BatchDraft:
 
 class Unsent:
     """
-    Of one rank process. Any thread may append to `events` and `requests`; all else is the agent's thread's.
+    What one rank process has not put into a batch yet. Any thread may append to `events` and `requests`; only
+    the agent's thread uses the rest.
 
     Args:
         errors: counts records that cannot be sent, by kind.
@@ -147,13 +150,13 @@ class Unsent:
         self._errors = errors
 
     def __bool__(self) -> bool:
-        """Whether there is something for another batch."""
+        """Whether something is left for another batch."""
         return bool(self.events or self.requests or self.spans) or any(self._records.values())
 
     def add(self, records: Iterable[Part]) -> None:
         """
-        Have records of signals sent, each encoded and checked here as the aggregator will check it. One that
-        would be refused, or is too large for a batch, is counted.
+        Add records of signals. Each is encoded and validated here, as the aggregator will validate it. A
+        record that would be refused, or is too large for a batch, is counted.
         """
         for record in records:
             kind = OF_RECORD[type(record)]
@@ -168,7 +171,7 @@ class Unsent:
                 self._records[kind.name].append((raw, kind.amount(record)))
 
     def move_into(self, draft: BatchDraft) -> dict[str, int]:
-        """Move what fits into the next batch; return how much of each kind of record that is."""
+        """Move what fits into the next batch. Returns the amount of records moved, by kind."""
         draft.fill("events", self.events)
         draft.fill("requests", self.requests)
         draft.fill("spans", self.spans)
@@ -176,7 +179,7 @@ class Unsent:
 
 
 class Batch(msgspec.Struct, gc=False):
-    """One encoded `wire.RankBatch`, and how much is in it."""
+    """One encoded `wire.RankBatch`, with the amounts of rows and records in it."""
 
     seq: int
     rows: int
@@ -188,7 +191,7 @@ class Batch(msgspec.Struct, gc=False):
     """Amount of records in the batch, by kind."""
     offered: bool = False
     handed: bool = False
-    """Whether the batch was handed to a relay, though maybe not to the present one."""
+    """Whether the batch was given to a relay, possibly an earlier one."""
 
 
 class RankOutbox:
@@ -196,12 +199,12 @@ class RankOutbox:
     Keeps batches until they are stored, the oldest first.
 
     Args:
-        max_bytes: what is kept beyond this is dropped by `make_room`.
+        max_bytes: `make_room` drops the oldest batches beyond this size.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.sent_bytes = 0
-        """Total number of bytes handed over, including repeats."""
+        """Total number of bytes sent, including repeats."""
         self.connected = False
         """Whether there is, or was, a relay."""
         self._max_bytes = max_bytes
@@ -209,7 +212,7 @@ class RankOutbox:
         self._bytes = 0
         self._generation = 0
         self._acked = -1
-        """Number of the newest batch that the relay of this connection has taken over."""
+        """Number of the newest batch that the relay of this connection has acknowledged."""
 
     def put(self, batch: Batch) -> None:
         """Add a batch."""
@@ -218,7 +221,7 @@ class RankOutbox:
 
     def make_room(self) -> list[Batch]:
         """
-        Drop the oldest batches beyond the bound. Return those that no relay has been given.
+        Drop the oldest batches beyond the limit. Return the dropped ones that no relay has received.
 
         The relay accounts for the others.
         """
@@ -231,7 +234,7 @@ class RankOutbox:
         return dropped
 
     def offer(self, channel: Channel) -> None:
-        """Hand over as many batches as `channel` takes now."""
+        """Send as many batches as `channel` accepts now."""
         for batch in self._batches:
             if batch.offered:
                 continue
@@ -242,7 +245,10 @@ class RankOutbox:
             self.sent_bytes += len(batch.data)
 
     def follow(self, channel: Channel) -> None:
-        """Start over if `channel` has lost or made a connection: earlier acknowledgements are void."""
+        """
+        Offer all batches again if `channel` has lost or made a connection: earlier
+        acknowledgements are void.
+        """
         if self._generation != channel.generation:
             self._generation, self._acked = channel.generation, -1
             self.connected = bool(self._generation)
@@ -250,13 +256,16 @@ class RankOutbox:
                 batch.offered = False
 
     def confirm(self, acked: int, stored: int) -> None:
-        """Record up to which batch the relay has taken over, and up to which batches are stored."""
+        """
+        Record that the relay has acknowledged batches up to `acked`, and that batches up to `stored` are
+        stored.
+        """
         self._acked = max(self._acked, acked)
         while self._batches and self._batches[0].seq <= stored:
             self._bytes -= len(self._batches.popleft().data)
 
     def refused(self, reasons: Mapping[int, str]) -> list[tuple[Batch, str]]:
-        """Remove the batches that the relay refuses, by number. Return them with the reason."""
+        """Remove the batches that the relay refuses, by number. Return each with the reason."""
         if not reasons:
             return []
         removed = [(batch, reasons[batch.seq]) for batch in self._batches if batch.seq in reasons]
@@ -266,7 +275,7 @@ class RankOutbox:
         return removed
 
     def unacked(self) -> bool:
-        """Return whether there is a batch that no relay has taken over."""
+        """Return whether there is a batch that no relay has acknowledged."""
         return bool(self._batches) and self._batches[-1].seq > self._acked
 
     def after(self, seq: int) -> list[Batch]:
@@ -278,21 +287,23 @@ class RankOutbox:
         return bool(self._batches) and self._batches[0].seq <= seq
 
     def frames(self) -> list[bytes]:
-        """Return the batches that are kept, for the spool."""
+        """Return all batches that are kept, for the spool."""
         return [batch.data for batch in self._batches]
 
 
 NAME = f".+{SUFFIX}"
-"""Sorts before the other spool files of the process, which go on where this one ends."""
+"""
+Name of the file. It sorts before the other spool files of the process, which continue where this file ends.
+"""
 
 
 class EarlyCopy:
     """
-    The copy of one rank process; nothing here runs on the training thread.
+    Copy on disk of the first batches of one rank process. Nothing here runs on the training thread.
 
     Args:
-        spool: the folder; None: there is none.
-        most: bytes; what comes after these is not copied.
+        spool: folder of the file. None: no copy is made.
+        most: largest size in bytes. Later batches are not copied.
     """
 
     def __init__(self, spool: str | None, most: int) -> None:
@@ -300,11 +311,11 @@ class EarlyCopy:
         self._path: Path | None = None
         """Path of the file, once there is one."""
         self._last = self._bytes = 0
-        """Number of the newest batch in the file; `_bytes` is the size of all of them."""
+        """Number of the newest batch in the file. `_bytes` is the size of all batches in it."""
 
     def tick(self, process_id: str, outbox: RankOutbox) -> None:
         """
-        Copy new batches. Remove the file once there is a relay and everything is stored. Raises
+        Copy new batches to the file. Remove the file once there is a relay and everything is stored. Raises
         OSError.
         """
         if outbox.connected:
@@ -320,7 +331,7 @@ class EarlyCopy:
         self._last, self._bytes = new[-1].seq, self._bytes + size
 
     def remove(self) -> None:
-        """Remove the file: what is in it is stored, or in another one."""
+        """Remove the file: its batches are stored, or are in another file."""
         if self._path is not None:
             remove([self._path])
             self._path = None
