@@ -1,6 +1,6 @@
 """
-The aggregator without Ray: takes what relays send, stores it, judges it, and answers questions: what the
-file cannot say comes from memory.
+The aggregator without Ray. It stores what relays send, judges it and answers questions. Answers use memory
+for what the session file does not have.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MOST = 3
 
 
 class Snapshots:
-    """In the session folder `folder`. Copies that an earlier aggregator left are removed."""
+    """Keeps copies in the session folder `folder`. Copies that an earlier aggregator left are removed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.remove()
 
     def make(self, session: SessionFile) -> str:
-        """Copy the session file as it stands; return the name of the copy."""
+        """Copy the session file in its present state; return the name of the copy."""
         for old in sorted(self._copies(), key=lambda path: path.stat().st_mtime_ns)[: 1 - _MOST]:
             old.unlink(missing_ok=True)
         path = self._folder / f"{_PREFIX}{secrets.token_hex(4)}.sqlite"
@@ -80,7 +80,7 @@ class Snapshots:
             raise QueryError(f"there is no {name} at present: reports are written at the end") from None
 
     def remove(self, name: str | None = None) -> None:
-        """Remove the copy of that name; None: all of them."""
+        """Remove the copy called `name`. None: remove all copies."""
         for path in self._copies():
             if name in (None, path.name):
                 path.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ class Snapshots:
 
 
 _FRESH = (query.GetSummary, query.GetRuns, query.GetNodes, query.GetRanks, query.Snapshot)
-"""Their answers contain everything that has arrived."""
+"""Questions whose answers contain everything that has arrived."""
 
 
 class LiveAnswers(Answers):
@@ -98,14 +98,14 @@ class LiveAnswers(Answers):
     Args:
         limits: of the session.
         writer: of the session file.
-        judge: has the verdicts as they stand.
+        judge: has the current verdicts.
         steps: the histories of the live runs.
-        errors: the aggregator's, by place.
+        errors: the aggregator's error counts, by place.
         flush: has the relays hand over what they hold, before a summary or a snapshot.
-        commit: writes what is pending.
+        commit: writes pending rows to the file.
         used: called for questions that do not come from an open page.
-        request: asks for a bundle, by an id, and returns why there will be none; with the writer's lock.
-        profile: asks for a profile, likewise.
+        request: requests a bundle by an id and returns why there will be none. Called with the writer's lock.
+        profile: requests a profile in the same way.
     """
 
     def __init__(
@@ -187,7 +187,10 @@ class LiveAnswers(Answers):
             raise query.QueryError(f"no layers: {why}")
 
     def _snapshot(self, _: query.Snapshot) -> str:
-        """Copy the session file as it stands, with everything that has come; the reports are of the same."""
+        """
+        Copy the session file after storing everything that has arrived. The reports are made from the same
+        state.
+        """
         with self._file() as file:
             put, errors = self._writer.put, self._errors
             write_reports(self._files, file, self._limits, quick=True, put=put, errors=errors)
@@ -200,18 +203,18 @@ MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
 
 class RelayPace:
     """
-    One per session.
+    Chooses how often relays send. One per session.
 
     Args:
-        ticks: monotonic ns.
+        ticks: returns monotonic time in ns.
     """
 
     def __init__(self, ticks: Callable[[], int]) -> None:
         self._ticks = ticks
         self.tick_s = wire.TICK_S
-        """Interval at which a relay is to send, in s."""
+        """Interval at which a relay must send, in s."""
         self._rows_at: dict[str, int] = {}
-        """When ranks of each node last reported; only of nodes that still report."""
+        """Time at which ranks of each node last reported. Only has nodes that still report."""
         self._reported: set[str] = set()
         """Nodes whose ranks have reported since the last judgement."""
 
@@ -221,37 +224,43 @@ class RelayPace:
         self._reported.add(node_id)
 
     def adapt(self, nodes: int) -> None:
-        """Choose how often relays of so many nodes send; forget nodes whose ranks have fallen silent."""
+        """
+        Choose how often relays send when there are `nodes` nodes. Forget nodes whose ranks have fallen
+        silent.
+        """
         self.tick_s = wire.TICK_S if nodes <= MANY_NODES else MANY_NODES_TICK_S
         since = self._ticks() - int(QUIET_S * 1e9)
         self._rows_at = {node: rows_ns for node, rows_ns in self._rows_at.items() if rows_ns > since}
 
     def begin_round(self) -> None:
-        """All is judged that has been reported."""
+        """Begin a new round: everything reported so far has been judged."""
         self._reported.clear()
 
     @property
     def many_nodes(self) -> bool:
-        """Whether relays send less often, all at the same times."""
+        """Whether there are so many nodes that relays send less often, all at the same times."""
         return self.tick_s > wire.TICK_S
 
     @property
     def round_is_complete(self) -> bool:
-        """Whether ranks of each of many nodes have reported since the last judgement: the next may come."""
+        """
+        With many nodes: whether ranks of each node have reported since the last judgement, so the next may
+        begin.
+        """
         return self.many_nodes and 0 < len(self._rows_at) <= len(self._reported)
 
 
 class AggregatorCore:
     """
-    State of one session. Opened on an existing folder it goes on where the file ends.
+    State of one session. In a folder that already has a session file, it continues where the file ends.
 
     Args:
         folder: the session folder; must exist.
         settings: of the session.
         info: what the launcher knows (launcher, command, world_size, nnodes, strategy, …).
-        clock: wall clock in ns.
-        ticks: monotonic clock in ns: whether a session is idle must not depend on the wall clock.
-        flush: has the relays hand over what they hold, before a question that is of all there is.
+        clock: returns wall-clock time in ns.
+        ticks: returns monotonic time in ns. Whether a session is idle must not depend on the wall clock.
+        flush: makes the relays hand over what they hold, before a question that needs all data.
 
     Raises `SessionFileError` when the session file cannot be made or used.
     """
@@ -314,7 +323,7 @@ class AggregatorCore:
 
     @property
     def started_at(self) -> int:
-        """When the session began, ns since the epoch."""
+        """Time at which the session began, in ns since the epoch."""
         began: int = self._writer.meta["started_at"]
         return began
 
@@ -322,9 +331,9 @@ class AggregatorCore:
         """
         Accept an encoded `RelayBatch`. Return an encoded `RelayReply` that says what is on disk.
 
-        A message that was accepted before is only answered. One that skips a number is not accepted: an
-        earlier message was lost on the way and will be sent again. A malformed message is dropped and
-        counted.
+        A message that was accepted before is not stored again, only answered. A message that skips a number
+        is not accepted: an earlier message was lost and will be sent again. A malformed message is dropped
+        and counted.
         """
         incarnation, now = "", self._clock()
         try:
@@ -353,7 +362,8 @@ class AggregatorCore:
         """
         Accept an encoded `TracePart`. Return an encoded `TraceReply`.
 
-        May run in a thread of its own: it takes no lock of rows and waits for no disk.
+        May run in its own thread. It does not take the lock that protects rows, and does not wait for the
+        disk.
         """
         try:
             return codec.encode(self._profiling.accept_part(codec.decode(data, TracePart)))
@@ -365,7 +375,7 @@ class AggregatorCore:
 
     def commit(self) -> bool:
         """
-        Write what is pending. Return False, and count it, if the disk refuses: then it stays pending.
+        Write pending rows. If the disk refuses, count the error, return False and keep the rows pending.
 
         After the end of the session nothing is written, see `SessionWriter`.
         """
@@ -391,7 +401,7 @@ class AggregatorCore:
         return True
 
     def judge(self) -> None:
-        """Judge the last steps of every run that goes on; write the bundle that is due; go on profiling."""
+        """Judge the last steps of every active run, write the bundle that is due and advance profiling."""
         self.pace.begin_round()
         try:
             self._judge.judge()
@@ -403,8 +413,8 @@ class AggregatorCore:
 
     def end(self, data: bytes) -> bytes:
         """
-        Accept an encoded `Finish` of a node, or of a `Run`. Return an encoded `Finished`. May be called
-        again.
+        Accept an encoded `Finish` of a node, or the end of a run. Return an encoded `Finished`. May be called
+        repeatedly.
         """
         try:
             kind: type[wire.Finish | wire.RunEnd] = (
@@ -424,7 +434,7 @@ class AggregatorCore:
 
     @property
     def over(self) -> bool:
-        """Whether the session has ended and no node is waited for."""
+        """Whether the session has ended and no node is expected to report any more."""
         return self.endings.over(self.idle_s())
 
     @property
@@ -433,15 +443,18 @@ class AggregatorCore:
         return self._writer.fenced
 
     def stored(self) -> SessionFile:
-        """Return a reader of the session file, whoever writes it. Raises `SessionFileError`."""
+        """
+        Return a reader of the session file, whichever process writes the file. Raises
+        `SessionFileError`.
+        """
         return self._writer.reader()
 
     def node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
         """
-        Note that a node of the cluster is there, or is gone, with its ranks. May be repeated.
+        Record that a node of the cluster is present, or is gone with its ranks. May be called repeatedly.
 
-        A node that came before any rank has reported was there from the start and is no event. Of a node that
-        is gone, all relays are (`ActorConfig.launch`).
+        A node that appears before any rank has reported was present from the start and makes no event. If a
+        node is gone, all its relays are gone too (`ActorConfig.launch`).
         """
         with self._writer.lock:
             now, node = self._clock(), self._writer.nodes.get(node_id)
@@ -463,9 +476,10 @@ class AggregatorCore:
 
     def ingest_spool(self, folder: Path) -> list[Path]:
         """
-        Ingest what agents could not deliver from the `.spool` files of `folder`. A malformed file is counted.
+        Ingest the `.spool` files of `folder`, which hold what agents could not deliver. A malformed file is
+        counted.
 
-        Returns the files that can be removed once it is stored.
+        Returns the files that can be removed once their contents are stored.
         """
         read = []
         for path, batches in spooled(folder, self.errors, set()):
@@ -477,11 +491,11 @@ class AggregatorCore:
         return read
 
     def query(self, request: bytes) -> bytes:
-        """Answer a question, see `store.query`; an error is an answer too."""
+        """Answer a question, see `store.query`. Errors are also returned as answers."""
         return self._answers.reply(request)
 
     def idle_s(self) -> float:
-        """Seconds since the last message of a rank, message about a run, or question of more than a page."""
+        """Seconds since the last rank message, run message, or question from anything but an open page."""
         return (self._ticks() - self._busy_ns) / 1e9
 
     def _count_lost(self) -> None:
@@ -512,7 +526,7 @@ class AggregatorCore:
                 self._intake.add_event(event, process, node_id)
 
     def _reload(self) -> None:
-        """After a restart: bring back the last rows, so that the verdicts go on at once."""
+        """Restore the last rows after a restart, so that verdicts continue at once."""
         with self._writer.reader() as reader:
             self.endings.events.update(reader.run_events())
             for run, processes in self._judge.live_runs.processes().items():

@@ -1,9 +1,10 @@
 """
-A relay's way for traces: from the file of a rank on the same host to the aggregator, beside the rows.
+How a relay sends traces: from the file of a rank on the same host to the aggregator, separately from rows.
 
-All of it is done by a thread that there is while a trace is to be sent. One call at a time is unanswered, and
-the aggregator says when the next may follow, so that rows are not delayed and nothing is held in memory but
-the part that is on its way. Where to go on is what the aggregator says that it has: either may be restarted.
+A thread does all of this; it exists only while there is a trace to send. At most one call is unanswered, and
+the aggregator says when the next call may follow. So rows are not delayed, and only the part being sent is
+held in memory. The aggregator says how much it has, and the relay continues from there: either side may be
+restarted.
 """
 
 from __future__ import annotations
@@ -30,25 +31,32 @@ WAIT_S = 0.25
 
 
 class BulkTransport(Protocol):
-    """Calls to the aggregator of one kind, by one thread; see `aggregator_link.Transport`."""
+    """Calls to the aggregator of one kind, made by one thread; see `aggregator_link.Transport`."""
 
     def send_part(self, data: bytes) -> bool:
-        """Hand over a TracePart; reply: TraceReply. False: not now. Does not wait."""
+        """
+        Send a `TracePart`; the reply is a `TraceReply`. Returns False if it cannot be sent now. Does not
+        wait.
+        """
 
     def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
-        """The replies that have come; where there is none, wait for one at most so long."""
+        """
+        Return the replies that have arrived. If there are none, wait at most `timeout_s` seconds
+        for one.
+        """
 
 
 class TraceUnreadableError(OSError):
-    """The file of a rank is not what the rank has announced."""
+    """The file of a rank does not match what the rank announced."""
 
 
 def open_trace(folder: str, total_bytes: int) -> int:
     """
     Open the trace that a rank has left in `folder`; return the file descriptor.
 
-    The folder has to be private to this user, who is the rank's too, and the trace a regular file of so many
-    bytes in it; no link is followed and nothing else is waited for. Raises OSError.
+    The folder must be private to this user, who also runs the rank. The trace must be a regular file of
+    `total_bytes` bytes in that folder. No link is followed, and opening never blocks on another kind of file.
+    Raises OSError.
     """
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -79,7 +87,7 @@ class _Trace:
     folder: str
     total_bytes: int
     offset: int | None = None
-    """Number of bytes that the aggregator has. None: it has not been asked yet."""
+    """Number of bytes that the aggregator has. None: the aggregator has not been asked yet."""
     file: int | None = None
     failure: str = ""
     due: float = 0.0
@@ -91,7 +99,7 @@ class _Trace:
         return (self.profile, self.number) == (capture.id, capture.number)
 
     def next_part(self) -> TracePart:
-        """Return what to send next; a question where it is not known how much is there."""
+        """Return the next part to send. If it is not known how much the aggregator has, return a question."""
         data = b""
         if self.offset is not None and not self.failure:
             try:
@@ -125,11 +133,12 @@ class _Trace:
 
 class TraceSender:
     """
-    One per relay. `offer`, `process_ended` and `close` return at once, whatever a disk does.
+    Sends traces; one per relay. `offer`, `process_ended` and `close` return at once, even if a disk hangs.
 
     Args:
         transport: calls the aggregator.
-        spool: where ranks make the folders of their traces; what those that have ended left is removed.
+        spool: folder in which ranks make the folders of their traces. Folders left by ended ranks are
+            removed.
         clock: monotonic seconds.
     """
 
@@ -152,7 +161,7 @@ class TraceSender:
         self._running = self._closed = False
 
     def offer(self, process_id: str, capture: wire.Capture) -> None:
-        """Have the trace of a rank process sent, if it has one that is not known yet; from each batch."""
+        """Send the trace of a rank process if it has a new one. Called with each batch."""
         if capture.state != "sending" or not capture.folder or capture.total_bytes is None:
             return
         with self._changed:
@@ -175,7 +184,7 @@ class TraceSender:
                 self._wake()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -236,7 +245,7 @@ class TraceSender:
         return 0.0 if self._calling is not None else RETRY_S
 
     def _remove(self, process_id: str, traces: list[_Trace]) -> None:
-        """Remove the folders that a rank process made for its traces and could not remove itself."""
+        """Remove the trace folders that a rank process made and could not remove itself."""
         folders = {Path(trace.folder) for trace in traces}
         if self._spool is not None:
             folders.update(self._spool.glob(f"{FOLDER_PREFIX}{process_id}-*"))
@@ -267,5 +276,5 @@ class TraceSender:
         if trace is not None:
             trace.over = answer.offset is None
             trace.offset = None if answer.offset is None else min(answer.offset, trace.total_bytes)
-            # All share one pace, and take turns: the one that waits longest is next.
+            # All traces share one rate and are sent in turn: the one that has waited longest is next.
             trace.due = self._clock() + answer.pause_s

@@ -1,11 +1,11 @@
 """
-Takes what happens to ranks, and writes the bundles of incidents; whatever goes wrong is counted.
+Collects what happens to ranks and writes the bundles of incidents. Errors are counted.
 
-Says what belongs to one incident, and when its bundle is to be written. Free of I/O.
+`Incidents` decides what belongs to one incident and when its bundle must be written. It does no I/O.
 
-When one rank fails its peers fail after it, and their last batches come a moment later: a bundle is written
-when that has settled. What comes after it, within `SAME_S`, belongs to the same incident: the bundle is
-written anew once, when that time is over or the session ends.
+When one rank fails, its peers fail after it, and their last batches arrive a moment later. So a bundle is
+written after a short settling time. What happens later, within `SAME_S`, belongs to the same incident: the
+bundle is written anew once, when that time is over or the session ends.
 
 A person who requests a bundle always gets one. Requests that follow each other quickly share the next one.
 """
@@ -45,11 +45,14 @@ SETTLE_S = 2.0
 SAME_S = 60.0
 """Time after the first cause of an incident in which further causes belong to it, in s."""
 REQUEST_S = 5.0
-"""Least time between two bundles on request, in s. An earlier request waits for it."""
+"""
+Shortest time between two requested bundles, in s. A request that comes earlier waits until it has
+passed.
+"""
 MAX_PAUSE_S = 3600.0
 """
-Longest pause between bundles for errors that a script catches, in s. Such errors may come in every step: the
-first makes a bundle, the next one may after a minute, then after twice as long each time.
+Longest pause between bundles for errors that a script catches, in s. Such errors may occur in every step. The
+first one makes a bundle, the next bundle may be made after a minute, and each further pause is twice as long.
 """
 MAX_CAUSES = 64
 """Largest number of causes, and of requests, that are kept per incident."""
@@ -62,19 +65,19 @@ ASKED = "bundle-"
 
 
 def asked_for_bundle(event: EventRow) -> bool:
-    """Return whether that event answers a command for a bundle."""
+    """Return whether `event` answers a command that was sent for a bundle."""
     return str(event.data.get("dump")).startswith(ASKED)
 
 
 @dataclass(eq=False)
 class OpenIncident:
-    """What happened within one incident; times in seconds of `Incidents.clock`."""
+    """What happened within one incident; times are in seconds of `Incidents.clock`."""
 
     began: float
     due: float
     causes: list[BundleCause] = field(default_factory=list)
     name: str | None = None
-    """Name of its bundle, once it is written."""
+    """Name of the incident's bundle. None: it is not written yet."""
     changed: bool = True
     """Whether something has happened since the bundle was written, or it is not written yet."""
     stacks_for: BundleCause | None = None
@@ -82,7 +85,7 @@ class OpenIncident:
     stacks_until: float = 0.0
     """Time until which ranks are asked for their stacks, in s."""
     written: int = 0
-    """Number of its causes that are in the bundle."""
+    """Number of the incident's causes that are in the bundle."""
 
     @property
     def until(self) -> float:
@@ -98,11 +101,11 @@ class OpenIncident:
 @dataclass(eq=False)
 class Incidents:
     """
-    One per session; the caller holds the writer's lock.
+    The incidents of one session. The caller holds the writer's lock.
 
     Args:
-        clock: monotonic seconds.
-        count: counts, by a name, what makes no bundle.
+        clock: returns monotonic seconds.
+        count: counts, by name, causes and requests that make no bundle.
     """
 
     clock: Callable[[], float]
@@ -117,14 +120,14 @@ class Incidents:
         self._request_from = -MAX_PAUSE_S
         """Time from which a request makes a new bundle, in monotonic seconds."""
         self._failed: dict[str, str] = {}
-        """Why the bundle of a request could not be made, by request."""
+        """Why the bundle of a request could not be made, by request id."""
 
     def restore(self, causes: Iterable[BundleCause]) -> None:
-        """Restore the causes that are in bundles already, after a restart."""
+        """Restore the causes that are already in bundles, after a restart."""
         self._known.update(cause.key for cause in causes)
 
     def note(self, cause: BundleCause) -> None:
-        """Add a cause, once."""
+        """Add a cause if it is new."""
         if cause.key in self._known:
             return
         now, incident = self.clock(), self.open
@@ -158,7 +161,7 @@ class Incidents:
 
     def _requested(self, incident: OpenIncident, cause: BundleCause, now: float) -> None:
         incident.due = now + SETTLE_S
-        if len(incident.causes) == 1:  # no bundle is to be written but for this request
+        if len(incident.causes) == 1:  # only this request needs the bundle
             incident.due = max(incident.due, self._request_from)
         incident.stacks_for, incident.stacks_until = cause, now + ASK_S
 
@@ -190,8 +193,8 @@ class Incidents:
 
     def written(self, causes: Sequence[BundleCause], name: str | None, why: str = "") -> None:
         """
-        Note that the bundle of the open incident was written, with these of its causes. None: it was not, and
-        `why`; then it is not tried again for these.
+        Record that the bundle of the open incident was written with `causes`. If `name` is None, writing
+        failed because of `why`, and it is not tried again for these causes.
         """
         incident = self.open
         if incident is None:
@@ -210,7 +213,10 @@ class Incidents:
         self.is_due()
 
     def commands(self) -> list[wire.Command]:
-        """Return what to ask the ranks for: of a hang, they are asked anyway."""
+        """
+        Return the commands that ask ranks for their stacks. A hang needs none: its ranks are
+        asked anyway.
+        """
         incident = self.open
         if incident is None or incident.stacks_for is None or self.clock() >= incident.stacks_until:
             return []
@@ -219,7 +225,7 @@ class Incidents:
 
 STACKS = "stacks.txt"
 _SNAPSHOT_NS = 60_000_000_000
-"""A record of the allocator that is so much older than the first cause is of the same incident."""
+"""An allocator record belongs to an incident if it is at most this much older than the first cause."""
 _FROM_OUTSIDE = {
     code: number
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -236,15 +242,15 @@ class BundleError(RuntimeError):
 @dataclass(eq=False)
 class Bundling:
     """
-    One per session. What is taken is taken with the writer's lock held.
+    Writes the bundles of one session. The methods that add causes are called with the writer's lock held.
 
     Args:
         settings: of the session.
-        writer: of the session file; its lock is held briefly.
-        errors: the aggregator's, by place.
+        writer: writes the session file; its lock is held briefly.
+        errors: the aggregator's error counts, by place.
         clock: wall clock in ns.
         ticks: monotonic ns.
-        commit: writes what is pending; False where it cannot.
+        commit: writes pending rows; returns False if that fails.
     """
 
     settings: Settings
@@ -262,7 +268,7 @@ class Bundling:
             self.incidents.restore(bundle.manifest.causes)
 
     def died(self, run: str | None, all_deaths: Sequence[Death]) -> None:
-        """Add the deaths that are known of a run so far."""
+        """Add the known deaths of a run."""
         for death in all_deaths:
             if death.message.startswith("KeyboardInterrupt"):  # a person has ended the run
                 continue
@@ -282,7 +288,7 @@ class Bundling:
             self.incidents.note(cause)
 
     def hung(self, run: str, verdict: Verdict) -> None:
-        """Add the verdict on a hang, each time it is given."""
+        """Add the verdict on a hang. Called each time that the verdict is given."""
         began_ns, named = verdict.began_ns or self.clock(), [*verdict.ranks, None]
         cause = BundleCause(
             *("hang", began_ns, verdict.why, run),
@@ -291,14 +297,14 @@ class Bundling:
         self.incidents.note(cause)
 
     def add_event(self, event: wire.Event, process: RankProcess | None) -> None:
-        """Add an event of a rank process, or of a node, if it is about a bundle."""
+        """Add an event of a rank process or a node, if a bundle needs it."""
         if event.kind == "oom":
             self._caught(event, process)
         elif event.kind == "bundle_request":
             self.requested(str(event.data.get("request")))
 
     def _caught(self, event: wire.Event, process: RankProcess | None) -> None:
-        """Note that memory ran out inside `capture_oom`."""
+        """Record that memory ran out inside `capture_oom`."""
         data, rank = event.data, process.rank if process else None
         where, traceback = data.get("where"), data.get("traceback")
         who = "a process of unknown rank" if rank is None else f"rank {rank}"
@@ -319,8 +325,8 @@ class Bundling:
 
     def requested(self, request: str) -> str | None:
         """
-        Take the request of a person, by its id; return why it gets no bundle, None while that is not so. May
-        be repeated: then it is still the same request.
+        Accept a person's request by its id. Return why it gets no bundle, or None if it has not failed. A
+        repeated id is the same request.
         """
         incidents = self.incidents
         if not self.settings.bundles and incidents.failure(request) is None:
@@ -331,7 +337,7 @@ class Bundling:
         return incidents.failure(request)
 
     def stopped(self, exit_code: int) -> None:
-        """Note that the job ended with the launcher's exit code: a signal from outside is an incident."""
+        """Record that the job ended with the launcher's `exit_code`. A signal from outside is an incident."""
         number = _FROM_OUTSIDE.get(exit_code)
         if number is not None and self.writer.processes:
             self.incidents.note(
@@ -339,7 +345,7 @@ class Bundling:
             )
 
     def write_due(self, at_end: bool = False) -> None:
-        """Write the bundle that is due; `at_end`, whatever has happened. An error is counted."""
+        """Write the bundle if it is due; `at_end`: write whatever has happened. An error is counted."""
         with self._writing:
             with self.writer.lock:
                 due, incident = self.incidents.is_due(), self.incidents.open
@@ -385,8 +391,8 @@ class Bundling:
         self, facts: RunFacts, incident: OpenIncident, t_ns: int, here: Path
     ) -> tuple[list[Path], dict[str, str]]:
         """
-        Put what torch's allocators have written since shortly before `t_ns` into `here`; return the files
-        that can go, and what is not there, with the reason.
+        Copy the allocator records that torch has written since shortly before `t_ns` into `here`. Return the
+        files that can be removed, and the reasons for missing records.
         """
         room, taken, left_out = self.settings.bundle_bytes // 2, [], {}
         before = None if incident.name is None else self.folder / FOLDER / incident.name

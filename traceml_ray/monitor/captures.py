@@ -1,15 +1,16 @@
 """
-Profiles of a live session: which ranks are asked for which steps, what comes of it, and when one is over.
+Profiles of a live session: which ranks record which steps, what arrives, and when a profile is over.
 
-One capture at a time; others wait. All ranks record the same steps: the first lies so far ahead that the
-command is everywhere before it. Where a rank was past it all the same, all begin anew, further ahead.
+One capture is made at a time; others wait. All ranks record the same steps. The first step lies far enough
+ahead that every rank receives the command before it. If a rank was already past that step, all ranks begin
+anew, further ahead.
 
-The ranks of one profile: which of a run are meant, and how far each of them is.
+This module selects the ranks of a profile and tracks the progress of each.
 
-Profiles of jobs on torch.distributed.rpc: ranks without steps of their own, which others have work for them.
-
-Such a rank records from before the first step of the others until it hears that they are done; what is looked
-at of its trace are their steps. Where no rank has steps, all record for as many seconds.
+It also profiles jobs on torch.distributed.rpc, in which some ranks have no steps of their own and serve other
+ranks. Such a rank records from before the first step of the others until it hears that they are done; only
+the time of their steps is analysed in its trace. If no rank has steps, all ranks record for the same number
+of seconds.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import LATE, OPTIONS, TracePart, TraceReply
 
 STEP_S = 1.0
-"""Time that is recorded in place of each step if no rank has steps, in s."""
+"""Time to record in place of each step if no rank has steps, in s."""
 HEAR_S = 10.0
-"""Longest time until a rank hears that the others are done, in s."""
+"""Longest time until a rank learns that the others are done, in s."""
 
 Edges = dict[int, tuple[int, int]]
 """Begin and end of steps by step number, in ns on the aggregator's clock."""
@@ -50,7 +51,7 @@ def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
     Return whether ranks without steps have recorded what they should.
 
     Args:
-        profile: as far as it is.
+        profile: the profile in its present state.
         since_s: for how long each rank has been in its present state.
     """
     going = [rank for rank in profile.ranks if rank.state not in OVER]
@@ -63,7 +64,10 @@ def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
 
 
 def was_late(profile: Profile, rank: RankProfile) -> bool:
-    """Return whether a rank without steps has begun to record when the others did theirs already."""
+    """
+    Return whether a rank without steps began to record only after the other ranks had begun their
+    steps.
+    """
     training = [rank for rank in profile.ranks if not rank.serves and rank.steps]
     edges = _steps_of(training)
     if not (rank.serves and rank.steps and edges):
@@ -73,7 +77,7 @@ def was_late(profile: Profile, rank: RankProfile) -> bool:
 
 
 def share_steps(profile: Profile) -> None:
-    """Give ranks without steps those of the others, or the time that all have recorded."""
+    """Give ranks without steps the steps of the others, or else the time that all have recorded."""
     serving = [rank for rank in profile.captured if rank.serves]
     training = [rank for rank in profile.captured if not rank.serves and rank.steps]
     edges = _steps_of(training) if training else _together(serving)
@@ -101,7 +105,7 @@ def _steps_of(ranks: list[RankProfile]) -> Edges:
 
 
 def _together(ranks: list[RankProfile]) -> Edges:
-    """Return the time, as step 0, in which all have recorded; else nothing."""
+    """Return the time in which all ranks have recorded, as step 0; empty if there is none."""
     edges = [edge for rank in ranks for edge in _edges(rank)]
     begin_ns = max((begin for _, begin, _ in edges), default=0)
     end_ns = min((end for _, _, end in edges), default=0)
@@ -115,22 +119,22 @@ def _edges(rank: RankProfile) -> list[tuple[int, int, int]]:
 
 @dataclass(eq=False)
 class AskedRank:
-    """State of one rank of the capture."""
+    """State of one rank in the capture."""
 
     about: RankProfile
     process_id: str = ""
     heard: bool = False
-    """Whether it has answered the command of this number."""
+    """Whether the rank has answered the command with this number."""
     moved_s: float = 0.0
     """Time of its last progress, in monotonic seconds."""
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
-        """Stop expecting a trace of it."""
+        """Stop expecting a trace of this rank."""
         self.about.state, self.about.reason = state, reason
 
 
 def asked_ranks(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> dict[int, AskedRank]:
-    """Return the ranks that are meant; those that cannot be profiled say why."""
+    """Return the ranks to profile. A rank that cannot be profiled has the reason."""
     try:
         wanted = rank_filter(asked.ranks)
     except RankFilterError as error:
@@ -150,7 +154,7 @@ def asked_ranks(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> di
 
 
 def to_come(asked: wire.ProfileRequest, run: RunNow) -> list[int]:
-    """Return the ranks, of those that a profile may have, that are meant and have not reported so far."""
+    """Return the requested ranks that can still be profiled but have not reported yet."""
     try:
         wanted = rank_filter(asked.ranks)
     except RankFilterError:
@@ -179,34 +183,37 @@ def _rank(rank: int, run: RunNow) -> AskedRank:
 
 
 AHEAD_S = 3.0
-"""Time before its first step at which a command is sent, in s: ranks hear of it within about 2 s."""
+"""Least time between a command and its first step, in s. Ranks receive the command within about 2 s."""
 AHEAD_STEPS = 2
 """Least number of steps between a command and its first step."""
 MAX_NUMBER = 3
-"""Largest number of attempts, each four times as far ahead: the length of a step may be unknown."""
+"""
+Largest number of attempts. Each is four times as far ahead, because the length of a step may be
+unknown.
+"""
 ANSWER_S = 15.0
-"""Time after which a rank that has not answered is not waited for, in s."""
+"""Time after which a rank that has not answered is given up, in s."""
 STEPS_S = 120.0
-"""Time for which a rank waits for its steps, beside the time they take, in s."""
+"""Time for which a rank waits for its steps, in addition to the time they take, in s."""
 RECORD_S = 5.0
 """Time by which the steps may exceed four times their usual time, in s."""
 SEND_S = 120.0
 """Longest time without progress of a trace, in s."""
 ENDED_S = 15.0
-"""The same for a rank, or run, that has ended, in s: its relay may still have the file."""
+"""The same for a rank or run that has ended, in s. Its relay may still have the file."""
 SLOW_S = 0.5
 """Time after which a relay asks again if its last part waits for the disk, in s."""
 BYTES_PER_S = 32 << 20
 """Largest rate of all traces together, in bytes per second: they are received and written beside the rows."""
 KNOWN_S = 15.0
-"""Time for which ranks of a run that have not reported yet are waited for, in s."""
+"""Time to wait for ranks of a run that have not reported yet, in s."""
 MAX_WAITING = 8
-"""Largest number of captures that wait for the present one."""
+"""Largest number of captures that wait for the present one to end."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be profiled, and why."""
+    """What to profile, and why."""
 
     request: wire.ProfileRequest
     why: str
@@ -225,25 +232,28 @@ class _Capture:
     wanted: Wanted
     profile: Profile
     ranks: dict[str, AskedRank]
-    """Those that were asked, by their process ids."""
+    """The ranks that were asked, by process id."""
     began_s: float
     step_s: float
     number: int = 1
     newest: int = 0
-    """Step that was under way when the command was made."""
+    """Step that was running when the command was made."""
     over: bool = False
-    """Whether all ranks have recorded their steps. Ranks without steps then end."""
+    """Whether all ranks have recorded their steps. Ranks without steps then stop."""
     commands: list[wire.Command] = field(default_factory=list)
 
     @property
     def joins(self) -> bool:
-        """Whether another request for the same belongs to it: all ranks of a script may ask for it."""
+        """
+        Whether another request for the same profile joins this one: all ranks of a script may
+        request it.
+        """
         return all(rank.about.state in ("asked", "armed") for rank in self.ranks.values())
 
 
 class TracePace:
     """
-    How fast traces may come.
+    Limits how fast traces arrive.
 
     Args:
         ticks: monotonic seconds.
@@ -253,7 +263,7 @@ class TracePace:
         self._ticks, self._free_s = ticks, 0.0
 
     def pause_s(self, n_bytes: int) -> float:
-        """Return how long to wait after a part of so many bytes, in seconds; all relays share one pace."""
+        """Return how long to wait after a part of `n_bytes` bytes, in seconds. All relays share one rate."""
         now = self._ticks()
         self._free_s = max(self._free_s, now) + n_bytes / BYTES_PER_S
         return self._free_s - now
@@ -261,12 +271,12 @@ class TracePace:
 
 class CaptureCoordinator:
     """
-    One per session; any thread may call it. Nothing here waits for a disk, or takes another lock than its own
-    and that of the files.
+    Runs the captures of one session. Any thread may call it. It never waits for a disk, and takes no lock
+    except its own and the lock of `files`.
 
     Args:
-        files: writes what comes of it.
-        session: its name.
+        files: writes the profiles.
+        session: name of the session.
         errors: the aggregator's, by place.
         clock: wall clock in ns.
         ticks: monotonic seconds.
@@ -286,7 +296,7 @@ class CaptureCoordinator:
         self._now: _Capture | None = None
         self._waiting: deque[Wanted] = deque()
         self._waits_s: float | None = None
-        """Since when what is first waits for a run, or for all of its ranks."""
+        """Time since which the first waiting capture waits for its run, or for all ranks of the run."""
 
     @property
     def busy(self) -> bool:
@@ -294,14 +304,14 @@ class CaptureCoordinator:
         return self._now is not None or bool(self._waiting)
 
     def waiting(self) -> list[Wanted]:
-        """Return what waits for the capture before, or for its run."""
+        """Return the profiles that wait for the present capture to end, or for their run."""
         with self._lock:
             return [*self._waiting]
 
     def ask(self, wanted: Wanted) -> str | None:
         """
-        Request a profile of steps, after the present ones. Return why it will not be made; None otherwise.
-        Requests beyond the limit are counted.
+        Request a profile of steps, made after those already requested. Return why it will not be made, else
+        None. Requests beyond the limit are counted.
         """
         with self._lock:
             return self._ask(wanted)
@@ -327,14 +337,14 @@ class CaptureCoordinator:
         return [] if now is None else now.commands
 
     def ingest(self, process_id: str, status: wire.Capture) -> None:
-        """Update the capture from what a rank process reports."""
+        """Update the capture with the status that a rank process reports."""
         with self._lock:
             now, rank = self._asked(process_id, status.id, status.number)
             if now is not None and rank is not None:
                 self._note(now, rank, status)
 
     def accept_part(self, part: TracePart) -> TraceReply:
-        """Take a part of a trace from the rank's relay; the reply says where to go on, and when."""
+        """Accept a part of a trace from the rank's relay. The reply says where to continue, and when."""
         with self._lock:
             now, rank = self._asked(part.process_id, part.profile, part.number)
             if now is None or rank is None:
@@ -356,7 +366,7 @@ class CaptureCoordinator:
     def _asked(
         self, process_id: str, profile: str, number: int
     ) -> tuple[_Capture, AskedRank] | tuple[None, None]:
-        """Return the capture that is under way and its rank, where something is expected of that."""
+        """Return the present capture and its rank, if something is expected of that rank."""
         now = self._now
         if now is None or (profile, number) != (now.profile.id, now.number):
             return None, None
@@ -379,8 +389,9 @@ class CaptureCoordinator:
 
     def _check_trace(self, now: _Capture, rank: AskedRank, waiting_counts: bool = False) -> None:
         """
-        See how much of a trace is written by now, and whether that is all of it; with what waits for the disk
-        where that counts (`ProfileFiles.note_lost_traces` says whether it came to be written).
+        Check how much of a trace is written, and whether it is complete. Parts that still wait for the disk
+        are included if `waiting_counts` (`ProfileFiles.note_lost_traces` later says whether they were
+        written).
         """
         about = rank.about
         if about.file is None or about.state in OVER:
@@ -399,8 +410,8 @@ class CaptureCoordinator:
 
     def tick(self, runs: Sequence[RunNow]) -> Profile | None:
         """
-        Begin waiting captures, and give up what does not arrive. Return the profile that is
-        over, if any.
+        Begin waiting captures and give up on what does not arrive. Return the profile that has
+        ended, if any.
         """
         with self._lock:
             return self._advance(runs)
@@ -428,7 +439,7 @@ class CaptureCoordinator:
         return now.profile
 
     def _may_begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> bool:
-        """Whether a profile can begin: it may be asked for before its run is there, or some of its ranks."""
+        """Whether a profile can begin. It may be requested before its run, or some of its ranks, exist."""
         run = _run_of(wanted.request, runs)
         limit_s = (
             STEPS_S if not runs else KNOWN_S if run is not None and to_come(wanted.request, run) else 0.0
@@ -437,7 +448,7 @@ class CaptureCoordinator:
         return self._ticks() - self._waits_s >= limit_s
 
     def stop(self, why: str) -> Profile | None:
-        """End all captures, because the session is over. Return the present profile as far as it is."""
+        """End all captures because the session is over. Return the present profile in its present state."""
         with self._lock:
             self._waiting.clear()
             now, self._now = self._now, None
@@ -449,11 +460,11 @@ class CaptureCoordinator:
 
     def resume(self, profile: Profile, process_ids: Mapping[int, str]) -> None:
         """
-        Go on with a profile that an aggregator before this one had under way, with what is there of its
-        traces. Called before all else.
+        Continue a profile that an earlier aggregator was making, with the trace parts that are already
+        stored. Called before all other methods.
 
         Args:
-            profile: as its manifest has it.
+            profile: read from its manifest.
             process_ids: of the session's rank processes, by number.
         """
         going = [rank for rank in profile.ranks if rank.state not in OVER and rank.process in process_ids]
@@ -522,7 +533,7 @@ class CaptureCoordinator:
             self._command(self._now, run)
 
     def _command(self, now: _Capture, run: RunNow) -> None:
-        """Make the command of this number; its first step is ahead of all ranks."""
+        """Make the next command. Its first step lies ahead of all ranks."""
         profile = now.profile
         ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 4 ** (now.number - 1) / now.step_s))
         now.newest = _newest(now, run)
@@ -564,7 +575,7 @@ class CaptureCoordinator:
         self._command(now, run)
 
     def _check(self, now: _Capture, run: RunNow) -> None:
-        """Give up ranks that have ended, or of which nothing comes."""
+        """Give up ranks that have ended, or that send nothing."""
         limit_s = float(now.commands[0].args["limit_s"] or 0.0) if now.commands else 0.0
         for rank in now.ranks.values():
             self._check_trace(now, rank)
@@ -584,7 +595,7 @@ class CaptureCoordinator:
                 rank.end("failed", slow if waiting else "the rest of its trace has not come")
 
     def _end_with_run(self, now: _Capture) -> None:
-        """Give up the ranks of a run that is over, but for traces that still come."""
+        """Give up the ranks of a run that is over, except for traces that still arrive."""
         for rank in now.ranks.values():
             self._check_trace(now, rank)
             if rank.about.state not in OVER:
@@ -595,7 +606,7 @@ class CaptureCoordinator:
             rank.end("failed", why)
 
     def _end_serving(self, now: _Capture) -> None:
-        """Have ranks without steps end when the others have recorded theirs."""
+        """Tell ranks without steps to stop when the others have recorded theirs."""
         since = {rank.about.rank: self._ticks() - rank.moved_s for rank in now.ranks.values()}
         if not now.over and is_over(now.profile, since):
             now.over = True
@@ -610,14 +621,14 @@ class CaptureCoordinator:
 
 
 def _run_of(asked: wire.ProfileRequest, runs: Sequence[RunNow]) -> RunNow | None:
-    """Return the run that is meant, the newest of several."""
+    """Return the run to profile: the newest if several match."""
     return next((run for run in reversed(runs) if asked.run in (None, run.run, run.name)), None)
 
 
 def _newest(now: _Capture, run: RunNow) -> int:
-    """Return the step that is under way."""
+    """Return the step that is running."""
     going = [run.ranks[rank.about.rank] for rank in now.ranks.values() if rank.about.rank in run.ranks]
-    # The last row that came is of a step that is over, and the next one is under way.
+    # The last row received is of a completed step, so the next step is running.
     return max((process.last_step or 0 for process in going), default=0) + 1
 
 

@@ -1,4 +1,7 @@
-"""Ends a session and its runs, as `finish.End` decides: what is missing, the last accounts, the reports."""
+"""
+Ends a session and its runs as `finish.End` decides: counts what is missing, closes accounts,
+writes reports.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +42,19 @@ _MAX_NAMES = 5
 @dataclass(eq=False)
 class Endings:
     """
-    The ends of one session and of its runs. One thread calls `answer`, another one `write_due`.
+    Ends one session and its runs. One thread calls `answer`, another one `write_due`.
 
     Args:
         folder: of the session.
         settings: of the session.
         writer: of the session file.
-        errors: the aggregator's, by place.
-        bundling: takes how it ended, and writes what bundle is left.
-        profiling: ends what is under way.
+        errors: the aggregator's error counts, by place.
+        bundling: receives how the session ended, and writes a bundle that is still due.
+        profiling: ends the profile that is being made.
         clock: wall clock in ns.
         ticks: monotonic ns.
-        prepare: called with the writer's lock before an account is settled.
-        let_go: called when everything is written: closes our own readers of the session file.
+        prepare: called with the writer's lock before the rows of a run are accounted for.
+        let_go: called when everything is written; closes our own readers of the session file.
     """
 
     folder: SessionFolder
@@ -67,7 +70,7 @@ class Endings:
 
     def __post_init__(self) -> None:
         self.events: set[tuple[str, str, int, str]] = set()
-        """Events of runs that are stored: (run, kind, time, message)."""
+        """Stored events of runs: (run, kind, time, message)."""
         self._writing = threading.RLock()
         self._session = self._new_end()
         self._forced = False
@@ -80,31 +83,34 @@ class Endings:
             self._session.ask()
             self._session.written = before["missing"]
         self._came = self._rows()
-        """Number of rows received when the session's files were written."""
+        """Number of rows received when the files of the session were written."""
 
     def _new_end(self) -> End:
         return End(lambda: self.ticks() / 1e9)
 
     def over(self, quiet_s: float) -> bool:
-        """Whether the session is over: its files are written, and no node is waited for."""
+        """Whether the session is over: its files are written, and no node is expected to report any more."""
         return self._session.over(quiet_s)
 
     @property
     def left_behind(self) -> bool:
-        """Whether the files are written, and will be again when the nodes have come that were missing."""
+        """
+        Whether the files were written without some nodes, and will be written again when these
+        have reported.
+        """
         return bool(self._session.written)
 
     @property
     def complete(self) -> bool:
-        """Whether everything that came is in the files."""
+        """Whether the files contain everything that has arrived."""
         with self.writer.lock:
             whole = self._rows() == self._came and not self.writer.is_behind
             return self._session.written is not None and whole
 
     def answer(self, message: wire.Finish | wire.RunEnd) -> wire.Finished:
         """
-        Note that a node has left, or what a run reports. Return the progress of the end. May be
-        repeated.
+        Record that a node has left, or that a run reports its end. Return the progress of the end. May be
+        called repeatedly.
         """
         return self._run(message) if isinstance(message, wire.RunEnd) else self._leave(message)
 
@@ -137,7 +143,7 @@ class Endings:
 
     def write_due(self) -> None:
         """
-        Write the files of everything that has ended and is not written. A failure is part of
+        Write the files of each session or run that has ended and is not written yet. A failure is reported in
         the next answer.
         """
         with self.writer.lock:
@@ -150,7 +156,8 @@ class Endings:
 
     def finish(self, message: wire.Finish, how: str = "") -> None:
         """
-        End the session now, whatever is missing; `how`, where given, becomes an event. May be called again.
+        End the session now, even if rows are missing. `how`, if given, becomes an event. May be called
+        repeatedly.
 
         Raises OSError, `sqlite3.Error` or `Fenced` when the files cannot be written.
         """
@@ -163,12 +170,12 @@ class Endings:
             self._write_session()
 
     def prepare_again(self) -> None:
-        """Have what relays hand over now stored, if the files have to be written again anyway."""
+        """If the files must be written again anyway, store what relays hand over now."""
         if not self.complete:
             self.writer.go_on()
 
     def is_silent(self, node_id: str) -> bool:
-        """Return whether that node's relay has not reported for long."""
+        """Return whether the relay of that node has not reported for long."""
         node = self.writer.nodes.get(node_id)
         return bool(node and node.last_seen_ns and self.clock() - node.last_seen_ns > QUIET_S * 1e9)
 
@@ -240,7 +247,7 @@ class Endings:
         end.written = missing
 
     def _bundle(self, end: End, run: str | None, exit_code: int = 0) -> None:
-        """Write the bundle of what ended the session, or `run`."""
+        """Write the bundle for whatever ended the session, or `run`."""
         end.reporting = True
         try:
             with SessionFile(self.writer.path, run=run) as reader:
@@ -283,12 +290,12 @@ class Endings:
         self.writer.set_meta(runs=note(runs, run, self.clock(), info, status))
 
     def _missing_ranks(self, run: str) -> int:
-        """Return of how many ranks of a run rows may still come."""
+        """Return the number of ranks of a run whose rows may still arrive."""
         last = last_attempt(by_run(self.writer.processes.values()).get(run, []))
         return sum(self._may_deliver(process) for process in last)
 
     def _may_deliver(self, process: RankProcess) -> bool:
-        """Whether rows of this rank process may still come: not from a node that is gone or silent."""
+        """Whether rows of this rank process may still arrive. False if its node is gone or silent."""
         node_id = (process.identity.node_id if process.identity else None) or ""
         if self.is_silent(node_id):
             return False
@@ -296,7 +303,10 @@ class Endings:
         return not process.ended or (process.in_flight > 0 and (node is None or node.lost_ns is None))
 
     def _missing_nodes(self) -> tuple[int, str]:
-        """Return how many nodes of the launched run have neither left nor been lost, and their names."""
+        """
+        Return the number of nodes of the launched run that have neither left nor been lost, and
+        their names.
+        """
         left, nodes = set(self.writer.meta.get("left", {})), self.writer.nodes
         if "" in left:  # one for all nodes
             return 0, ""
@@ -331,5 +341,5 @@ class Endings:
 
 
 def _exit_code(codes: list[int]) -> int:
-    """Return the exit code of a job of several nodes: the first that is a failure of its own."""
+    """Return the exit code of a job of several nodes: the first failure that is the node's own."""
     return next((code for code in codes if code and code not in _STOPPED), next(filter(None, codes), 0))

@@ -1,4 +1,4 @@
-"""Watches for runs in which no rank closes a row any more, and asks the ranks where they are."""
+"""Finds runs in which no rank closes a row any more, and asks the ranks where they are."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MEDIAN_OF = 50
 @dataclass(eq=False)
 class HangWatch:
     """
-    One per session; not thread-safe but for `note`, which is called with the writer's lock.
+    Watches the runs of one session. Not thread-safe, except `note`, which is called with the writer's lock.
 
     A run may hang when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps` median
-    steps. Its ranks are then asked where they are, which shows waits that no mark does (for a collective on
-    the device); once a hang is known, for all their stacks. A run that has not begun cannot hang: before
-    every rank has closed its first row (which compiles, and loads) no row is expected. Arguments as for
-    `LiveJudge`.
+    steps. Its ranks are then asked where they are. The answers show waits that marks do not show, such as for
+    a collective on the device. Once a hang is known, the ranks are asked for all their stacks. A run that has
+    not begun cannot hang: no row is expected before every rank has closed its first row, which includes
+    compiling and loading. Arguments as for `LiveJudge`.
     """
 
     writer: SessionWriter
@@ -53,7 +53,10 @@ class HangWatch:
         """Events with which ranks answered commands, by (command id, rank process)."""
 
     def note(self, event: EventRow) -> None:
-        """Add the answer of a rank process. An answer from py-spy does not replace the rank's own."""
+        """
+        Add the answer of a rank process. An answer from py-spy does not replace the answer of the rank
+        itself.
+        """
         self._answers.setdefault((str(event.data.get("dump")), event.process), event)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
@@ -71,13 +74,14 @@ class HangWatch:
         self, run: str, processes: list[RankProcess], ranks: dict[int, RankProcess], labels: dict[int, str]
     ) -> Verdict | None:
         """
-        Return the verdict on a hang, once more with `lasted_s` when it is over; None when all goes on.
+        Return the verdict on a hang. When the hang is over, return it once more with `lasted_s`. None: no
+        hang.
 
         Args:
-            run: of the session.
-            processes: of the run.
+            run: id of a run of the session.
+            processes: the rank processes of the run.
             ranks: the rank process of each of its ranks.
-            labels: of the rank processes' nodes.
+            labels: display names of the rank processes' nodes.
         """
         now, hang = self.clock(), self._hangs.get(run)
         with self.writer.lock:
@@ -103,7 +107,7 @@ class HangWatch:
         return hang.verdict
 
     def _expected(self, processes: list[RankProcess], ranks: dict[int, RankProcess], quiet_s: float) -> bool:
-        """Whether a row should have come in the last `quiet_s` seconds."""
+        """Whether a row was due in the last `quiet_s` seconds."""
         limits = self._limits
         if (
             quiet_s < max(limits.hang_timeout_s, self._doubt_s)
@@ -132,7 +136,7 @@ class HangWatch:
     def _places(
         self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang | None
     ) -> list[RankPosition] | None:
-        """Return where each rank is; None while one that fell silent may still answer."""
+        """Return the position of each rank. None: a rank that fell silent may still answer."""
         answers: dict[int, EventRow] = {}
         if hang is not None:
             answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
@@ -171,7 +175,7 @@ class HangWatch:
         return places
 
     def _unreachable(self, process: RankProcess, now: int) -> bool:
-        """Whether the rank's node is silent: then the rank's own silence means nothing."""
+        """Whether the rank's node is silent, so that the silence of the rank itself means nothing."""
         node = self.writer.nodes.get((process.identity.node_id if process.identity else None) or "")
         if process.ended or node is None or node.last_seen_ns is None:
             return False
@@ -180,13 +184,13 @@ class HangWatch:
 
 @dataclass
 class _Hang:
-    """A time without rows in a run; it is no hang while there is no verdict."""
+    """A time without rows in a run. It is not a hang until it has a verdict."""
 
     began_ns: int
     found_ns: int
     """Time at which the ranks were asked, in ns."""
     ended: set[int]
-    """Ranks that had ended when it was found."""
+    """Ranks that had already ended at `found_ns`."""
     verdict: Verdict | None = None
     rounds: int = 0
     """Number of times that the ranks were asked again."""
@@ -197,12 +201,12 @@ class _Hang:
         return f"{self.began_ns:x}" if self.verdict is not None else f"{self.began_ns:x}?{self.rounds}"
 
     def doubts_again(self, now: int) -> bool:
-        """Whether it has lasted twice as long as when the ranks were asked where they are."""
+        """Whether the hang has lasted twice as long as when the ranks were last asked where they are."""
         return now - self.began_ns >= 2 * (self.found_ns - self.began_ns)
 
 
 def _same(one: Verdict, other: Verdict | None) -> bool:
-    """Whether nothing new is known; the stage may change to and fro while a rank works."""
+    """Whether the verdict says nothing new. The stage may alternate while a rank works."""
     if other is None:
         return False
     return (one.label, one.ranks, one.stacks) == (other.label, other.ranks, other.stacks)
