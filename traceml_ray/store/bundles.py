@@ -1,8 +1,9 @@
 """
-Bundles, `<session folder>/bundles/<UTC time>-<reason>/`: what is kept of an incident.
+Bundles: the files that are kept of an incident, in `<session folder>/bundles/<UTC time>-<reason>/`.
 
-`session.sqlite` in it has the last minutes of every rank (`store.excerpt`) and is read as any session is;
-`manifest.json` says who, when and why. A bundle appears by one rename, so whoever sees it sees it whole.
+`session.sqlite` in the bundle holds the last minutes of every rank (`store.excerpt`); it is read like any
+session. `manifest.json` says which ranks are concerned, when and why. A bundle appears by one rename, so a
+reader sees a complete bundle or none.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ SCHEMA = "traceml_ray/bundle/1"
 _UNFINISHED = ".unfinished-"
 Reason = Literal["hang", "oom", "exception", "killed", "terminated", "request"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""Where no rank died, the first of these is the reason."""
+"""Kinds of incidents. If no rank died, the first of these that applies is the bundle's reason."""
 
 
 class BundleCause(msgspec.Struct, frozen=True):
-    """What made a bundle, or came within the same incident."""
+    """A cause of a bundle, or an event of the same incident."""
 
     reason: Reason
     t_ns: int
     why: str
-    """A sentence."""
+    """One sentence that says what happened."""
     run: str | None = None
     rank: int | None = None
     step: int | None = None
     stage: str | None = None
     where: str | None = None
-    """The name that `capture_oom` was given."""
+    """Name that was given to `capture_oom`; None: none."""
     error: str | None = None
     """Exception of the rank, as `Type: text`."""
     traceback: str | None = None
     """Last calls of the exception's traceback."""
     fatal: bool = False
-    """A rank died of it."""
+    """Whether a rank died of it."""
     process: int | None = None
-    """Id of that rank process in the session file."""
+    """Id of the rank process in the session file; None: no rank process is concerned."""
     request: str | None = None
-    """Id of the request."""
+    """Id of the request for the bundle; None: nobody requested it."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells it from others, however much becomes known of it later."""
+        """Identity of the cause. It stays the same when more becomes known about the cause."""
         if self.fatal:
             return "died", self.run, self.rank if self.process is None else f"process {self.process}"
         if self.reason == "terminated":
@@ -65,7 +66,7 @@ class BundleCause(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What `manifest.json` holds. None is not known."""
+    """Contents of `manifest.json`. None: not known."""
 
     schema: str = SCHEMA
     session: str
@@ -75,9 +76,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Time of the first cause, ISO 8601 in UTC."""
     t_ns: int
     why: str
-    """A sentence: who, and why."""
+    """One sentence that says which rank is concerned, and why the bundle was made."""
     rank: int | None
-    """The rank that is named first."""
+    """Global rank that is named first."""
     node: str | None
     step: int | None
     stage: str | None
@@ -86,27 +87,30 @@ class Manifest(msgspec.Struct, kw_only=True):
     traceback: str | None
     """Last calls of the exception's traceback."""
     output: list[LastOutput] = []
-    """What the ranks that are named printed last: `rank`, and `lines` as of `Session.output`."""
+    """Last printed lines of the named ranks, with `rank` and `lines` as in `Session.output`."""
     causes: list[BundleCause]
-    """All that happened, in order of arrival."""
+    """All causes of the incident, in order of arrival."""
     deaths: list[dict[str, Any]]
     """Ranks of the run that died, the first cause first, as in `Session.deaths`."""
     ranks: dict[str, Any]
     """Each rank of the run, as in `ranks` of the summary."""
     silent_ranks: list[int]
-    """Ranks that never reported."""
+    """Global ranks that never reported."""
     environment: list[dict[str, Any]]
-    """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
+    """
+    Versions and the allocator's configuration. Each entry has `values` by name, and the `ranks` with these
+    values.
+    """
     memory_from: list[dict[str, Any]]
-    """Where samples of memory come from: `ranks` with the same, and `values` by field."""
+    """Sources of the memory samples. Each entry has `values` by field, and the `ranks` with these values."""
     settings: dict[str, str]
     """Settings of the session that differ from the defaults."""
     traceml_ray: str
-    """The version that wrote this."""
+    """Version of this package that wrote the file."""
     files: dict[str, int]
-    """Bytes by name, without this file."""
+    """Size of each file of the bundle except this one: file name → bytes."""
     left_out: dict[str, str] = {}
-    """Files that are not here, and why."""
+    """Files that the bundle lacks: file name → reason."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,11 @@ class Bundle:
     path: Path
     manifest: Manifest
     files: dict[str, int]
-    """Bytes by name."""
+    """Size of each file: file name → bytes."""
 
 
 def bundles_of(folder: Path) -> list[Bundle]:
-    """Return the bundles in a session folder, the oldest first; a folder that is none is left out."""
+    """Return the bundles in a session folder, the oldest first. Folders that are not bundles are left out."""
     bundles = []
     for path in _folders(folder / FOLDER):
         with contextlib.suppress(OSError, ValueError):
@@ -129,12 +133,12 @@ def bundles_of(folder: Path) -> list[Bundle]:
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the names of the bundles in a session folder, the oldest first, without reading any."""
+    """Return the names of the bundles in a session folder, the oldest first, without reading the bundles."""
     return [path.name for path in _folders(folder / FOLDER)]
 
 
 def kept_why(path: Path) -> str:
-    """Return when and why the bundle in `path` was kept, "" where that is none."""
+    """Return when and why the bundle in `path` was kept; "" if `path` is not a bundle."""
     try:
         manifest = read_json(path / MANIFEST, Manifest)
     except (OSError, ValueError):
@@ -143,17 +147,20 @@ def kept_why(path: Path) -> str:
 
 
 def bundle_files(path: Path) -> list[str]:
-    """Return the names of the files of the bundle in `path`; none where that is no bundle."""
+    """Return the names of the files of the bundle in `path`; an empty list if `path` is not a bundle."""
     return list(_files(path)) if (path / MANIFEST).is_file() else []
 
 
 def new_name(folder: Path, t_ns: int, reason: str) -> str:
-    """Return a free name for a bundle of that moment."""
+    """Return a name that no bundle has yet, for a bundle of time `t_ns`."""
     return free_name(f"{stamp(t_ns)}-{reason}", names_of(folder))
 
 
 def read_bundle(folder: Path, bundle: str, name: str, offset: int, n: int) -> bytes:
-    """Return a part of a file of a bundle; empty beyond its end, and where there is no such file."""
+    """
+    Return at most `n` bytes of a file of a bundle, from `offset` on. Empty beyond the file's end, or if there
+    is no such file.
+    """
     path = folder / FOLDER / bundle
     if bundle not in names_of(folder) or name not in _files(path):
         return b""
@@ -166,8 +173,9 @@ def read_bundle(folder: Path, bundle: str, name: str, offset: int, n: int) -> by
 @contextlib.contextmanager
 def making(folder: Path, name: str, instead_of: str | None = None) -> Iterator[Path]:
     """
-    Give an empty folder that becomes bundle `name` of the session in `folder` at the end of the block, in
-    place of `instead_of`; after an exception nothing has changed. Raises OSError.
+    Yield an empty folder. At the end of the block it becomes the bundle `name` of the session in `folder`,
+    and replaces the bundle `instead_of`. An exception in the block leaves everything as it was. Raises
+    OSError.
     """
     here = folder / FOLDER
     here.mkdir(mode=0o700, exist_ok=True)
@@ -190,7 +198,10 @@ def making(folder: Path, name: str, instead_of: str | None = None) -> Iterator[P
 
 
 def prune(folder: Path, most: int, most_bytes: int) -> list[str]:
-    """Remove the oldest bundles until there are at most so many, and bytes; return their names."""
+    """
+    Remove the oldest bundles until at most `most` are left, with at most `most_bytes` in all. Return the
+    names of the removed ones.
+    """
     kept = [(path, sum(_files(path).values())) for path in _folders(folder / FOLDER)]
     removed = []
     while kept and (len(kept) > most or sum(size for _, size in kept) > most_bytes):
@@ -201,7 +212,7 @@ def prune(folder: Path, most: int, most_bytes: int) -> list[str]:
 
 
 def _folders(place: Path) -> list[Path]:
-    """Return the folders of bundles; their names begin with their time."""
+    """Return the folders of bundles in order of time: their names begin with the time."""
     try:
         folders = [path for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
     except (OSError, ValueError):  # a name that no file can have
@@ -210,7 +221,7 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _files(path: Path) -> dict[str, int]:
-    """Return the regular files in a bundle, with their bytes."""
+    """Return the regular files of a bundle with their sizes: file name → bytes."""
     sizes = {}
     with contextlib.suppress(OSError):
         for file in sorted(path.iterdir()):

@@ -1,9 +1,9 @@
 """
-Cuts the last minutes of every rank out of a session file, into one that is read in the same way.
+Copies the last minutes of every rank from a session file into a new session file.
 
-SQLite does the work without the interpreter's lock, and reads a bounded number of the newest entries: where
-there are many ranks, the minutes are fewer. Rank processes, nodes and facts of the session are all there;
-what was folded away (`retention`) is not.
+SQLite copies without holding the GIL, and reads a bounded number of the newest entries: a job with many ranks
+gets fewer minutes. The copy has all rank processes, nodes and facts of the session. It lacks the rows that
+were compacted (`retention`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OF_STEPS = ("span", *(kind.table for kind in KINDS.values() if kind.bundle == "
 
 def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
     """
-    Write the last `seconds` of the session file `source` into the file `target`, which is made.
+    Write the last `seconds` of the session file `source` into the new file `target`.
 
-    Of each rank process and node they are those before its own newest sample: clocks of nodes differ, and one
-    may have ended before the others. Of steps, the newest `batches` of each rank process.
+    The seconds of a rank process or node end at its own newest sample, because the clocks of nodes differ,
+    and one may have ended before the others. Of steps, the newest `batches` of each rank process are copied.
 
-    Raises `SessionFileError`, OSError, `sqlite3.Error`; then `target` may be left half written.
+    Raises `SessionFileError`, OSError, `sqlite3.Error`; `target` may then be incomplete.
     """
     connect(target, create=True).close()
     with contextlib.closing(connect(source)) as connection:
@@ -59,7 +59,7 @@ def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
 
 
 def _newest(table: str, most: int) -> str:
-    """Return the id, as SQL, above which are the newest `most` entries of a table."""
+    """Return SQL for an id: the newest `most` entries of the table have a larger one."""
     return f"(SELECT coalesce(max(id), 0) - {most} FROM main.{table})"
 
 
@@ -72,7 +72,7 @@ def _copy(connection: sqlite3.Connection, table: str, where: str, *values: objec
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
-    """Return the columns that a table has in both files; none where an older one lacks the table."""
+    """Return the columns that a table has in both files; an empty list if an older file lacks the table."""
     there, here = (
         [row[1] for row in connection.execute(f"PRAGMA {name}.table_info({table})")]
         for name in ("main", "cut")
@@ -81,7 +81,7 @@ def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
 
 
 def _cut_steps(connection: sqlite3.Connection, batches: int) -> None:
-    """Copy the newest batches of rows of each rank process, and their spans and sizes of batches."""
+    """Copy the newest batches of rows of each rank process, with their spans and batch sizes."""
     mean = "(SELECT max(1, avg(n)) FROM (SELECT n FROM main.chunk ORDER BY id DESC LIMIT 1000))"
     floor = f"(SELECT coalesce(max(id), 0) - {MAX_ROWS} / {mean} FROM main.chunk)"
     number = "row_number() OVER (PARTITION BY process ORDER BY id DESC)"

@@ -1,11 +1,11 @@
 """
-Keeps a session file for one writer, the one that claimed it last.
+Fence: only the writer that claimed a session file last may write to it.
 
-`transactions` in `meta` counts the transactions of all writers. A writer notes the number, its epoch, before
-it reads what is in the file, and adds one in each transaction of its own (its claim is the first). A
-transaction that meets another number writes nothing: somebody else has written since, and what this writer
-knows of the file is out of date. The same holds where another file is at the path. So a writer that was
-stopped, and goes on after another has taken the session over, writes nothing any more.
+`transactions` in `meta` counts the transactions of all writers. A writer notes the count, its epoch, before
+it reads the file, and adds one in each of its own transactions; the claim is its first transaction. A
+transaction that finds another count writes nothing: another writer has written since, so what this writer
+knows of the file is out of date. The same holds if another file is at the path. A writer that was stopped,
+and continues after another has taken over the session, therefore writes nothing.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from traceml_ray.files import remove
 from traceml_ray.store.schema import SessionFileError, connect, transaction
 
 _SIDE = ("", "-wal", "-shm", "-journal")
-"""Suffixes of a database's files: itself, and those that SQLite finds by its name."""
+"""Suffixes of a database's files: the database itself, and the files that SQLite finds by its name."""
 
 
 class Fenced(RuntimeError):  # noqa: N818 - a state more than an error
-    """Another writer has taken the session over: nothing of this one is written any more."""
+    """Another writer has taken over the session: this writer writes nothing any more."""
 
 
 class Fence:
     """
-    Claims the session file at `path` for the writer whose `connection` it is, as it was opened at `found`
-    (None: it was made). Where that cannot be written, as on a full disk, or not `now`, the first transaction
-    claims it, unless somebody else has written by then.
+    Claims the session file at `path` for the writer that owns `connection`. `found` identifies the file as it
+    was opened; None: it was created. If the claim cannot be written now, for example on a full disk or if
+    `now` is False, the first transaction claims the file, unless another writer has written by then.
 
-    The writer reads what is in the file after this. Raises `Fenced` when the file was replaced meanwhile,
-    `SessionFileError` when the file cannot be read.
+    The writer must read the file after the claim. Raises `Fenced` if the file was replaced meanwhile,
+    `SessionFileError` if it cannot be read.
     """
 
     def __init__(
         self, connection: sqlite3.Connection, path: Path, opened: tuple[int, int] | None, *, now: bool = True
     ) -> None:
         self.broken = False
-        """Whether another writer has the session."""
+        """Whether another writer has taken over the session."""
         self._connection = connection
         self._path = path
         if now:
@@ -56,7 +56,7 @@ class Fence:
 
     def check(self) -> None:
         """
-        Raise `Fenced` where another writer has the session, OSError where the file is gone; called in a
+        Raise `Fenced` if another writer has the session, OSError if the file is gone. Call it inside a
         transaction.
         """
         identity_now = identity(self._path)
@@ -67,12 +67,15 @@ class Fence:
         self._counted = self._epoch
 
     def count(self) -> None:
-        """Check, and count the transaction; called in it before it writes. Raises as `check`."""
+        """
+        Check the fence and count the transaction. Call it inside the transaction, before it writes. Raises
+        like `check`.
+        """
         self.check()
         self._counted = _count(self._connection)
 
     def committed(self) -> None:
-        """Raise `Fenced` when what was just committed went into a file that is no longer the session's."""
+        """Raise `Fenced` if the committed data went into a file that is no longer the session's file."""
         if identity(self._path) != self._file:
             raise self._fenced()
         self._epoch = self._counted
@@ -84,9 +87,9 @@ class Fence:
 
 def identity(path: Path) -> tuple[int, int] | None:
     """
-    Return which file is at `path`, None where there is none.
+    Return device and inode of the file at `path`; None if there is no file.
 
-    It is not opened for that: closing it would let go of this process's locks on it.
+    The file is not opened: closing it would release this process's locks on the file.
     """
     try:
         status = path.stat()
@@ -97,9 +100,9 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 def claim(connection: sqlite3.Connection) -> None:
     """
-    Count a transaction that writes nothing else: whoever wrote before has written for the last time.
+    Count a transaction that writes nothing else. Earlier writers cannot write any more after it.
 
-    Raises `sqlite3.Error` when the file is locked, or cannot be written.
+    Raises `sqlite3.Error` if the file is locked or cannot be written.
     """
     with transaction(connection):
         _count(connection)
@@ -120,8 +123,8 @@ def take_over(path: Path, wait_s: float) -> None:
     """
     Make sure that no earlier writer of the session file at `path` writes any more.
 
-    Where one holds it locked for longer than `wait_s` (it was stopped, or its disk hangs, in the middle of a
-    transaction), a copy of what is committed takes the file's place. Raises as `connect` does, and OSError.
+    If a writer holds the lock for longer than `wait_s` (it was stopped, or its disk hangs, inside a
+    transaction), a copy of the committed data replaces the file. Raises like `connect`, and OSError.
     """
     if not path.is_file():
         return
@@ -165,7 +168,7 @@ def _backup(source: Path, target: Path, wait_s: float) -> None:
 
 
 def _plain(path: Path) -> None:
-    """Bring a database that nobody else uses into one file, which SQLite needs no others for."""
+    """Merge a database that nobody else uses into one file, so that SQLite needs no other file to read it."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE").fetchone()
         connection.execute("SELECT count(*) FROM meta").fetchone()

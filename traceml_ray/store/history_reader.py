@@ -1,9 +1,9 @@
 """
-The step history of a run, built from its session file a slice at a time, and kept so that each file is read
-once; a file that grows is followed.
+Builds the step history of a run from its session file, one slice of rows at a time. The history is kept, so
+each row is read once; new rows of a growing file are added to it.
 
-What a reduction of rows is kept as in the file are arrays, and the objects that hold them, as bytes: a
-report goes on from what the folded rows of a run came to.
+The reduction of compacted rows is stored in the file as bytes (arrays, and the objects that hold them). A
+report continues from this stored reduction.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
 
 class Packer:
     """
-    Turns objects of `classes` into bytes and back, with all that they hold: arrays, numbers, text, lists,
-    dicts and other objects of `classes`. `form` tells what was written by another version. `most` bounds the
-    bytes of the arrays together, and of all before compression: nothing is written that cannot be read.
+    Converts objects of `classes` to bytes and back, with everything they hold: arrays, numbers, text, lists,
+    dicts and other objects of `classes`. `form` is the version of the format; bytes of another version are
+    rejected. `most` bounds the bytes of all arrays together, and of the whole before compression, so that
+    only readable data is written.
     """
 
     def __init__(self, form: int, most: int, *classes: type[Any]) -> None:
@@ -56,14 +57,20 @@ class Packer:
         self._classes = {cls.__name__: cls for cls in classes}
 
     def pack(self, value: Any) -> bytes:
-        """Return `value` as bytes. Raises TypeError for what it does not know, ValueError for too much."""
+        """
+        Return `value` as bytes. Raises TypeError for a type that it does not know, ValueError if `value` is
+        too large.
+        """
         body = msgspec.msgpack.encode((self._form, self._plain(value, [self._most])))
         if len(body) > self._most:
             raise ValueError(f"too large to be kept: {len(body)} bytes")
         return zlib.compress(body, 1)
 
     def unpack(self, data: bytes) -> Any:
-        """Return what was packed. Raises ValueError, TypeError, LookupError or msgspec's for what is not."""
+        """
+        Return the value that was packed. Raises ValueError, TypeError, LookupError or a msgspec error for
+        bytes that `pack` did not write.
+        """
         inflate = zlib.decompressobj()
         try:
             body = inflate.decompress(data, self._most)
@@ -141,23 +148,26 @@ def _to_array(room: list[int], dtype: str, shape: list[int], values: bytes) -> n
 
 FORM = 11
 """
-Version of the packed form. It is raised when a class below, or an attribute of one, gets another name or
-meaning (`tests/unit/test_packing.py`).
+Version of the packed form. Raise it whenever a class below, or an attribute of such a class, is renamed or
+changes its meaning (`tests/unit/test_packing.py`).
 """
 MAX_RANKS = 1024
-"""Number of ranks beyond which only the sums of a run are kept: the rest would take too much memory."""
+"""
+Largest number of ranks of a run whose reduction is kept. Of larger runs only the sums are kept: the rest
+would take too much memory.
+"""
 MAX_BYTES = MAX_RANKS << 19
 """
-Largest size of one run, in bytes. A rank has 62 kB of histograms, 40 kB of steps and bins, up to 49 kB of
-samples per row of a step, and 52 kB that wait for another rank; twice as much of the last two with a device
-clock.
+Largest size of the reduction of one run, in bytes. A rank has 62 kB of histograms, 40 kB of steps and bins,
+up to 49 kB of samples per row of a step, and 52 kB that wait for another rank. With a device clock the last
+two are twice as large.
 """
 
 
 def pack(run: Reduction) -> bytes:
     """
-    Return the reduction of folded rows as bytes, without the rows that were reduced. Raises TypeError or
-    ValueError where it cannot be kept.
+    Return the reduction of compacted rows as bytes, without the rows themselves. Raises TypeError or
+    ValueError if it cannot be packed.
     """
     run.history.forget_rows()
     return _PACKER.pack(run)
@@ -165,8 +175,8 @@ def pack(run: Reduction) -> bytes:
 
 def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Reduction | None:
     """
-    Return what was packed, None where there is nothing of the processes of `rows`. Raises ValueError for what
-    cannot be read: it is damaged, or of another version.
+    Return the packed reduction; None if it covers none of the processes of `rows`. Raises ValueError if the
+    data is damaged, or of another version.
     """
     try:
         run: Reduction | None = _PACKER.unpack(data) if data else None
@@ -201,19 +211,21 @@ _PACKER = Packer(
 
 
 SLICE_ROWS = 1 << 18
-"""Rows that are read at a time: about a quarter of a second."""
+"""Number of rows read at a time, which takes about a quarter of a second."""
 _FEW_CHUNKS, _MANY_CHUNKS = 1 << 7, 1 << 18
 
 
 class HistoryReader:
     """
-    `history` is of the run that `session` reads; it begins anew where a rank is another process.
+    Builds `history`, the step history of the run that `session` reads. It starts again if a rank gets another
+    process.
 
     Args:
-        session: is read.
-        limits: of the session.
-        since: negative, how many chunks before the newest it begins.
-        run: takes the rows; None: one without verdicts, which begins with what is kept of folded rows.
+        session: the session file to read.
+        limits: thresholds of the session.
+        since: first chunk to read, as a negative number of chunks before the newest one.
+        run: reduction that receives the rows. None: a new one without verdicts, which starts from the stored
+            reduction of compacted rows.
     """
 
     def __init__(
@@ -225,9 +237,9 @@ class HistoryReader:
     ) -> None:
         self.session = session
         self.ranks: dict[int, RankProcess] = {}
-        """The rank processes that stand for the ranks."""
+        """The current process of each rank: rank → process."""
         self.whole = False
-        """All that is stored has been read."""
+        """Whether all stored rows have been read."""
         self._limits = limits
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._run = run or Reduction(StepHistory(limits))
@@ -239,7 +251,7 @@ class HistoryReader:
 
     @property
     def world(self) -> int:
-        """How many ranks the job has, as far as they have said so."""
+        """Number of ranks in the job, as far as the ranks have reported it."""
         return world_size(self.ranks, None)
 
     @property
@@ -247,7 +259,7 @@ class HistoryReader:
         return training(self.ranks, self.world)
 
     def read(self, most: int = SLICE_ROWS) -> None:
-        """Read on, about `most` rows. Raises `SessionFileError`."""
+        """Read about `most` more rows. Raises `SessionFileError`."""
         self.ranks = self.session.ranks()
         processes = {rank: process.id for rank, process in self.ranks.items()}
         before = self._processes
@@ -267,7 +279,7 @@ class HistoryReader:
             self._chunks = int(np.clip(self._chunks * most // max(1, count), _FEW_CHUNKS, _MANY_CHUNKS))
 
     def read_all(self, most: int) -> None:
-        """Read all that is stored, about `most` rows at a time. Raises `SessionFileError`."""
+        """Read all stored rows, about `most` at a time. Raises `SessionFileError`."""
         while not self.whole:
             self.read(most)
             stored = sum(process.stored for process in self.ranks.values())
@@ -275,7 +287,10 @@ class HistoryReader:
         self._run.finish(self._training)
 
     def _know_ranks(self) -> None:
-        """Give a line to each rank, as a live run does; not for a report, which is of ranks with rows."""
+        """
+        Add a line for each rank, as a live run does. A report does not do this: it covers only ranks with
+        rows.
+        """
         if self._reporting or self.ranks.keys() <= self.history.who.keys():
             return
         labels = process_labels(self.session.cluster(), self.session.processes())
@@ -294,7 +309,7 @@ class HistoryReader:
         self.whole = False
 
     def _kept(self) -> Reduction | None:
-        """Return what folded rows come to, None where that is not known."""
+        """Return the stored reduction of compacted rows; None: not known."""
         run, body = None, self.session.kept()
         if body is None:
             return None
@@ -315,29 +330,29 @@ class HistoryReader:
 
 
 _MAX_READERS = 3
-"""Runs that are read from the file at the same time."""
+"""Largest number of runs whose histories are open at the same time."""
 
 
 class RunSteps(Protocol):
-    """The history of a run, and the processes that it is of."""
+    """The step history of a run, and the rank processes it covers."""
 
     history: StepHistory
     ranks: dict[int, RankProcess]
     whole: bool
-    """All that is stored has been read."""
+    """Whether all stored rows have been read."""
 
     @property
     def world(self) -> int:
-        """How many ranks the job has."""
+        """Number of ranks in the job."""
 
 
 class StoredHistories:
     """
-    May be used by several threads.
+    The histories of the runs of a session file. Several threads may use it.
 
     Args:
-        open_file: opens the session file once more, for one run.
-        limits: of the session.
+        open_file: opens the session file again, for one run.
+        limits: thresholds of the session.
     """
 
     def __init__(self, open_file: Callable[[str | None], SessionFile], limits: Thresholds) -> None:
@@ -348,7 +363,10 @@ class StoredHistories:
 
     @contextmanager
     def of(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:
-        """Give the history of a run; `read_on`: with a slice more of the file. Raises `SessionFileError`."""
+        """
+        Yield the history of a run. With `read_on`, read one more slice of the file first. Raises
+        `SessionFileError`.
+        """
         with self._lock:
             reader = self._readers.get(run)
             if reader is None:
@@ -362,7 +380,7 @@ class StoredHistories:
             yield reader
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open files."""
         with self._lock:
             while self._readers:
                 self._readers.popitem()[1].session.close()

@@ -1,8 +1,9 @@
 """
-Profiles, `<session folder>/profiles/<id>/`: what torch's profiler recorded of a few steps of some ranks.
+Profiles: what torch's profiler recorded of a few steps of some ranks, in `<session folder>/profiles/<id>/`.
 
-`profile.json` says what was asked for and what became of each rank; `rank-5.json.gz` is the trace of a rank
-as torch exports it (Chrome's Trace Event Format, gzip). A profile appears by one rename, whole.
+`profile.json` holds the request and the result of each rank. `rank-5.json.gz` is the trace of a rank as torch
+exports it (Chrome's Trace Event Format, gzip). A profile appears by one rename, so a reader sees a complete
+profile or none.
 """
 
 from __future__ import annotations
@@ -81,8 +82,11 @@ class RankProfile(msgspec.Struct):
     export_ms: float | None = None
     """Time for writing the trace, in ms; no Python code of the process ran meanwhile."""
     serves: bool = False
-    """It has no steps of its own, but works for other ranks (torch.distributed.rpc): it has recorded all the
-    time in which these did their steps, which `steps` has by its own clock, and some before and after."""
+    """
+    Whether the rank has no steps of its own, but works for other ranks (torch.distributed.rpc). It recorded
+    all the time in which the other ranks did their steps, and some time before and after; `steps` has that
+    time by its own clock.
+    """
 
 
 class Profile(msgspec.Struct, kw_only=True):
@@ -113,7 +117,10 @@ class Profile(msgspec.Struct, kw_only=True):
     number: int = 1
     """How often the profile was begun; more than once where a rank was past the first step already."""
     n_steps: int
-    """Number of recorded steps; without steps, number of seconds recorded on all ranks at the same time."""
+    """
+    Number of recorded steps. For ranks without steps, number of seconds recorded on all ranks at the same
+    time.
+    """
     memory: bool = False
     stacks: bool = False
     shapes: bool = False
@@ -125,12 +132,12 @@ class Profile(msgspec.Struct, kw_only=True):
 
     @property
     def captured(self) -> list[RankProfile]:
-        """The ranks whose traces are there."""
+        """The ranks whose traces are stored."""
         return [rank for rank in self.ranks if rank.state == "captured"]
 
     @property
     def extent(self) -> str:
-        """What was recorded: `3 steps from step 812 on`."""
+        """What was recorded, as text: `3 steps from step 812 on`."""
         if self.first_step is None and any(rank.serves for rank in self.ranks):
             return f"{text.count(self.n_steps, 'second')}, since no rank has steps"
         began = "" if self.first_step is None else f" from step {self.first_step:,} on"
@@ -157,23 +164,26 @@ class Profiles(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StoredProfile:
-    """A profile of a session, and where it is."""
+    """A profile of a session, and its folder."""
 
     path: Path
     profile: Profile
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
+        """Size of all files of the profile (bytes)."""
         return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
 
     def trace(self, rank: RankProfile) -> Path:
-        """Return where the trace of a rank that was captured is."""
+        """Return the path of the trace of a captured rank."""
         return self.path / str(rank.file)
 
 
 def profiles_of(folder: Path) -> list[StoredProfile]:
-    """Return the profiles in a session folder, the oldest first; a folder that is none is left out."""
+    """
+    Return the profiles in a session folder, the oldest first. Folders that are not
+    profiles are left out.
+    """
     stored_profiles = []
     for name in names_of(folder):
         path = folder / FOLDER / name
@@ -183,13 +193,13 @@ def profiles_of(folder: Path) -> list[StoredProfile]:
 
 
 def listed(folder: Path) -> Profiles:
-    """Return what there is in a session folder."""
+    """Return the finished profiles of a session folder and the profile in progress."""
     done = [ProfileInfo(stored.profile, str(stored.path), stored.bytes) for stored in profiles_of(folder)]
     return Profiles(done, under_way(folder))
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the manifest in a folder of a profile. Raises OSError, ValueError."""
+    """Return the manifest in a profile's folder. Raises OSError, ValueError."""
     profile = read_json(path / MANIFEST, Profile)
     for rank in profile.ranks:
         if any(step.stages_ns is not None and len(step.stages_ns) != N_STAGES for step in rank.steps):
@@ -200,7 +210,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def under_way(folder: Path) -> Profile | None:
-    """Return the profile of a session folder that is being made, as far as it is; None: there is none."""
+    """Return the profile in progress of a session folder, with the results so far; None if there is none."""
     for path in (folder / FOLDER).glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError, ValueError):
             return read_profile(path)
@@ -208,7 +218,7 @@ def under_way(folder: Path) -> Profile | None:
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the ids of the profiles in a session folder, the oldest first, without reading any."""
+    """Return the ids of the profiles in a session folder, the oldest first, without reading the profiles."""
     try:
         return sorted(p.name for p in (folder / FOLDER).iterdir() if p.name[0] != "." and p.is_dir())
     except OSError:
@@ -216,12 +226,15 @@ def names_of(folder: Path) -> list[str]:
 
 
 def trace_name(rank: int) -> str:
-    """Return what the trace of a rank is called."""
+    """Return the file name of the trace of a rank."""
     return f"rank-{rank}.json.gz"
 
 
 def read_part(folder: Path, profile: str, name: str, offset: int, n: int) -> bytes:
-    """Return a part of a file of a profile; empty beyond its end, and where there is no such file."""
+    """
+    Return at most `n` bytes of a file of a profile, from `offset` on. Empty beyond the file's end, or if
+    there is no such file.
+    """
     if profile not in names_of(folder) or "/" in name:
         return b""
     try:
@@ -231,7 +244,7 @@ def read_part(folder: Path, profile: str, name: str, offset: int, n: int) -> byt
 
 
 def remove_profile(folder: Path, profile: str) -> bool:
-    """Remove a profile of a session; False where there is none of that id."""
+    """Remove a profile of a session. Return False if there is no profile with that id."""
     if profile not in names_of(folder):
         return False
     shutil.rmtree(folder / FOLDER / profile, ignore_errors=True)
@@ -239,14 +252,17 @@ def remove_profile(folder: Path, profile: str) -> bool:
 
 
 def unfinished(folder: Path, profile: str) -> Path:
-    """Return where a profile is while its traces come; made, for this user only. Raises OSError."""
+    """
+    Return the folder of a profile in progress, where its traces arrive. The folder is created, readable for
+    this user only. Raises OSError.
+    """
     here = folder / FOLDER / f"{_UNFINISHED}{profile}"
     here.mkdir(mode=0o700, parents=True, exist_ok=True)
     return here
 
 
 def finish(folder: Path, profile: Profile) -> Path:
-    """Have a profile appear, with the traces that are `captured` and no others. Raises OSError."""
+    """Publish a finished profile, with the traces of its `captured` ranks and no others. Raises OSError."""
     here, kept = unfinished(folder, profile.id), {rank.file for rank in profile.captured}
     for path in here.iterdir():
         if path.name not in kept:
@@ -258,34 +274,37 @@ def finish(folder: Path, profile: Profile) -> Path:
 
 
 def show(folder: Path, profile: Profile) -> None:
-    """Have others see how far a profile is that is being made (`under_way`). Raises OSError."""
+    """Publish the progress of a profile, which others read with `under_way`. Raises OSError."""
     change(unfinished(folder, profile.id), profile)
 
 
 def change(path: Path, profile: Profile) -> None:
-    """Write the manifest of the profile in that folder. Raises OSError."""
+    """Write the manifest of the profile in the folder `path`. Raises OSError."""
     write_manifest(path, encoded(profile))
 
 
 def encoded(profile: Profile) -> bytes:
-    """Return what the manifest of a profile holds."""
+    """Return the manifest of a profile as bytes."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=2)
 
 
 def write_manifest(path: Path, manifest: bytes) -> None:
-    """Write the manifest of the profile in that folder, see `encoded`. Raises OSError."""
+    """Write the encoded manifest of the profile in the folder `path`, see `encoded`. Raises OSError."""
     files.write_file(path / MANIFEST, manifest)
 
 
 def clear_unfinished(folder: Path, but: str | None = None) -> None:
-    """Remove what was left of captures that a process took with it when it was killed."""
+    """Remove the folders of unfinished profiles that a killed process left behind."""
     for left in (folder / FOLDER).glob(f"{_UNFINISHED}*"):
         if left.name != f"{_UNFINISHED}{but}":
             shutil.rmtree(left, ignore_errors=True)
 
 
 def prune(folder: Path, max_bytes: int) -> list[str]:
-    """Remove the oldest profiles until all have at most `max_bytes`; the newest stays. Return their ids."""
+    """
+    Remove the oldest profiles until the rest has at most `max_bytes`. The newest profile always stays. Return
+    the ids of the removed ones.
+    """
     stored_profiles = [(stored, stored.bytes) for stored in profiles_of(folder)]
     removed, total = [], sum(size for _, size in stored_profiles)
     for stored, size in stored_profiles[:-1]:

@@ -1,13 +1,15 @@
 """
-What a session can be asked, and how: the only way in which driver, command line and web app ask.
+The questions that a session answers, and how they are sent. Driver, command line and web app ask in no other
+way.
 
-A question is a `Request` struct, declared with the type of its answer. `ask` encodes requests, has `send`
-carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
-session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
+A question is a `Request` struct that declares the type of its answer. `ask` encodes requests, sends them with
+`send`, and decodes each answer as the type that its request declares. They are answered by
+`reports.answers.Answers`: in the aggregator of a running session, or over a session's file. An array is sent
+as its bytes, kind and shape.
 
-A command (`StartProfile`, `Dump`, …) is a request that changes something, and only a session that runs obeys
-it. What is asked of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are
-calls of `ray.aggregator`.
+A command (`StartProfile`, `Dump`, …) is a request that changes something; only a running session obeys it.
+What is asked of the aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls
+of `ray.aggregator`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def _tag(name: str) -> str:
 class Request(
     msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=_tag, forbid_unknown_fields=True
 ):
-    """A question, of which the answer is an `A`; or a command."""
+    """A question whose answer has type `A`, or a command."""
 
 
 _ARRAY = 1
@@ -55,7 +57,7 @@ _MAX_ERROR = 1000
 
 
 class QueryError(RuntimeError):
-    """A question has no answer; the message tells a person why."""
+    """A question has no answer. The message says why."""
 
 
 class OfRun(Request[A], Generic[A], frozen=True):
@@ -66,16 +68,16 @@ class OfRun(Request[A], Generic[A], frozen=True):
 
 
 class Page(msgspec.Struct, Generic[A]):
-    """A part of an answer that grows."""
+    """One part of an answer that grows."""
 
     items: list[A]
-    """What came after the cursor that was asked with, the oldest first."""
+    """The entries after the cursor of the question, the oldest first."""
     cursor: int
-    """Cursor to ask for what comes later with."""
+    """Cursor for the next question: it returns the entries after these."""
 
 
 class GetStatus(Request[results.Status], frozen=True):
-    """How the session itself is doing."""
+    """The state of the session itself."""
 
 
 class GetRuns(Request[list[results.RunInfo]], frozen=True):
@@ -83,7 +85,7 @@ class GetRuns(Request[list[results.RunInfo]], frozen=True):
 
 
 class GetNodes(OfRun[list[results.NodeInfo]], frozen=True):
-    """The nodes of the cluster, gone ones too, each with the ranks of the run on it."""
+    """The nodes of the cluster, including lost ones, each with the ranks of the run on it."""
 
 
 class GetRanks(OfRun[dict[int, RankProcess]], frozen=True):
@@ -95,11 +97,14 @@ class GetProcesses(Request[list[RankProcess]], frozen=True):
 
 
 class GetLedger(OfRun[results.WholeLedger], frozen=True):
-    """Where each produced row is, of the session and of each rank of the run."""
+    """Where each produced row of the session, and of each rank of the run, is."""
 
 
 class GetVerdict(OfRun[results.LiveVerdict | None], frozen=True):
-    """The verdict as of now, of a run that is over that of its report; None before the first one."""
+    """
+    The current verdict. For a run that is over, the verdict of its report; None before
+    the first verdict.
+    """
 
 
 class GetVerdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
@@ -109,13 +114,16 @@ class GetVerdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
 
 
 class GetDeaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
-    """The ranks of the run that died: those that no other death explains first, then in order of time."""
+    """
+    The ranks of the run that died. Deaths that no other death explains come first, then the others in order
+    of time.
+    """
 
 
 class GetEvents(OfRun[Page[results.EventRow]], frozen=True):
     """
     The newest `most` events (None: all) after cursor `since`, of the run and of nodes, the oldest first.
-    `brief` leaves out those that are files (stacks, flight recorders).
+    `brief` leaves out events whose message is a file (stacks, flight recorders).
     """
 
     since: Count = 0
@@ -125,20 +133,20 @@ class GetEvents(OfRun[Page[results.EventRow]], frozen=True):
 
 class GetSummary(OfRun[summary_shape.Summary], frozen=True):
     """
-    The summary. Of a session that is over the one that was written at its end; else, of a very long run, that
-    of its newest steps, unless `whole` asks for all of them.
+    The summary. For a session that is over, the one written at its end. Otherwise it is computed now; for a
+    very long run it covers only the newest steps, unless `whole` asks for all steps.
     """
 
     whole: bool = False
 
 
 class GetReportPage(OfRun[bytes], frozen=True):
-    """The bytes of a `report.html` of all of the run, which is made for this question."""
+    """The bytes of a `report.html` that covers the whole run, made for this question."""
 
 
 class GetNodeSamples(Request[list[tuple[str, NodeSample]]], frozen=True):
     """
-    Pairs of node id and sample: of each of `nodes` (ids) the newest `last` samples. With `first_ns` or
+    Pairs of node id and sample: the newest `last` samples of each of `nodes` (ids). With `first_ns` or
     `last_ns` (ns since the epoch, None: now), `last` samples spread over that time.
     """
 
@@ -159,7 +167,7 @@ class GetProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=Tr
 
 class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
     """
-    Pairs of process id and sample of memory, of all devices of each of `processes` (ids), chosen as by
+    Pairs of process id and memory sample, of all devices of each of `processes` (ids), chosen as by
     `GetNodeSamples`.
     """
 
@@ -170,7 +178,7 @@ class GetMemorySamples(Request[list[tuple[int, MemorySample]]], frozen=True):
 
 
 class Findings(OfRun[list[Finding]], frozen=True):
-    """All that was found in the run: what the verdict names first, then the others, the costliest first."""
+    """All findings of the run: those of the verdict first, then the others, the costliest first."""
 
 
 class GetTimes(OfRun[shapes.StepTimes], frozen=True):
@@ -186,9 +194,9 @@ class GetTimes(OfRun[shapes.StepTimes], frozen=True):
 
 class GetColumns(OfRun[shapes.StepColumns], frozen=True):
     """
-    What is drawn step by step: the newest steps; all, in few columns (`whole`: as for `GetTimes`); or those
-    from `first` to `last`, in few columns. The heatmap is of busy time (`stage` "total") or of one stage.
-    `since` is `next` of an earlier answer: then only what is new since is answered.
+    The data of charts by step: the newest steps, or all steps in few columns (`whole`: as for `GetTimes`), or
+    the steps from `first` to `last` in few columns. The heatmap shows busy time (`stage` "total") or one
+    stage. `since` is `next` of an earlier answer: only later data is returned.
     """
 
     stage: str = "total"
@@ -199,7 +207,7 @@ class GetColumns(OfRun[shapes.StepColumns], frozen=True):
 
 
 class GetTimeline(OfRun[shapes.RunTimeline], frozen=True):
-    """How long a step took and when it was over, of all of the run in at most `most` columns."""
+    """Duration of a step, and the time at which it was over, for the whole run in at most `most` columns."""
 
     most: Count = 300
 
@@ -229,7 +237,7 @@ class GetRankSteps(OfRun[shapes.RankSteps], frozen=True):
 
 
 class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
-    """What the steps of each rank are made of, over the steps that `GetTimes` is of."""
+    """The parts of each rank's step time, over the steps that `GetTimes` covers."""
 
     whole: bool | None = None
     first: Count = 0
@@ -237,7 +245,7 @@ class GetRankTimes(OfRun[shapes.RankTimes], frozen=True):
 
 
 class GetStepSample(OfRun[shapes.StepSample], frozen=True):
-    """What a step takes, and how far that varies by chance: what two runs are compared by."""
+    """The time that a step takes, and how far it varies by chance. Two runs are compared by it."""
 
 
 class GetStep(OfRun[step_shapes.OneStep], frozen=True):
@@ -248,9 +256,8 @@ class GetStep(OfRun[step_shapes.OneStep], frozen=True):
 
 class GetStepRows(OfRun[StepRows], frozen=True):
     """
-    The rows of steps `first` to `last` (None: the newest) of `ranks` (None: all) one by one: about `most` of
-    those that came after cursor `since`. The next part is asked for with `cursor` of the answer, until its
-    `end` is True.
+    The single rows of steps `first` to `last` (None: the newest) of `ranks` (None: all): about `most` rows
+    after cursor `since`. Ask for the next part with `cursor` of the answer, until its `end` is True.
     """
 
     first: Count = 0
@@ -261,7 +268,7 @@ class GetStepRows(OfRun[StepRows], frozen=True):
 
 
 class GetCell(OfRun[shapes.CellMeans], frozen=True):
-    """What one cell of the heatmap stands for: `rank`, from step `first` to step `last`."""
+    """The values behind one cell of the heatmap: `rank`, from step `first` to step `last`."""
 
     rank: Int64 = 0
     first: Int64 = 0
@@ -277,11 +284,11 @@ class GetSpans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
 
 
 class GetBundles(Request[list[results.BundleInfo]], frozen=True):
-    """The bundles that were kept of incidents, the oldest first."""
+    """The bundles of incidents, the oldest first."""
 
 
 class ReadBundle(Request[bytes], frozen=True):
-    """At most `n` bytes of file `name` of a bundle (its id), from `offset` on; none beyond the end."""
+    """At most `n` bytes of file `name` of a bundle (its id), from `offset` on. Empty beyond the end."""
 
     bundle: str
     name: str
@@ -290,11 +297,11 @@ class ReadBundle(Request[bytes], frozen=True):
 
 
 class GetProfiles(Request[profiles.Profiles], frozen=True):
-    """The profiles of the session, and the one that is being made."""
+    """The finished profiles of the session, and the profile in progress."""
 
 
 class ReadProfile(Request[bytes], frozen=True):
-    """At most `n` bytes of file `name` of a profile (its id), from `offset` on; none beyond the end."""
+    """At most `n` bytes of file `name` of a profile (its id), from `offset` on. Empty beyond the end."""
 
     profile: str
     name: str
@@ -304,39 +311,43 @@ class ReadProfile(Request[bytes], frozen=True):
 
 class Dump(Request[None], frozen=True):
     """
-    Makes a bundle with the stacks of all ranks; `id` of the command will be in it. The same `id` again makes
-    no second bundle; if the first could not be made, it is refused with the reason.
+    Makes a bundle with the stacks of all ranks. `id` identifies the command, and is stored in the bundle. A
+    repeated `id` makes no second bundle. If the first bundle could not be made, the repeated command is
+    refused with the reason.
     """
 
     id: codec.Name
 
 
 class StartProfile(Request[None], frozen=True):
-    """Has steps profiled, after those that were asked for before; `id` will be in the profile."""
+    """Profiles some steps, after those that were requested before. `id` is stored in the profile."""
 
     id: codec.Name
     request: wire.ProfileRequest
 
 
 class StartLayers(Request[None], frozen=True):
-    """Has the layers of some steps measured; `id` will be in what is measured."""
+    """Measures the layers of some steps. `id` is stored with the measurements."""
 
     id: codec.Name
     request: wire.LayersRequest
 
 
 class RemoveProfile(Request[bool], frozen=True):
-    """Removes the profile with this `id`; the answer is whether there was one."""
+    """Removes the profile with this `id`. The answer says whether there was one."""
 
     id: str
 
 
 class Snapshot(Request[str], frozen=True):
-    """Makes a copy of the session file as of now, and writes its reports; the answer is the copy's name."""
+    """
+    Copies the session file in its current state, and writes its reports. The answer is
+    the name of the copy.
+    """
 
 
 class ReadFile(Request[bytes], frozen=True):
-    """At most `n` bytes of a copy or report called `name`, from `offset` on; none beyond the end."""
+    """At most `n` bytes of the copy or report `name`, from `offset` on. Empty beyond the end."""
 
     name: str
     offset: Count
@@ -344,7 +355,7 @@ class ReadFile(Request[bytes], frozen=True):
 
 
 class Discard(Request[None], frozen=True):
-    """Removes the copy called `name`."""
+    """Removes the copy `name`."""
 
     name: str
 
@@ -353,18 +364,21 @@ class Asked(msgspec.Struct):
     """A message with requests."""
 
     version: str
-    """Version of traceml-ray that asks."""
+    """Version of traceml-ray on the asking side."""
     requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1024)]
     """The encoded requests, at most 1,024."""
     watching: bool = False
-    """Whether an open page asks, by itself: that is no use of the session, which would keep it alive."""
+    """
+    Whether an open page asks by itself. Such a question does not count as use, which would keep the session
+    alive.
+    """
 
 
 class Answered(msgspec.Struct):
-    """A message with as many answers as there were requests, or with what went wrong."""
+    """A message with one answer for each request, or with an error."""
 
     version: str
-    """Version of traceml-ray that answers."""
+    """Version of traceml-ray on the answering side."""
     folder: str = ""
     """Path of the session's folder; "": not known."""
     answers: list[msgspec.Raw] = []
@@ -380,11 +394,11 @@ def ask(
     Return the answer to each request, in their order.
 
     Args:
-        send: carries a message to whoever answers and returns the reply.
-        requests: the questions and commands, of one session.
+        send: sends a message and returns the reply.
+        requests: the questions and commands, all for one session.
         watching: whether an open page asks by itself, see `Asked`.
 
-    Raises `QueryError` if a question has no answer or the reply cannot be read, and what `send` raises.
+    Raises `QueryError` if a question has no answer or the reply cannot be read, and whatever `send` raises.
     """
     raw = [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests]
     reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
@@ -405,22 +419,22 @@ def ask(
 
 
 def _answer(request: Request[Any], raw: msgspec.Raw) -> Any:
-    """Return a decoded answer; of a summary also the blocks that a newer version has added."""
+    """Return a decoded answer. A summary keeps the blocks that a newer version has added."""
     if isinstance(request, GetSummary):
         return summary_shape.summary_of(msgspec.msgpack.decode(raw))
     return _decoder(type(request)).decode(raw)
 
 
 def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
-    """Return the answer to one request. Raises `QueryError`, and what `send` raises."""
+    """Return the answer to one request. Raises `QueryError`, and whatever `send` raises."""
     answer: A = ask(send, [request])[0]
     return answer
 
 
 def decode(data: bytes, questions: tuple[type[Request[Any]], ...]) -> tuple[list[Request[Any]], bool]:
     """
-    Return the requests in a message, which are among `questions`, and whether who asks is `watching`. Raises
-    `QueryError`.
+    Return the requests in a message, and whether the asking side is `watching`. Each request must be one of
+    `questions`. Raises `QueryError`.
     """
     try:
         asked = msgspec.msgpack.decode(data, type=ready(Asked))
@@ -447,7 +461,7 @@ def _decode_request(
 
 
 def encode(answers: Sequence[Any], session: str = "") -> bytes:
-    """Return a message with the answers, arrays and all."""
+    """Return a message with the answers, including their arrays."""
     answers = [
         summary_shape.plain(answer) if isinstance(answer, summary_shape.Summary) else answer
         for answer in answers
@@ -466,7 +480,10 @@ def _kinds(cls: type[Any]) -> list[type[Any]]:
 
 
 REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
-"""Every question and command that is not of a signal, by name; those of signals: `signals.views`."""
+"""
+Every question and command that does not belong to a signal, by name. Those of signals are
+in `signals.views`.
+"""
 
 
 @cache
@@ -477,7 +494,7 @@ def _request_decoder(questions: tuple[type[Request[Any]], ...]) -> msgspec.msgpa
 
 @cache
 def _decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
-    """Return what decodes the answer to requests of a kind."""
+    """Return the decoder for the answer to requests of a kind."""
     (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
     return msgspec.msgpack.Decoder(ready(answer), ext_hook=_decode)
 

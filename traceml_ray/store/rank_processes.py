@@ -1,7 +1,7 @@
 """
-Who is in a session: its nodes and their labels, its rank processes (each one process's life as a rank) in
-memory and as rows on disk, and its runs: several `fit()` of a driver, groups of plain actors, or one
-torchrun job.
+The nodes, rank processes and runs of a session. A rank process is the life of one process as a rank, in
+memory and as a row on disk. A session may have several runs: several `fit()` of a driver, groups of plain
+actors, or one torchrun job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from traceml_ray.wire.codec import ready
 
 @dataclass
 class Node:
-    """A machine for as long as it is in the cluster: one that comes back is another node."""
+    """A machine, from its joining the cluster to its leaving. A machine that comes back is another node."""
 
     node_id: str
     hostname: str
@@ -35,28 +35,28 @@ class Node:
     last_seen_ns: int | None = None
     """When the node's relay last reported, in ns."""
     lost_ns: int | None = None
-    """When the node was found to have left the cluster, in ns; None: it is there."""
+    """When the node was found to have left the cluster (ns); None: it has not left."""
     clock_offset_ns: int | None = None
     """Offset to add to times of the node's clock to get the aggregator's, in ns; None: not known."""
     clock_bound_ns: int | None = None
     """Largest error of that offset, in ns."""
     errors: dict[str, int] = field(default_factory=dict)
-    """Errors that the node's relay swallowed, by place."""
+    """Number of errors that the node's relay swallowed: place in the code → count."""
 
     @property
     def correction_ns(self) -> int:
-        """What to add to a time of its clock: the offset, or 0 where the two are not known to differ."""
+        """Offset to add to a time of the node's clock (ns). 0 if the clocks are not known to differ."""
         if self.clock_offset_ns is None or abs(self.clock_offset_ns) <= (self.clock_bound_ns or 0):
             return 0
         return self.clock_offset_ns
 
     def to_row(self) -> tuple[Any, ...]:
-        """Return this as a row of `COLUMNS`."""
+        """Return the node as a row of `COLUMNS`."""
         return *_plain_node(self), json.dumps(self.errors) if self.errors else "{}"
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Node:
-        """Return the node of a row of `COLUMNS`."""
+        """Return the node from a row of `COLUMNS`."""
         node = cls(*row)
         node.errors = json.loads(row[-1])
         return node
@@ -67,17 +67,17 @@ _plain_node = attrgetter(*NODE_COLUMNS[:-1])
 
 
 def node_key(process: RankProcess) -> str:
-    """Return what tells the rank process's node from others: its id, its hostname while that is not known."""
+    """Return the key of the rank process's node: the node's id, or its hostname while the id is not known."""
     assert process.identity is not None
     return process.identity.node_id or process.identity.hostname
 
 
 def label_nodes(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict[str, str]:
     """
-    Return the label of each node (by `node_key`): its hostname, with the address where two nodes have
-    the same one, and the beginning of its id where that does not tell them apart.
+    Return the label of each node (by `node_key`). The label is the hostname. If two nodes have the same
+    hostname, the address is added; if that is the same too, the beginning of the node's id.
 
-    Where ranks reported, the hostname is theirs.
+    If ranks of the node have reported, their hostname is used.
     """
     nodes = list(nodes)
     hostnames = {node.node_id: node.hostname for node in nodes}
@@ -99,7 +99,7 @@ def label_nodes(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict
 
 
 def process_labels(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict[int, str]:
-    """Return the label of the node of each rank process (by id), see `label_nodes`."""
+    """Return the label of each rank process's node: process id → label, see `label_nodes`."""
     processes = list(processes)
     labels = label_nodes(nodes, processes)
     return {process.id: labels[node_key(process)] for process in processes if process.identity}
@@ -107,16 +107,20 @@ def process_labels(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> d
 
 _IDENTITY = RankIdentity.__struct_fields__
 NUMBERED = "ray"
-"""Source of processes of Ray that have no rank of their own: the aggregator numbers those of one run."""
+"""Source of Ray processes that have no rank of their own. The aggregator numbers the processes of one run."""
 _LATE_NS = 2_000_000_000
-"""The end of a process may become known so much later than the start of the next, on another node."""
+"""
+Largest delay with which the end of a process becomes known, after the next process has started on another
+node (ns).
+"""
 
 
 @dataclass
 class RankProcess:
     """
-    One process's life. Counts are rows since its start; `next_row` is the number the next new row
-    will have (everything below it is stored or gone for good), `last_batch` the last batch taken.
+    One process's life as a rank. Counts are rows since the process started. `next_row` is the number of the
+    next new row: every row below it is stored or lost for good. `last_batch` is the number of the last batch
+    taken.
     """
 
     id: int
@@ -127,7 +131,7 @@ class RankProcess:
     dropped_by_agent: int = 0
     dropped_aggregator: int = 0
     lost_rows: int = 0
-    """Number of rows in flight when the session ended; the relay counted them as dropped."""
+    """Number of rows in flight when the session ended. The relay counted them as dropped."""
     dropped_by_relay: dict[str, int] = field(default_factory=dict)
     """Rows dropped by each relay incarnation: incarnation id → count."""
     next_row: int = 0
@@ -138,7 +142,7 @@ class RankProcess:
     final: bool = False
     lost: bool = False
     exit_code: int | None = None
-    """Exit code seen by the launcher; negative: the signal."""
+    """Exit code that the launcher saw; negative: the number of the signal."""
     first_seen_ns: int = 0
     last_seen_ns: int = 0
     open_step: int | None = None
@@ -152,7 +156,7 @@ class RankProcess:
     memory_from: dict[str, str] = field(default_factory=dict)
     """Source of each field of its memory samples, see `wire.RankBatch`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions and settings that it runs with."""
+    """Versions and settings of the process, by name."""
     marks_ns: int | None = None
     agent_cpu_ns: int | None = None
     agent_wall_ns: int | None = None
@@ -160,86 +164,95 @@ class RankProcess:
     group_first: int | None = None
     group_size: int | None = None
     placement: dict[str, Any] = field(default_factory=dict)
-    """Its coordinates in a job that is not only data parallel, as `wire.Placement`; empty: not known."""
+    """
+    Coordinates of the rank in a job that is not only data parallel, as in
+    `wire.Placement`; empty: not known.
+    """
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """The ranks that this one exchanges gradients with, see `wire.RankBatch`."""
+        """Group of the ranks that this rank exchanges gradients with, see `wire.RankBatch`."""
         if self.group_first is None or self.group_size is None:
             return None
         return self.group_first, self.group_size
 
     @property
     def role(self) -> str | None:
-        """What work it does, where not all ranks of the job do the same."""
+        """Role of the rank, if the ranks of the job do different work; else None."""
         return role_of(self.placement, self.group_size) if self.placement else None
 
     @property
     def worker(self) -> str | None:
-        """Its name as a worker of torch.distributed.rpc, None where it is none."""
+        """Name of the process as a worker of torch.distributed.rpc; None: it is not a worker."""
         return self.placement.get("worker") or None
 
     @property
     def serves(self) -> bool:
-        """Whether it is such a worker that has taken no step so far: others have work for it."""
+        """Whether the process is an RPC worker that has taken no step so far: other ranks give it work."""
         return self.worker is not None and self.last_key is None
 
     @property
     def work(self) -> str:
-        """Its role, and who it is over RPC; "" where all ranks do the same work, as far as is known."""
+        """
+        Role of the rank and its RPC name, as text. "" if all ranks are known, or assumed, to do the same
+        work.
+        """
         serves = ", serves, no steps" if self.serves else ""
         return " ".join(filter(None, [self.role, f"RPC {self.worker}{serves}" if self.worker else ""]))
 
     @property
     def rank(self) -> int | None:
-        """Global rank, None while it is not known."""
+        """Global rank; None: not known yet."""
         return self.identity.global_rank if self.identity else None
 
     @property
     def last_step(self) -> int | None:
-        """The newest step of which it sent a row."""
+        """Newest step that the process sent a row of."""
         return None if self.last_key is None else self.last_key >> SEGMENT_BITS
 
     @property
     def stage(self) -> str | None:
-        """The stage that it was in when it reported last."""
+        """Stage that the process was in at its last report."""
         return None if self.open_stage is None else STAGES[self.open_stage]
 
     @property
     def dropped_agent(self) -> int:
         """
-        Rows the agent dropped. What an agent or a relay gave up while its confirmation was under way did
-        arrive: what is stored counts as stored.
+        Number of rows that the agent dropped. Rows that an agent or relay dropped while their confirmation
+        was in transit did arrive: they count as stored.
         """
         return min(self.dropped_by_agent, self.produced - self.stored - self.dropped_aggregator)
 
     @property
     def dropped_relay(self) -> int:
-        """Rows that relays dropped, and what was in flight when the session ended."""
+        """Number of rows that relays dropped, including those in flight when the session ended."""
         dropped = sum(self.dropped_by_relay.values()) + self.lost_rows
         return min(dropped, self.produced - self.stored - self.dropped_aggregator - self.dropped_agent)
 
     @property
     def in_flight(self) -> int:
-        """Rows that were produced and have neither arrived nor been dropped so far."""
+        """Number of rows that have been produced, and have neither arrived nor been dropped yet."""
         return self.produced - self.stored - self.dropped_aggregator - self.dropped_agent - self.dropped_relay
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come: a last batch, a lost process, or an exit the launcher saw."""
+        """
+        Whether no more rows will come: after the last batch, a lost process, or an exit that the launcher
+        saw.
+        """
         return self.final or self.lost or self.exit_code is not None
 
     @property
     def end(self) -> str:
-        """How it ended, in words; "" while it goes on."""
+        """How the process ended, in words; "" while it runs."""
         if self.exit_code:
             return f"exit code {self.exit_code}"
         return "finished" if self.final else "lost" if self.ended else ""
 
     def absorb(self, batch: wire.RankBatch, now: int) -> bool:
         """
-        Take over the cumulative and latest values of a batch (not its rows), arrived at `now`; return whether
-        more than `PROGRESS` has changed.
+        Copy the cumulative and latest values of a batch that arrived at `now` (not its rows). Return whether
+        values other than `PROGRESS` have changed.
         """
         self.last_batch = batch.seq
         self.last_seen_ns = now
@@ -281,7 +294,10 @@ PROGRESS = (
     *("open_step", "open_stage", "open_elapsed_ns", "open_span", "open_span_ns"),
     *("marks_ns", "agent_cpu_ns", "agent_wall_ns", "sent_bytes"),
 )
-"""Columns that change with every batch: written alone in a third of the time of all."""
+"""
+Columns that change with every batch. Writing only these takes a third of the time of
+writing all columns.
+"""
 _NO_IDENTITY = (None,) * len(_IDENTITY)
 _plain = attrgetter(*_PLAIN)
 to_progress = attrgetter("id", *PROGRESS)
@@ -297,9 +313,9 @@ def to_row(process: RankProcess) -> tuple[Any, ...]:
 
 def from_row(values: dict[str, Any]) -> RankProcess:
     """
-    Return the process of a row by column; a file that was written before may lack some, or have others.
+    Return the process from a row: column → value. A file of another version may lack columns, or have others.
 
-    Raises ValueError, LookupError, TypeError, msgspec.ValidationError for nonsense.
+    Raises ValueError, LookupError, TypeError, msgspec.ValidationError for invalid values.
     """
     identity = [values.pop(name) for name in _IDENTITY]
     for name in _JSON:
@@ -321,7 +337,10 @@ def attempt_of(process: RankProcess) -> int:
 
 
 def last_attempt(processes: Iterable[RankProcess]) -> list[RankProcess]:
-    """Return the rank processes of the last attempt, of known rank; `processes` are of one run."""
+    """
+    Return the rank processes of the last attempt whose rank is known. All `processes`
+    belong to one run.
+    """
     known = [process for process in processes if process.identity is not None]
     last = max(map(attempt_of, known), default=-1)
     return [process for process in known if attempt_of(process) == last]
@@ -329,13 +348,15 @@ def last_attempt(processes: Iterable[RankProcess]) -> list[RankProcess]:
 
 def generations(processes: Iterable[RankProcess]) -> list[list[RankProcess]]:
     """
-    Return the processes of known rank by generation, the oldest first, each in order of `age`: those that
-    began together to train together. `processes` are of one run (see `of_run`).
+    Return the processes with a known rank by generation, the oldest generation first, each in order of `age`.
+    The processes of a generation started together to train together. All `processes` belong to one run (see
+    `of_run`).
 
-    An attempt begins one, and so does a restart within an attempt (an elastic launcher's at a change of
-    membership, a second round of actors): a rank comes again when all that there were before are gone.
-    A process that replaces one rank while others go on belongs to them, as do a rank that joins late and one
-    that ended early.
+    An attempt starts a generation. So does a restart within an attempt (by an elastic launcher at a change of
+    membership, or as a second round of actors): a rank starts again after all earlier processes have gone.
+
+    A process that replaces one rank while others continue belongs to their generation. So does a rank that
+    joins late, and a rank that ended early.
     """
     known = sorted((process for process in processes if process.identity is not None), key=age)
     newest = {(attempt_of(process), process.rank): process.id for process in known}
@@ -361,8 +382,9 @@ def generations(processes: Iterable[RankProcess]) -> list[list[RankProcess]]:
 
 def _restart(generation: list[RankProcess], replaced: set[int], late_ns: int) -> int:
     """
-    Return the first place from which on processes (in order of `age`) began after all before them were gone,
-    0 where there is none. The rank of the last is among those before. An end may be known `late_ns` late.
+    Return the first index from which on the processes (in order of `age`) started after all processes before
+    them had gone; 0 if there is none. The rank of the last process is among the ranks before. The end of a
+    process may become known `late_ns` too late.
     """
     last = generation[-1]
     size = last.identity.world_size if last.identity else 0
@@ -379,7 +401,7 @@ def _restart(generation: list[RankProcess], replaced: set[int], late_ns: int) ->
 
 
 class Generation(NamedTuple):
-    """The rank processes that began together, and which start of the run they are."""
+    """Rank processes that started together, and their position among the starts of the run."""
 
     processes: list[RankProcess]
     attempt: int = -1
@@ -389,14 +411,14 @@ class Generation(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """The attempt and the index in it: what tells generations of a run apart."""
+        """The attempt and the index in it. The key identifies a generation in its run."""
         return self.attempt, self.index_in_attempt
 
 
 def latest_generation_with_rows(processes: Iterable[RankProcess]) -> Generation:
     """
-    Return the newest generation that stored rows, else the newest: one that died before its first step has
-    none. `processes` are of one run.
+    Return the newest generation that stored rows. Falls back to the newest generation if none did: a
+    generation that died before its first step has no rows. All `processes` belong to one run.
     """
     all_generations = generations(processes)
     if not all_generations:
@@ -431,14 +453,14 @@ def earlier_starts(processes: Iterable[RankProcess]) -> list[EarlierStart]:
 
 def current_ranks(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
     """
-    Return one process per rank, all from the same generation (`latest_generation_with_rows`): steps before
-    and after a restart are never mixed. `processes` are of one run (see `of_run`).
+    Return one process per rank, all from the same generation (`latest_generation_with_rows`), so that steps
+    before and after a restart are never mixed. All `processes` belong to one run (see `of_run`).
     """
     return latest_process_per_rank(latest_generation_with_rows(processes).processes)
 
 
 def latest_process_per_rank(generation: Iterable[RankProcess]) -> dict[int, RankProcess]:
-    """Return one process per rank: of several processes of a rank, the last one with rows."""
+    """Return one process per rank. If a rank has several processes, it is the last one with rows."""
     best: dict[int, RankProcess] = {}
     for process in generation:
         if process.rank is not None and (
@@ -449,7 +471,10 @@ def latest_process_per_rank(generation: Iterable[RankProcess]) -> dict[int, Rank
 
 
 def reporting(ranks: dict[int, RankProcess], patience_ns: int) -> set[int]:
-    """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
+    """
+    Return the ranks that may still deliver rows. They have not ended, and are not silent for `patience_ns`
+    longer than the others.
+    """
     since = max((process.last_seen_ns for process in ranks.values()), default=0) - patience_ns
     return {rank for rank, process in ranks.items() if process.last_seen_ns >= since and not process.ended}
 
@@ -497,24 +522,27 @@ def rpc_only_ranks(ranks: Mapping[int, RankProcess]) -> set[int]:
 
 
 def training(ranks: Mapping[int, RankProcess], world: int) -> int:
-    """Return how many of the ranks of the job, `world` in all, may take steps."""
+    """Return how many of the job's ranks (`world` in all) may take steps."""
     return max(0, world - len(rpc_only_ranks(ranks)))
 
 
 def age(process: RankProcess) -> tuple[int, int, int]:
-    """Sort key of the processes of one rank: the newest is last."""
+    """Sort key of the processes of one rank; the newest process comes last."""
     return attempt_of(process), process.first_seen_ns, process.id
 
 
 MAX_RUNS = 256
-"""Runs whose facts are kept."""
+"""Largest number of runs whose facts are kept."""
 _MAX_TEXT = 500
 _MAX_FACTS = 32
 _OURS = frozenset({"id", "started_at", "ended_at", "status"})
 
 
 def by_run(processes: Iterable[RankProcess]) -> dict[str, list[RankProcess]]:
-    """Return the rank processes of each run by its id, oldest first; those of unknown rank are left out."""
+    """
+    Return the rank processes of each run: run id → processes, the oldest run first. Processes with an unknown
+    rank are left out.
+    """
     by_job: dict[str, list[RankProcess]] = {}
     for process in processes:
         if process.identity is not None:
@@ -523,12 +551,15 @@ def by_run(processes: Iterable[RankProcess]) -> dict[str, list[RankProcess]]:
 
 
 def of_run(processes: Iterable[RankProcess], run: str | None) -> list[RankProcess]:
-    """Return the rank processes of `run`, and those of which the run is not known."""
+    """Return the rank processes of `run`, and those whose run is not known."""
     return [process for process in processes if process.identity is None or process.identity.job_id == run]
 
 
 def newest(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> str | None:
-    """Return the newest run of a session that has rows, else the newest at all; None before any."""
+    """
+    Return the id of the newest run that has rows. Falls back to the newest run; None if
+    there is no run.
+    """
     runs = by_run(processes)
     return newest_of(
         {run: any(s.stored for s in processes_of_run) for run, processes_of_run in runs.items()}, meta
@@ -536,14 +567,17 @@ def newest(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> str | N
 
 
 def newest_of(has_rows: Mapping[str, bool], meta: Mapping[str, Any]) -> str | None:
-    """Return the same of the runs that have reported, oldest first, and whether they have rows."""
+    """
+    Return the newest run as `newest` does, from the reported runs (oldest first): run id → whether it has
+    rows.
+    """
     stored = [run for run, rows in has_rows.items() if rows]
     known = [*has_rows, *(run for run in meta.get("runs", {}) if run not in has_rows)]
     return stored[-1] if stored else known[-1] if known else None
 
 
 def run_names(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of each run of a session by its id, the oldest run first."""
+    """Return the name of each run of a session: run id → name, the oldest run first."""
     reported = meta.get("runs", {})
     return {run: reported.get(run, {}).get("name") or run for run in [*by_run(processes), *reported]}
 
@@ -551,7 +585,10 @@ def run_names(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> dict
 def note(
     reported: Mapping[str, Any], job_id: str, now: int, info: Mapping[str, Any], status: str | None = None
 ) -> dict[str, Any]:
-    """Return `reported`, the facts by run, with those of one run added; bounded."""
+    """
+    Return `reported` (the facts of each run) with facts of one run added. The numbers of runs and facts are
+    bounded.
+    """
     facts: dict[str, Any] = {**reported.get(job_id, {"id": job_id, "started_at": now})}
     for name, value in info.items():
         if name not in _OURS and (name in facts or len(facts) < _MAX_FACTS):
@@ -566,20 +603,23 @@ def note(
 
 
 def is_over(meta: Mapping[str, Any], run: str | None = None) -> bool:
-    """Return whether the session has ended or, while it goes on, that run of it."""
+    """
+    Return whether the session has ended. With `run`, also True if that run has ended while the session
+    continues.
+    """
     return meta.get("status", "running") != "running" or has_ended(meta, run)
 
 
 def has_ended(meta: Mapping[str, Any], run: str | None) -> bool:
-    """Return whether a run was reported to be over: its session may go on."""
+    """Return whether a run was reported as ended. Its session may continue."""
     return "ended_at" in meta.get("runs", {}).get(run, {})
 
 
 def status_of(processes: list[RankProcess], reported: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """
-    Return the status of a run: the one reported, else that of the session.
+    Return the status of a run: the reported one, else that of the session.
 
-    While the session runs, a run without a reported status has `ended` when all its ranks have.
+    While the session runs, a run without a reported status is `ended` once all its ranks have ended.
     """
     session: str = reported.get("status") or meta.get("status", "running")
     last = generations(processes)[-1:]
@@ -623,7 +663,10 @@ def list_runs(
 
 
 def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:
-    """Whether the facts of the session are those of `run`, one of `runs`: a launcher makes it for one."""
+    """
+    Whether the facts of the session are those of `run`, one of `runs`. A launcher makes a session for one
+    run.
+    """
     return len(runs) <= 1 or run == meta.get("session")
 
 
@@ -633,7 +676,7 @@ def count(processes: Iterable[RankProcess]) -> Ledger:
 
 
 def _counts(processes: Iterable[RankProcess]) -> dict[str, Any]:
-    """Return the fields of a `Ledger`."""
+    """Return the fields of a `Ledger`: field → value."""
     processes = list(processes)
 
     def total(name: str) -> int:
@@ -645,10 +688,11 @@ def _counts(processes: Iterable[RankProcess]) -> dict[str, Any]:
 
 def ledger(processes: Iterable[RankProcess], run: str | None, folded: int) -> WholeLedger:
     """
-    Return `count` of all rank processes, and in `per_rank` that of each rank of `run`: attempts and processes
-    of one rank are added up, those of other runs are not. `folded` rows are stored as statistics only.
+    Return the ledger of the session, with the ledger of each rank of `run` in `per_rank`. Attempts and
+    processes of one rank are added up; those of other runs are not in `per_rank`. `folded` rows are stored as
+    statistics only.
 
-    `unreported` is what was produced after a rank's last report: 0 after a last batch, None (not
+    `unreported` is the number of rows produced after a rank's last report: 0 after a last batch, None (not
     known) for a process that was killed.
     """
     processes = list(processes)
@@ -670,11 +714,11 @@ _GOES_ON = "running"
 
 def why_over(runs: Sequence[RunInfo], run: str | None) -> str:
     """
-    Return why no step of a run is left to measure; "" where it goes on, or may be yet to begin.
+    Return why no more steps of a run can be measured; "" if the run continues, or may still begin.
 
     Args:
-        runs: those of the session.
-        run: id or name; None: any that goes on.
+        runs: the runs of the session.
+        run: id or name of the run; None: any run that continues.
     """
     asked = [info for info in runs if run in (None, info.id, info.name)]
     if not asked or any(info.status == _GOES_ON for info in asked):
