@@ -1,10 +1,10 @@
 """
-Reads the database of a session file, also where nothing may be written: on a read-only mount, or in a folder
-of another user.
+Opens the database of a session file for reading, even where nothing may be written: on a read-only mount, or
+in another user's folder.
 
-SQLite writes even to read: it undoes a transaction that was cut off (a `-journal` is left), and makes the
-shared memory of a file in WAL mode. Where it may not write, a file without a journal is read as one that
-nobody changes; a file with a journal is copied together with it, and the copy is repaired and read.
+SQLite writes even to read: it rolls back an interrupted transaction (which left a `-journal`), and creates
+the shared memory of a file in WAL mode. Where SQLite may not write, a file without a journal is opened as
+immutable. A file with a journal is copied together with the journal; the copy is repaired and read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """
-    Return a connection to the session file at `path`, or to a copy of it, which the log then says.
+    Return a connection to the session file at `path`, or to a copy of it. If it is a copy, a log line says
+    so.
 
     Raises `SessionFileError` as `schema.connect` does, and if a copy cannot be made.
     """
@@ -65,19 +66,22 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 class _Copy:
     folder: tempfile.TemporaryDirectory[str]
     state: tuple[tuple[int, ...], ...]
-    """State of the files that it was made of, see `_state`."""
+    """State of the original files when they were copied, see `_state`."""
     path: Path
 
 
 class _Copies:
-    """Copies of session files with their journals, in private folders that go with this process."""
+    """
+    Copies of session files with their journals, in private folders that are removed when
+    this process ends.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: dict[Path, _Copy] = {}
 
     def of(self, path: Path) -> Path:
-        """Return the path of a copy of a file as it is now. Raises OSError, `SessionFileError`."""
+        """Return the path of a copy of the current file. Raises OSError, `SessionFileError`."""
         with self._lock:
             path = path.absolute()
             known = self._made.pop(path, None)
@@ -101,7 +105,7 @@ atexit.register(_copies.remove)
 
 
 def _copy(path: Path) -> _Copy:
-    """Copy a file with its journals as of one moment. Raises OSError, `SessionFileError`."""
+    """Copy a file and its journals in one consistent state. Raises OSError, `SessionFileError`."""
     folder = tempfile.TemporaryDirectory(prefix="traceml-copy-")
     copy = Path(folder.name, path.name)
     try:
@@ -124,12 +128,15 @@ def _copy(path: Path) -> _Copy:
 
 
 def _may_write(path: Path) -> bool:
-    """Return whether SQLite may write to the file and beside it: on a read-only mount not even root may."""
+    """Return whether SQLite may write to the file and its folder. On a read-only mount not even root may."""
     return all(os.access(place, os.W_OK, effective_ids=True) for place in (path, path.parent))
 
 
 def _state(path: Path) -> tuple[tuple[int, ...], ...]:
-    """Return inode, size and mtime of the file and its journals: each write to one of them changes these."""
+    """
+    Return inode, size and mtime of the file and its journals. Each write to one of these
+    files changes them.
+    """
     state: list[tuple[int, ...]] = []
     for suffix in ("", *_JOURNALS):
         try:
@@ -153,12 +160,13 @@ def _beside(path: Path, suffix: str) -> Path:
 
 class Reader:
     """
-    A connection to a session file that only reads it; closed at the end, unless it was given.
+    A connection to a session file that only reads it. `close` closes the connection, unless the caller gave
+    it.
 
     Args:
         path: the session file.
         connection: an open connection to it, which stays open; None: a new one.
-        run: id of the run to read; None: the newest that has rows.
+        run: id of the run to read; None: the newest run that has rows.
 
     Raises `SessionFileError` if the file cannot be read; so does each method that reads.
     """
@@ -186,7 +194,10 @@ class Reader:
 
     @contextlib.contextmanager
     def at_one_moment(self) -> Iterator[None]:
-        """Have all reads inside be of one moment; not without WAL, where that would block the writer."""
+        """
+        Make all reads in the block see the same state of the file. Without WAL this does nothing, because it
+        would block the writer.
+        """
         if self._connection.in_transaction or self._all("PRAGMA journal_mode") != [("wal",)]:
             yield
             return

@@ -1,9 +1,9 @@
 """
-The shapes of what `Session` returns; that of `summary` is in `summary_shape`.
+The structs that `Session` returns, except the one of `summary`, which is in `summary_shape`.
 
-Answers are structs; `traceml_ray.to_builtins` makes dicts of them. Names ending in `_ms` are milliseconds,
-`_s` seconds, `_ns` nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is
-0 to 1. What is not known is None, never 0.
+`traceml_ray.to_builtins` converts them to dicts. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
+nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is 0 to 1. What is not
+known is None, never 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """
-Keeps a session file within a bound: beyond it, the oldest rows are folded away.
+Keeps a session file within a size limit: the oldest rows are compacted.
 
-What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
-number of steps, their mean and the time at which things were are of these rows, too; of each run there is
-what a report makes of rows (`history_reader.pack`): its statistics, verdict and episodes go on from there.
-Named spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most
-memory; of samples of memory the first of ten seconds, too, and those with what is counted only now and
-then. Of measurements of clocks one of ten minutes is kept.
+Compacted rows still count as stored. For each process, sums of about ten seconds are kept, so the number of
+steps, their mean and the time line still cover these rows. For each run, the reduction that reports make of
+rows is kept (`history_reader.pack`): its statistics, verdict and episodes continue from it.
+
+Named spans are added up. Of old samples, one in ten is kept, and for each process the sample with the most
+memory. Of old memory samples, the first of each ten seconds is kept too, and those with values that are
+measured only now and then. Of clock measurements, one in ten minutes is kept.
 """
 
 from __future__ import annotations
@@ -31,17 +32,23 @@ from traceml_ray.store.schema import LISTS, NONSENSE, added, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 
 CHUNKS = 10
-"""Chunks of a rank process added up in one sum; its agent sends about one a second."""
+"""
+Number of chunks of a rank process that are added up in one sum. An agent sends about one
+chunk a second.
+"""
 SUMS = 1 << 17
-"""Largest number of sums in a file, shared equally by its rank processes; beyond, neighbours are added up."""
+"""
+Largest number of sums in a file, shared equally by its rank processes. Beyond it, neighbouring sums are added
+up.
+"""
 EVENTS = 100_000
-"""Number of events kept in a file beyond its bound: only a run in trouble has so many."""
+"""Number of newest events that stay when the file is beyond its limit. Only a run in trouble has more."""
 MAX_RUNS = 16
-"""Number of runs for which that is kept, the newest."""
+"""Largest number of runs whose reduction is kept; the newest ones."""
 MAX_SLICE = 1 << 16
 """Largest number of chunks read at a time."""
 SLICE_BYTES = 1 << 26
-"""Largest size of the rows read at a time, in bytes: the database is locked meanwhile."""
+"""Largest size of the rows read at a time, in bytes. The database is locked during the read."""
 _OF_MEMORY = "FROM memory_sample WHERE id > ?1 AND id <= ?2 GROUP BY process, device"
 _MOST_MEMORY = (
     f"SELECT id FROM (SELECT id, max(coalesce(peak_bytes, allocated_bytes, rss_bytes)) {_OF_MEMORY})"
@@ -53,12 +60,13 @@ _THIN_MEMORY = f"uss_bytes IS NULL AND id NOT IN ({_MOST_MEMORY}) AND id NOT IN 
 
 class Retention:
     """
-    Folds what is oldest in the session file at `path` once it has grown beyond `limit` bytes.
+    Compacts the oldest data of the session file at `path` once the file exceeds `limit` bytes.
 
-    `absorb` reads rows, a slice at a time; what it makes of them stays in memory until `fold` writes it and
-    deletes them, in one transaction: whatever happens before, they are in the file, and are read again.
-    `cursors` says how far the samples are thinned, by table, and how many `rows` were folded. `failed` is
-    an error that kept a run's statistics from being kept, or from being read: then they are kept aside.
+    `absorb` reads rows, one slice at a time, and keeps their reduction in memory. `fold` writes the reduction
+    and deletes the rows in one transaction. After a crash before that, the rows are still in the file and are
+    read again. `cursors` says how far the samples of each table are thinned, and how many `rows` were
+    compacted. `failed` is an error in keeping or reading a run's statistics; these statistics are then kept
+    aside.
     """
 
     def __init__(
@@ -77,7 +85,7 @@ class Retention:
         self._thresholds = thresholds
         self._runs: dict[str, _Run] = {}
         self._to = 0
-        """The last chunk that was absorbed."""
+        """Id of the last chunk that was absorbed."""
         self._left: dict[int, int] = {}
         """Newest chunk read of each rank process. It is absorbed only once a newer one has been read."""
         self._newest: dict[int, int] = {}
@@ -85,19 +93,20 @@ class Retention:
         self._ids: list[tuple[int]] = []
         self._sums: list[tuple[Any, ...]] = []
         self._rows = self._bytes = 0
-        """Absorbed since the last `fold`."""
+        """Number and size (bytes) of the rows absorbed since the last `fold`."""
         self._body_bytes = 0
 
     def due(self) -> bool:
-        """Whether the file is beyond its bound; pages that are free again count as room."""
+        """Whether the file is beyond its limit. Free pages inside the file count as room."""
         pages = self._one("PRAGMA page_count") - self._one("PRAGMA freelist_count")
         return bool(pages * self._one("PRAGMA page_size") > self._limit)
 
     def absorb(self, processes: int) -> bool:
         """
-        Read the next slice of so many rank processes that report; return whether it is time to `fold`.
+        Read the next slice of rows, while `processes` rank processes report. Return whether it is time to
+        call `fold`.
 
-        The last chunk of each rank process stays in the file, so that whoever reads the rows sees every rank.
+        The last chunk of each rank process stays in the file, so that a reader of the rows sees every rank.
         """
         slice_ = min(CHUNKS * max(1, processes), MAX_SLICE)
         newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
@@ -132,7 +141,7 @@ class Retention:
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
 
     def _newest_chunks(self) -> dict[int, int]:
-        """Return the last chunk of each rank process; reads what has come since it was asked before."""
+        """Return the last chunk of each rank process. Reads only the chunks added since the previous call."""
         query = "SELECT process, max(id) FROM chunk WHERE id > ? GROUP BY process"
         self._newest.update(self._connection.execute(query, (max(self._newest.values(), default=0),)))
         return self._newest
@@ -142,7 +151,10 @@ class Retention:
         return (_Chunk(*row) for row in self._connection.execute(query, values))
 
     def fold(self) -> dict[str, int]:
-        """Write what was absorbed within the caller's transaction, delete it; return the new cursors."""
+        """
+        Write the reduction of the absorbed rows and delete these rows, inside the caller's transaction.
+        Return the new cursors.
+        """
         self._connection.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - ?", (EVENTS,))
         if not self._bytes:
             return self.cursors
@@ -154,14 +166,14 @@ class Retention:
         return {"rows": self.cursors.get("rows", 0) + self._rows, **self._thin(self._to / newest)}
 
     def folded(self, cursors: dict[str, int]) -> None:
-        """Note that what `fold` returned is on disk."""
+        """Note that the result of `fold`, with its `cursors`, is on disk."""
         self.cursors, self._sums, self._ids = cursors, [], []
         self._rows = self._bytes = 0
         for state in self._runs.values():
             state.changed = state.refused = False
 
     def _keep(self, by_process: dict[int, list[_Chunk]]) -> None:
-        """Reduce the rows of chunks; of a run that fails, only the sums are kept."""
+        """Reduce the rows of chunks. Of a run whose reduction fails, only the sums are kept."""
         processes = self._session.processes()
         labels = process_labels(self._session.cluster(), processes)
         for run, known in by_run(processes).items():
@@ -189,7 +201,10 @@ class Retention:
                 state.kept, self.failed = None, error
 
     def _state(self, run: str, processes: dict[int, int]) -> _Run:
-        """Return what is kept of `run`; it begins anew when its processes are others, or none can be read."""
+        """
+        Return the kept state of `run`. It starts empty if the run's processes have changed, or the stored
+        state cannot be read.
+        """
         state = self._runs.get(run)
         if state is None or state.processes != processes:
             session = self._session.for_run(run)
@@ -224,7 +239,7 @@ class Retention:
         self._connection.execute(f"DELETE FROM kept WHERE id NOT IN ({newest})", (MAX_RUNS,))
 
     def _merge_sums(self) -> None:
-        """Add up neighbouring sums of each rank process where there are more than `SUMS` in all."""
+        """Add up neighbouring sums of each rank process if there are more than `SUMS` in all."""
         most = min(SUMS, self._limit // 2048)
         if self._one("SELECT count(*) FROM rollup") <= most:
             return
@@ -238,7 +253,10 @@ class Retention:
         write(self._connection, insert("rollup"), merged)
 
     def _thin(self, share: float) -> dict[str, int]:
-        """Thin out the samples among the oldest `share` of each kind; return where that ended."""
+        """
+        Thin out the samples among the oldest `share` of each kind. Return the cursors of the last thinned
+        samples.
+        """
         largest = "SELECT id FROM (SELECT id, max(rss_bytes) FROM process_sample WHERE id > ?1 AND id <= ?2"
         kept = {
             "process_sample": f"id NOT IN ({largest} GROUP BY process))",
@@ -262,7 +280,7 @@ class Retention:
         return ends
 
     def _add_up_parts(self, since: int, last: int) -> None:
-        """Let the newest row of each span of a process be the sum of all of its rows."""
+        """Replace the rows of each span of a process with their sum, in the newest row."""
         count, total_ns, size = map(added, ("count", "total_ns", "bytes"))
         sums = f"{count}, {total_ns}, max(max_ns), min(first_step), max(last_step), {size}, max(id)"
         which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage, process_group"
@@ -277,8 +295,8 @@ class Retention:
 @dataclass
 class _Run:
     """
-    What is kept of one run, None where that failed; `processes` is the process of each rank. `refused`: what
-    is in the file could not be read.
+    The kept reduction of one run; None if it failed. `processes` is the process of each rank. `refused`: the
+    reduction stored in the file could not be read.
     """
 
     processes: dict[int, int]
@@ -288,7 +306,7 @@ class _Run:
 
 
 class _Chunk(NamedTuple):
-    """Rows of one rank process as they came."""
+    """Rows of one rank process as they were received."""
 
     id: int
     process: int
@@ -310,7 +328,7 @@ def _columns(chunks: Iterable[_Chunk]) -> Columns:
 
 
 def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
-    """Return rows of the table, each of up to ten chunks of one rank process."""
+    """Return rows for the table of sums, each of up to ten chunks of one rank process."""
     all_sums = []
     for process, keys_of_process in by_process.items():
         for begin in range(0, len(keys_of_process), CHUNKS):
@@ -323,7 +341,7 @@ def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
 
 
 def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> list[tuple[Any, ...]]:
-    """Return the sums of one rank process, neighbours added up to `most` rows."""
+    """Return the sums of one rank process, with neighbours added up until at most `most` are left."""
     merged: list[tuple[Any, ...]] = []
     for one in sums:
         if merged and merged[-1][2] + one[2] <= most:
@@ -347,24 +365,25 @@ WHERE id < newest AND (lines IS NULL OR above > ?))
 
 class OutputRetention:
     """
-    Keeps the table small: after many entries, all but the last lines of each stream are deleted.
+    Keeps the table of printed lines small: after many entries, all but the last lines of each stream are
+    deleted.
 
     Args:
-        most: how many lines of a stream are kept.
+        most: number of lines of a stream that are kept.
     """
 
     def __init__(self, connection: sqlite3.Connection, most: int) -> None:
         self._connection, self._most = connection, most
         self.entries = self._count()
-        """In the file; the writer adds what it writes."""
+        """Number of entries in the file. The writer adds the entries that it writes."""
         self._limit = _FEW
 
     def due(self) -> bool:
-        """Return whether there are too many."""
+        """Return whether there are too many entries."""
         return self.entries > self._limit
 
     def prune(self) -> None:
-        """Delete what is old, within the caller's transaction."""
+        """Delete the old entries inside the caller's transaction."""
         self._connection.execute(_OLD, (self._most,))
         self.entries = self._count()
         self._limit = max(_FEW, 2 * self.entries)
@@ -374,4 +393,4 @@ class OutputRetention:
 
 
 _FEW = 4096
-"""Entries of all streams together that are no trouble."""
+"""Number of entries of all streams together up to which nothing is deleted."""

@@ -1,4 +1,4 @@
-"""What was sampled of processes, nodes and devices, from the session file."""
+"""Reads the samples of processes, nodes and devices from the session file."""
 
 from __future__ import annotations
 
@@ -29,43 +29,49 @@ _SAMPLE = NodeSample.__struct_fields__
 _PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)
 _MEMORY = MemorySample.__struct_fields__
 _MEASURED = _MEMORY[3:]
-"""Measured fields of a memory sample, after time, step and device."""
+"""Measured fields of a memory sample. Time, step and device come before them."""
 _UNKNOWN = -1
 _READ_AT_ONCE = 20_000
 _TICK_NS = 500_000_000
-"""About the time between two samples of memory."""
+"""Approximate time between two memory samples, in ns."""
 _NODE, _GPU = stored(NODE), stored(GPU)
 _MOST_SAMPLES = 120
-"""Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
+"""
+Largest number of samples of a node that are read for its anomalies. Of a longer time, one sample in several
+seconds is read.
+"""
 _LATE_NS = 10_000_000_000
 """Largest difference in arrival between samples of different nodes, in ns."""
 
 
 @dataclass(frozen=True)
 class MemoryColumns:
-    """The samples of memory of one rank process on one device, in order of time."""
+    """Memory samples of one rank process on one device, in order of time."""
 
     process: int
     """Id of the rank process."""
     device: int | None
-    """None: of the host, of a process without a device."""
+    """Index of the device. None: the samples are of the host, of a process without a device."""
     t_ns: NDArray[np.int64]
-    """n, on the clock of its node."""
+    """Time of each sample: (n,) int64 ns, on the clock of its node."""
     step: NDArray[np.int64]
-    """n, -1 where it is not known."""
+    """Step of each sample: (n,) int64; -1: not known."""
     columns: dict[str, NDArray[np.float64]]
-    """n each, by field of `MemorySample`; NaN is not known. Only those that are known at all."""
+    """
+    Values by field of `MemorySample`: (n,) float64 each; NaN: not known. Fields without any known value are
+    left out.
+    """
 
 
 class SampleReader(Reader):
-    """Reads samples; those of nodes are not of one run."""
+    """Reads samples. Samples of nodes do not belong to one run."""
 
     def process_samples(
         self, processes: Iterable[int], last: int, between: tuple[int, int] | None = None
     ) -> list[tuple[int, wire.ProcessSample]]:
         """
-        Return `last` samples of each of `processes` (ids), with its id: the newest, or, evenly, of those
-        `between` (ns).
+        Return `last` samples of each of `processes` (ids), each with its process id. They are the newest, or
+        spread evenly over the time `between` (ns).
         """
         return [
             (process, wire.ProcessSample(*sample))
@@ -81,8 +87,9 @@ class SampleReader(Reader):
         self, processes: Iterable[int], last: int, between: tuple[int, int] | None = None
     ) -> list[tuple[int, MemorySample]]:
         """
-        Return the same of their memory, of all devices of a process together; all times are of the
-        aggregator's clock, as far as those of nodes are known.
+        Return `last` memory samples of each of `processes` (ids), of all devices of a process together,
+        chosen as by `process_samples`. Times are on the aggregator's clock, as far as the node's clock is
+        known.
         """
         picked = []
         for process in processes:
@@ -101,7 +108,7 @@ class SampleReader(Reader):
         return picked
 
     def _clock_of(self, process: int) -> NodeClock | None:
-        """Return the clock of the node of a rank process, None where that was not measured."""
+        """Return the clock of a rank process's node; None if it was not measured."""
         nodes = [node for (node,) in self._all("SELECT node_id FROM rank_process WHERE id = ?", process)]
         return next(iter(self.clocks(nodes).values()), None)
 
@@ -125,11 +132,11 @@ class SampleReader(Reader):
         most: int | None = None,
     ) -> tuple[list[MemoryColumns], int]:
         """
-        Return all samples of memory after cursor `since`, of `processes` (ids; None: of all), by rank process
-        and device, with these `fields`; and the cursor to go on from. Some 3 µs for each with all fields. Of
-        more than `most` samples, those of some moments, the same ones for all.
+        Return all memory samples after cursor `since`, by rank process and device, and the new cursor.
+        `processes` are the ids to read (None: all), `fields` the fields. A sample with all fields takes about
+        3 µs. If there are more than `most` samples, some moments are selected, the same for all devices.
 
-        Raises `SessionFileError` for values that nobody sampled.
+        Raises `SessionFileError` for values that no sampler can have sent.
         """
         end = self._top("memory_sample")
         where = "FROM memory_sample WHERE id > ? AND id <= ?"
@@ -150,7 +157,7 @@ class SampleReader(Reader):
             return _by_device(self._integers(query, since, end, width=len(wanted)), names), end
 
     def _integers(self, query: str, *values: Any, width: int) -> NDArray[np.int64]:
-        """Return rows of integers; raises TypeError for what is none."""
+        """Return rows of integers; raises TypeError for other values."""
         numbers = array("q")
         with self._reading(query, values) as cursor:
             while rows := cursor.fetchmany(_READ_AT_ONCE):
@@ -161,7 +168,7 @@ class SampleReader(Reader):
 
     def clocks(self, nodes: Sequence[Any] | None = None) -> dict[str, NodeClock]:
         """
-        Return what was measured of the clocks of `nodes` (ids; None: of all), by node id. Raises
+        Return the measured clocks of `nodes` (ids; None: all): node id → clock. Raises
         `SessionFileError`.
         """
         measured_by_node: dict[str, list[tuple[int, ...]]] = {}
@@ -177,7 +184,10 @@ class SampleReader(Reader):
     def node_samples(
         self, nodes: Iterable[str], last: int, between: tuple[int, int] | None = None
     ) -> list[tuple[str, NodeSample]]:
-        """Return the same of each of `nodes` (ids)."""
+        """
+        Return `last` samples of each of `nodes` (ids), each with its node id, chosen as
+        by `process_samples`.
+        """
         return [
             (node, sample)
             for node in nodes
@@ -189,7 +199,7 @@ class SampleReader(Reader):
     def _rows(
         self, table: str, column: str, owner: Any, last: int, between: tuple[int, int] | None
     ) -> list[int]:
-        """Return the ids of those samples of one node or process, in order."""
+        """Return the ids of the selected samples of one node or process, in order."""
         where = f"FROM {table} WHERE {column} = ?"
         if between is None:
             ids = self._all(f"SELECT id {where} ORDER BY id DESC LIMIT ?", owner, last)[::-1]
@@ -199,7 +209,7 @@ class SampleReader(Reader):
         return [row for (row,) in ids[::every]]  # from the first: they stay the same while others come
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
-        """Return (peak, last) resident bytes by rank process id."""
+        """Return the resident memory of each rank process: process id → (peak, last) in bytes."""
         rows = self._all(
             "SELECT p.process, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
             "max(rss_bytes) AS peak FROM process_sample GROUP BY process) m ON p.id = m.id"
@@ -207,7 +217,7 @@ class SampleReader(Reader):
         return {process: (peak, last) for process, peak, last in rows}
 
     def allocated_peaks(self) -> dict[int, int]:
-        """Return the most that torch's allocator ever had allocated, by rank process id."""
+        """Return the largest allocation of torch's allocator in each rank process: process id → bytes."""
         return dict(
             self._all(
                 "SELECT process, max(max(ifnull(peak_bytes, 0), ifnull(allocated_bytes, 0))) "
@@ -217,8 +227,8 @@ class SampleReader(Reader):
 
     def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
         """
-        Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
-        those of `signals.nodes.quantities.stored`. Unknown values are left out.
+        Return the measured values of each node: node id → (device or None, quantity) → values. The quantities
+        are those of `signals.nodes.quantities.stored`. Unknown values are left out.
         """
         by_node: dict[str, dict[int | None, list[array[float]]]] = {}
         last: dict[str, NodeSample] = {}
@@ -239,7 +249,7 @@ class SampleReader(Reader):
         }
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
-        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `anomalies.Between`."""
+        """Return the samples of `nodes` from `first_ns` to `last_ns`, see `anomalies.Between`."""
         low = self._first_sample(first_ns - _LATE_NS)
         high = self._first_sample(last_ns + _LATE_NS)
         every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))
@@ -254,7 +264,10 @@ class SampleReader(Reader):
         return {node: samples.between(first_ns, last_ns) for node, samples in samples_of_node.items()}
 
     def _first_sample(self, t_ns: int) -> int:
-        """Return the id of the first node sample at `t_ns` or later: they came in about that order."""
+        """
+        Return the id of the first node sample at `t_ns` or later. Samples arrive in about the order of their
+        times.
+        """
 
         def at(sample: int) -> int:
             rows = self._all("SELECT t_ns FROM node_sample WHERE id >= ? ORDER BY id LIMIT 1", sample)
@@ -272,7 +285,10 @@ class SampleReader(Reader):
 
 
 def _clock(measured: list[tuple[int, ...]]) -> NodeClock:
-    """Return the clock of rows (t_ns, offset_ns, bound_ns); raises TypeError, ValueError for other things."""
+    """
+    Return the clock from rows (t_ns, offset_ns, bound_ns). Raises TypeError, ValueError
+    for other values.
+    """
     t_ns, offset, bound = np.frombuffer(array("q", chain.from_iterable(measured)), np.int64).reshape(-1, 3).T
     if bound.min() < 0 or max(abs(int(offset.min())), int(offset.max()), int(bound.max())) > MAX_OFFSET_NS:
         raise ValueError("a clock that is further off than any")
@@ -280,7 +296,7 @@ def _clock(measured: list[tuple[int, ...]]) -> NodeClock:
 
 
 def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]:
-    """Divide rows (process, t_ns, device, step, *names) by rank process and device; raises ValueError."""
+    """Split rows (process, t_ns, device, step, *names) by rank process and device. Raises ValueError."""
     if rows.size and rows[:, 2:].min() < _UNKNOWN:
         raise ValueError("a sample of memory below 0")
     process, t_ns, device = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -306,7 +322,7 @@ _gpus = msgspec.json.Decoder(ready(list[GpuSample]))
 
 
 def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:
-    """Append values to the columns of a device (None: of the node), those that are known."""
+    """Append the known values to the columns of a device (None: of the node)."""
     known = columns.get(device)
     if known is None:
         known = columns[device] = [array("d") for _ in values]

@@ -1,6 +1,6 @@
 """
-The session file itself, one SQLite database: its tables, how it is opened, and whether it is whole; what
-older files have of signals elsewhere, whose records had no tables of their own.
+The tables of a session file, which is one SQLite database; how the file is opened, and how damage is found.
+Also reads records of signals from older files, which had no table for them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from traceml_ray.wire.codec import ready
 
 def older_records(connection: sqlite3.Connection, kind: Kind[Any]) -> Iterator[tuple[int, Any]]:
     """
-    Yield (process, record) of a kind from an older file that has no table for it. Raises `sqlite3.Error`, and
-    one of `schema.NONSENSE`.
+    Yield (process, record) of a kind from an older file that has no table for the kind. Raises
+    `sqlite3.Error`, and the exceptions of `schema.NONSENSE`.
     """
     if kind is SHARDING and _columns(connection, "sharding"):
         for process, body in connection.execute("SELECT process, body FROM sharding"):
@@ -45,7 +45,7 @@ def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
 
 
 SCHEMA = 2
-"""Version of the tables below. Once a release has written it, a change of any table needs a new one."""
+"""Version of the tables below. After a release has written it, any change of a table needs a new version."""
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {
@@ -58,7 +58,7 @@ LISTS = {
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),
     **{kind.table: (kind.owner, *kind.fields) for kind in KINDS.values() if kind.keep == "all"},
 }
-"""Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
+"""Tables that grow: name → columns after `id`. `id` numbers the rows in order of arrival."""
 _KEYED = {
     "meta": ("key", "value"),
     "node": NODE,
@@ -73,7 +73,10 @@ _INDEXES = {
     "span": "last_step",
     **{kind.table: kind.index for kind in KINDS.values() if kind.index},
 }
-"""No index is by rank process: with one, each commit would write a page per rank."""
+"""
+Indexed column of each table that has an index. No index is by rank process: with one, each commit would write
+a page per rank.
+"""
 
 
 def insert(table: str) -> str:
@@ -82,7 +85,7 @@ def insert(table: str) -> str:
 
 
 def update(table: str, key: str, columns: Sequence[str]) -> str:
-    """Return the statement with which `write` sets `columns` of rows that are found by `key`, or new."""
+    """Return the statement with which `write` sets `columns` of the rows with `key`, or inserts new rows."""
     values = ", ".join(f"{name} = excluded.{name}" for name in columns)
     return (
         f"INSERT INTO {table}({key}, {', '.join(columns)}) VALUES ? ON CONFLICT({key}) DO UPDATE SET {values}"
@@ -91,8 +94,8 @@ def update(table: str, key: str, columns: Sequence[str]) -> str:
 
 def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """
-    Run `statement` with its `?` replaced by rows, as many at a time as may be: each time the thread gives
-    away the GIL, and waits for it where another thread is busy.
+    Run `statement` with its `?` replaced by rows, as many per statement as SQLite allows. Each statement
+    releases the GIL, and waits for it again if another thread is busy.
     """
     if not rows:
         return
@@ -137,14 +140,14 @@ NETWORK_FILESYSTEMS = {
 
 def added(column: str) -> str:
     """
-    Return SQL for the sum of a column of integers, null where all are null. It is added up as floating point
-    numbers: SQLite fails where a sum of integers is over 64 bits, and a damaged message can bring such ones.
+    Return SQL for the sum of an integer column; null if all values are null. The sum uses floating point:
+    SQLite fails if a sum of integers exceeds 64 bits, which a damaged message can cause.
     """
     return f"CAST(round(sum({column} * 1.0)) AS INT)"
 
 
 class SessionFileError(ValueError):
-    """A session file that cannot be read; the message names the file and what is wrong with it."""
+    """A session file that cannot be read. The message names the file and the defect."""
 
 
 NONSENSE = (
@@ -156,7 +159,7 @@ NONSENSE = (
 
 @contextlib.contextmanager
 def legible(path: Path) -> Iterator[None]:
-    """Raise `SessionFileError` for what goes wrong inside because what stands in the file makes no sense."""
+    """Convert exceptions in the block that come from invalid contents of the file to `SessionFileError`."""
     try:
         yield
     except SessionFileError:
@@ -170,10 +173,10 @@ def connect(
     path: Path, *, create: bool = False, timeout: float = 5.0, immutable: bool = False
 ) -> sqlite3.Connection:
     """
-    Open the session file at `path`; `create` makes one that is not there yet. A lock of somebody else is
-    waited for, `timeout` seconds at most. `immutable`: nobody writes to it, so no lock is taken.
+    Open the session file at `path`. `create` creates it if it does not exist. The call waits for another
+    process's lock, at most `timeout` seconds. `immutable`: nobody writes to the file, so no lock is taken.
 
-    Raises `SessionFileError` when there is none, it is damaged, no session, or of another schema.
+    Raises `SessionFileError` if the file does not exist, is damaged, is not a session, or has another schema.
     """
     if not create and not path.is_file():
         raise SessionFileError(f"{path}: no such session file")
@@ -196,7 +199,7 @@ def connect(
 
 
 def damaged(path: Path) -> bool:
-    """Return whether the file at `path` is no database, or not a whole one. Reads all of it."""
+    """Return whether the file at `path` is not a database, or an incomplete one. Reads the whole file."""
     try:
         with contextlib.closing(sqlite3.connect(path)) as connection:
             return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok")
@@ -208,7 +211,7 @@ def damaged(path: Path) -> bool:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Commit what is done inside, or none of it."""
+    """Commit everything that is done in the block, or nothing."""
     connection.execute(f"BEGIN {kind}")
     try:
         yield
@@ -243,8 +246,8 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
 
 def _add_records(connection: sqlite3.Connection, create: bool) -> None:
     """
-    Add what an older file lacks of records of signals: in it, or for a reader in memory. A table has what the
-    file has of the signal elsewhere; see `session_file.records` for columns.
+    Add the tables of signals that an older file lacks: to the file, or to a temporary database of the reader.
+    A table gets the records that the older file keeps elsewhere. See `session_file.records` for columns.
     """
     for kind in KINDS.values():
         there = {row[1] for row in connection.execute(f"PRAGMA table_info({kind.table})")}
@@ -268,7 +271,7 @@ def _add_table(connection: sqlite3.Connection, kind: Kind[Any], create: bool) ->
 
 
 def on_network_filesystem(path: Path) -> bool:
-    """Return whether `path` lies on a filesystem that other machines write to as well."""
+    """Return whether `path` is on a filesystem that other machines can write to."""
     try:
         mounts = psutil.disk_partitions(all=True)
     except OSError:

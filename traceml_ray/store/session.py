@@ -1,10 +1,10 @@
 """
-The session folder: where one run's files are, who holds it, and how it is found again.
+The session folder: the files of a session, the process that holds it, and how a session is found.
 
 `<out>/<session>/` holds `session.sqlite`, `summary.json`, `report.txt` and `report.html`. The launcher's
-process (the aggregator's, where there is no launcher) holds an flock on `.lock` for as long as it lives, so a
-second launch cannot write into a live session. Nothing is ever overwritten: an older session of the
-same name is moved aside.
+process (or the aggregator's, if there is no launcher) holds an flock on `.lock` as long as it lives, so a
+second launch cannot write into a live session. Nothing is overwritten: an older session of the same name is
+moved aside.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MonitorState = Literal["waiting_for_cpu", "starting", "running", "failed"]
 
 
 class Live(msgspec.Struct, frozen=True):
-    """What is in `live.json` of a session folder from its launch to its end. No secret."""
+    """Contents of `live.json`, which a session folder has from launch to end. It holds no secret."""
 
     pid: int
     """Process id of the launcher, or of the aggregator if there is no launcher."""
@@ -47,15 +47,15 @@ class Live(msgspec.Struct, frozen=True):
     address: str
     """Address of the Ray cluster."""
     monitor: MonitorState = "running"
-    """State of the monitor. A failed one is not started again; the rows are stored when training ends."""
+    """State of the monitor. A failed monitor is not started again; the rows are stored when training ends."""
     began_ns: int = 0
-    """Time of the launch (ns, wall clock); 0 where a running monitor has written the file."""
+    """Time of the launch (ns, wall clock); 0 if a running monitor has written the file."""
     detail: str = ""
-    """Why it has failed."""
+    """Reason why the monitor failed; "" if it has not failed."""
 
 
 def holder(folder: Path) -> int | None:
-    """Return the pid of the process that holds the session right now, None where there is none."""
+    """Return the pid of the process that holds the session now; None if no process does."""
     try:
         fd = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -70,7 +70,7 @@ def holder(folder: Path) -> int | None:
 
 
 def live_state(folder: Path) -> Live | None:
-    """Return how far the monitor of the session in `folder` is; None where nobody holds the session."""
+    """Return the state of the monitor of the session in `folder`; None if no process holds the session."""
     if (pid := holder(folder)) is None:
         return None
     try:
@@ -81,7 +81,7 @@ def live_state(folder: Path) -> Live | None:
 
 
 def start_text(live: Live) -> str:
-    """Return why a live session does not answer yet, in sentences; "" where its monitor runs."""
+    """Return why a live session does not answer yet, in sentences; "" if its monitor runs."""
     waited = f" ({text.age((time.time_ns() - live.began_ns) / 1e9)} so far)" if live.began_ns else ""
     return {
         "waiting_for_cpu": f"Training is running. The monitor is waiting for a free CPU core{waited}.",
@@ -93,13 +93,16 @@ def start_text(live: Live) -> str:
 
 
 def starting_sessions(out: Path) -> list[Path]:
-    """Return the folders under `out` of live sessions that have no file yet."""
+    """Return the folders under `out` of live sessions that have no session file yet."""
     locks = [lock for lock in out.glob(f"*/{LOCK}") if not (lock.parent / DATABASE).exists()]
     return [lock.parent for lock in locks if holder(lock.parent) is not None]
 
 
 def read_json(path: Path, kind: type[_T]) -> _T:
-    """Return what a JSON file of a session folder holds. Raises OSError, ValueError for other contents."""
+    """
+    Return the contents of a JSON file of a session folder. Raises OSError, and ValueError for invalid
+    contents.
+    """
     try:
         return msgspec.json.decode(read_file(path, _MAX_JSON_BYTES), type=ready(kind))
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -107,12 +110,12 @@ def read_json(path: Path, kind: type[_T]) -> _T:
 
 
 def write_live(folder: Path, live: Live) -> None:
-    """Write `live.json` into a session folder, for this user only. Raises OSError."""
+    """Write `live.json` into a session folder, readable for this user only. Raises OSError."""
     write_file(folder / LIVE, msgspec.json.encode(live))
 
 
 def pid_in(fd: int) -> int | None:
-    """Return the pid that is written in a lock; None where there is none."""
+    """Return the pid that is written in a lock file; None if there is none."""
     text = b""
     with contextlib.suppress(OSError):  # it is no file
         text = os.pread(fd, 32, 0).strip()
@@ -121,22 +124,22 @@ def pid_in(fd: int) -> int | None:
 
 PAGE = "report.html"
 REPORTS = ("summary.json", "report.txt", PAGE)
-"""Files that people and programs read; the page is missing where it could not be made."""
+"""Reports of a session. The page is missing if it could not be made."""
 _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
     *("bundles", "profiles", "snapshots"),
 )
 """Patterns of the files that a monitor writes into its session's folder."""
 _LOOK_S = 0.2
-"""How often to look for a session that has not begun, in s."""
+"""Interval between two looks for a session that has not started yet, in s."""
 
 
 class SessionError(ValueError):
-    """A session that cannot be made or found; the message says which, where, and what to do."""
+    """A session that cannot be created or found. The message says which session, where, and what to do."""
 
 
 class NoSessionError(SessionError):
-    """There is no session of that name, or none at all."""
+    """There is no session of that name, or no session at all."""
 
 
 class SessionHeldError(SessionError):
@@ -149,40 +152,40 @@ class SessionStartingError(SessionError):
 
 @dataclass
 class SessionFolder:
-    """The files of one session. With `lock_fd`, this process holds the session until `release`."""
+    """The folder of one session. With `lock_fd`, this process holds the session until `release`."""
 
     path: Path
     lock_fd: int | None = None
     moved: Path | None = None
-    """New path of an older session with the same name."""
+    """New path of an older session with the same name; None: there was none."""
 
     @property
     def name(self) -> str:
-        """The session's name."""
+        """Name of the session."""
         return self.path.name
 
     @property
     def sqlite(self) -> Path:
-        """Everything that was recorded."""
+        """Path of the session file, which holds all recorded data."""
         return self.path / DATABASE
 
     @property
     def summary_json(self) -> Path:
-        """The summary, schema `traceml_ray/summary/1`."""
+        """Path of the summary, schema `traceml_ray/summary/1`."""
         return self.path / "summary.json"
 
     @property
     def report_html(self) -> Path:
-        """The report as a page that needs nothing else."""
+        """Path of the report as one self-contained HTML page."""
         return self.path / PAGE
 
     @property
     def report_txt(self) -> Path:
-        """The report as plain text."""
+        """Path of the report as plain text."""
         return self.path / "report.txt"
 
     def release(self) -> None:
-        """Let go of the session, so that its name can be used again."""
+        """Release the session, so that its name can be used again."""
         if self.lock_fd is not None:
             with contextlib.suppress(OSError):
                 (self.path / LIVE).unlink(missing_ok=True)
@@ -192,11 +195,11 @@ class SessionFolder:
 
 def prepare(out: str | Path, name: str | None = None, *, again: bool = False) -> SessionFolder:
     """
-    Make the folder of a new session under `out` and hold it; without a `name` one is made up. `again`: go
-    on in the one that is there (its holder was restarted).
+    Create the folder of a new session under `out` and lock it. Without `name`, a name is made up. `again`:
+    continue in the existing folder (its holder was restarted).
 
-    Raises `SessionError` when the session is already running, `out` cannot be written, or the
-    name belongs to a folder that is no session; `SettingError` for a name that cannot be one.
+    Raises `SessionError` if the session is already running, `out` cannot be written, or the name belongs to a
+    folder that is not a session; `SettingError` for an invalid name.
     """
     if name is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -214,8 +217,8 @@ def prepare(out: str | Path, name: str | None = None, *, again: bool = False) ->
 
 def inherit(path: Path) -> SessionFolder:
     """
-    Hold the session at `path` after the one that holds it now; waits for that. Raises OSError, also when
-    another session has taken its place.
+    Lock the session at `path` once its current holder releases it; waits for that. Raises OSError, also if
+    another session has replaced it.
     """
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -233,14 +236,14 @@ def find(session: str | Path | None, out: str | Path, *, starting: bool = False)
     """
     Return the folder of a stored or live session.
 
-    `session` is a name under `out`, a session folder, or a `session.sqlite`; None is the session under `out`
-    that runs (of several, the one launched last), else the newest. With `starting` it may be a live session
-    that has no file yet, because its monitor is starting.
+    `session` is a name under `out`, a session folder, or a `session.sqlite`. None: the running session under
+    `out` (the one launched last, if there are several), else the newest. With `starting`, the result may be a
+    live session that has no session file yet, because its monitor is starting.
 
     Raises:
-        NoSessionError: there is none of that name.
-        SessionStartingError: it has no file yet; not with `starting`.
-        SessionError: what is named is not a session, or cannot be read. Each names what was looked for.
+        NoSessionError: there is no session of that name.
+        SessionStartingError: the session has no file yet; not with `starting`.
+        SessionError: the path is not a session, or cannot be read. Each message names what was looked for.
     """
     try:
         folder = _find(session, out)
@@ -265,8 +268,8 @@ def await_session(
     starting: bool = False,
 ) -> Path:
     """
-    Return what `find` does, as soon as it raises none of `waits_for`, or raise that after `wait_s` seconds.
-    `notice` gets a line for the person who waits.
+    Return the result of `find` once it raises none of `waits_for`; after `wait_s` seconds, raise that error.
+    `notice` is called with a line of text for the person who waits.
     """
     by, noticed = time.monotonic() + wait_s, False
     while True:
@@ -303,7 +306,7 @@ def _missing(given: Path, out: Path) -> NoSessionError:
 
 
 def _why_none(path: Path) -> str:
-    """Return why what is at `path` is not a session, and what to do."""
+    """Return why there is no session at `path`, and what to do."""
     if not path.is_dir():
         return f"{path} is a file, not a session: give the name or folder of one, or its {DATABASE}"
     if names := _names(path):
@@ -312,7 +315,7 @@ def _why_none(path: Path) -> str:
 
 
 def why_unreadable(out: Path) -> str | None:
-    """Return why no sessions can be listed under `out`; None where they can, even if there is none."""
+    """Return why the sessions under `out` cannot be listed; None if they can, even if there are none."""
     try:
         os.scandir(out).close()
     except OSError as error:
@@ -327,10 +330,11 @@ def _names(out: Path) -> str:
 
 def remove(path: Path) -> list[str]:
     """
-    Remove the session at `path`; return what is left in its folder because it is no file of ours.
+    Remove the session at `path`. Return the entries that are left in its folder because traceml-ray did not
+    write them.
 
-    Nobody can begin a session there meanwhile. Raises SessionHeldError for one that is live, SessionError for
-    what is no session, OSError.
+    No process can start a session there meanwhile. Raises SessionHeldError for a live session, SessionError
+    if `path` is not a session, OSError.
     """
     if path.is_symlink() or not (path / DATABASE).is_file():
         raise SessionError(f"{path} is not the folder of a session")
@@ -353,14 +357,14 @@ def remove(path: Path) -> list[str]:
 
 
 def _order(entry: Path) -> int:
-    """Return what is removed when: the database nearly last, then what belongs to it."""
+    """Return the sort key for removal: the database comes nearly last, then the files that belong to it."""
     return (
         0 if entry.is_dir() else 1 + entry.name.startswith("session.") + entry.name.startswith(f"{DATABASE}-")
     )
 
 
 def _sessions(out: Path) -> list[Path]:
-    """Return the session folders under `out`, newest first; also those that are starting."""
+    """Return the session folders under `out`, the newest first, including starting sessions."""
     folders = []
     for path in [*out.glob(f"*/{DATABASE}"), *(folder / LOCK for folder in starting_sessions(out))]:
         try:
@@ -371,7 +375,10 @@ def _sessions(out: Path) -> list[Path]:
 
 
 def _newest(out: Path) -> Path:
-    """Return the session that runs, the one launched last, else the one that was written last."""
+    """
+    Return the running session that was launched last. Without one, return the session
+    that was written last.
+    """
     sessions = _sessions(out)
     if not sessions:
         raise no_sessions(out)
@@ -380,7 +387,7 @@ def _newest(out: Path) -> Path:
 
 
 def _launched_ns(folder: Path) -> int:
-    """Return when a process took hold of the session."""
+    """Return when a process locked the session (ns)."""
     try:
         return (folder / LOCK).stat().st_mtime_ns
     except OSError:
@@ -388,7 +395,7 @@ def _launched_ns(folder: Path) -> int:
 
 
 def no_sessions(out: Path) -> NoSessionError:
-    """Return the error of a folder without sessions."""
+    """Return the error for a folder without sessions."""
     why = why_unreadable(out)
     where = f"{out} ({why})" if why else str(out)
     return NoSessionError(f"no session under {where}; say where sessions are with --sessions or TRACEML_OUT")
@@ -396,8 +403,8 @@ def no_sessions(out: Path) -> NoSessionError:
 
 def _lock_path(path: Path, again: bool) -> SessionFolder:
     """
-    Lock `path`, moving a finished session of that name aside, unless it is to go on; loops while
-    another launch races.
+    Lock `path`. A finished session of that name is moved aside first, unless `again`. Retries while another
+    launch competes.
     """
     moved: Path | None = None
     while True:
@@ -443,13 +450,13 @@ def _flock(fd: int, name: str) -> None:
 
 
 def _sign(fd: int) -> None:
-    """Write into the lock which process holds it."""
+    """Write this process's pid into the lock file."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
 
 
 def _same_file(fd: int, path: Path) -> bool:
-    """Whether `path` is still the file behind `fd`: another launch may have moved the folder away."""
+    """Whether `path` is still the file behind `fd`. Another launch may have moved the folder away."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """
-The session file: one SQLite database that holds everything of a run, and the one way to read it.
+Reads the session file, one SQLite database that holds everything of a session.
 
-A live session and a stored one are read alike. Rows stand in the file as they came over the wire
-(one chunk per batch), so reading them is one `np.frombuffer` per chunk. Every list that grows is
-read with a cursor, the highest row id seen so far: unchanged data costs one index look-up.
+Live and stored sessions are read in the same way. Rows are stored as they arrived over the wire (one chunk
+per batch), so reading them is one `np.frombuffer` per chunk. Every growing list is read with a cursor, the
+highest row id seen so far, so unchanged data costs one index look-up.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from traceml_ray.wire.codec import ready
 
 
 class RecordReader(Reader):
-    """Reads the records that rank processes, or nodes, of a session have sent of a signal."""
+    """Reads the records of a signal that the rank processes or nodes of a session have sent."""
 
     def records(
         self, kind: Kind[R], since: int = 0, processes: Collection[int] | None = None
     ) -> Iterator[tuple[int, int, R]]:
         """
-        Yield (cursor, process, record) of each record after cursor `since`, in order of arrival. Of a kind of
-        which only some records are kept, yield those that are kept now, in the order of their slots.
-        `processes` are the ids of rank processes to read; None: all. Raises `SessionFileError`.
+        Yield (cursor, process, record) of each record after cursor `since`, in order of arrival. For a kind
+        that keeps only some records, yield the currently kept ones in the order of their slots. `processes`
+        are the ids of the rank processes to read; None: all. Raises `SessionFileError`.
         """
         there = {row[1] for row in self._all(f"PRAGMA table_info({kind.table})")}
         fields = [name if name in there else f"NULL AS {name}" for name in kind.fields]
@@ -72,7 +72,10 @@ class RecordReader(Reader):
         yield from sorted(kept, key=lambda row: kind.slot(row[2]))
 
     def records_of(self, kind: Kind[R], processes: Collection[int] | None = None) -> dict[int, list[R]]:
-        """Return the records of `processes` (ids; None: all), by process. Raises `SessionFileError`."""
+        """
+        Return the records of `processes` (ids; None: all): process id → records. Raises
+        `SessionFileError`.
+        """
         records_of_process: dict[int, list[R]] = {}
         for _, process, record in self.records(kind, processes=processes):
             records_of_process.setdefault(process, []).append(record)
@@ -83,18 +86,21 @@ _PROBED = 64
 _WIDER, _TIMES = 4, 4
 """Factor and number of times by which the search is widened for ranks whose batches came early or late."""
 _LONGEST = 4096
-"""Steps that one sum of a span may be of: a batch holds those of a second."""
+"""Largest number of steps that one sum of a span covers. A batch holds the steps of about a second."""
 Chunk = tuple[bytes, ...]
 
 
 class StepReader(Reader):
     """
-    Finds the chunks of a step without reading the others: chunks are in order of arrival, which is nearly
-    that of their steps, so a binary search leads there. Raises `SessionFileError`.
+    Finds the chunks of a step without reading the others. Chunks are stored in order of arrival, which is
+    nearly the order of steps, so a binary search finds them. Raises `SessionFileError`.
     """
 
     def step_chunks(self, processes: Collection[int], step: int) -> dict[int, list[Chunk]]:
-        """Return the chunks with rows of `step`, by id of the rank process; only of those that have any."""
+        """
+        Return the chunks with rows of `step`: process id → chunks. Processes without such chunks are left
+        out.
+        """
         chunks_of_process: dict[int, list[Chunk]] = {}
         if not processes:
             return chunks_of_process
@@ -116,14 +122,14 @@ class StepReader(Reader):
         return chunks_of_process
 
     def first_step(self, processes: Collection[int]) -> int | None:
-        """Return the first step of which rows are in the file one by one; None if there is no row."""
+        """Return the first step whose rows are stored one by one; None if there is no row."""
         if not processes:
             return None
         rows = self._probed(self._place(processes, -1))
         return next((_ends(keys)[0] for _, process, keys in rows if process in processes), None)
 
     def step_spans(self, processes: Collection[int], step: int) -> list[dict[str, Any]]:
-        """Return the sums of spans of `processes` that `step` is part of, the longest first."""
+        """Return the sums of spans of `processes` that include `step`, the longest first."""
         spans = self._dicts(
             "SELECT process, name, stage, count, total_ns, first_step, last_step FROM span "
             "WHERE last_step >= ?1 AND last_step < ?1 + ?2 AND first_step <= ?1 ORDER BY total_ns DESC",
@@ -132,7 +138,7 @@ class StepReader(Reader):
         return [span for span in spans if span["process"] in processes]
 
     def _place(self, processes: Collection[int], step: int) -> int:
-        """Return the id of about the first chunk that has `step`, or a later one."""
+        """Return the approximate id of the first chunk that has `step` or a later one."""
         low, high = 0, self._top("chunk")
         while low < high:
             middle = (low + high) // 2
@@ -143,7 +149,10 @@ class StepReader(Reader):
         return low
 
     def _is_before(self, chunk_id: int, processes: Collection[int], step: int) -> bool:
-        """Return whether the chunk at an id came before `step`; processes of earlier runs have lower ids."""
+        """
+        Return whether the chunk at `chunk_id` precedes `step`. Processes of earlier runs
+        have lower ids.
+        """
         rows = self._probed(chunk_id)
         own_keys = next((keys for _, process, keys in rows if process in processes), None)
         if own_keys is not None:
@@ -166,12 +175,12 @@ _SIZES = ", ".join(StepSizes.__struct_fields__)
 
 
 class WorkReader(Reader):
-    """Reads how large the batches of some steps were. Raises `SessionFileError`."""
+    """Reads the batch sizes of steps. Raises `SessionFileError`."""
 
     def step_sizes(self, processes: Collection[int], steps: Int64) -> dict[int, list[StepSizes]]:
         """
-        Return what is stored of the sizes of batches of `processes` (ids) in `steps` ((S,) int64, ascending),
-        by rank process.
+        Return the stored batch sizes of `processes` (ids) in `steps` ((S,) int64, ascending): process id →
+        sizes.
         """
         query = (
             f"SELECT process, {_SIZES} FROM step_sizes "
@@ -190,15 +199,19 @@ class WorkReader(Reader):
 
 class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     """
-    Reads the file of one session, live or stored. Faces do not use it: they ask `store.query`.
+    Reads the file of one session, live or stored. Pages and commands do not use it directly: they ask
+    `store.query`.
 
-    Methods with `since` return what came after that cursor, and the new cursor; 0 is the start. What is of
-    ranks is of one run: of `run`, or if that is None of the newest run that has rows (`run_id`). Each method
+    Methods with `since` return the entries after that cursor, and the new cursor; 0 is the start. Methods
+    about ranks cover one run: `run`, or if that is None the newest run that has rows (`run_id`). Each method
     raises `SessionFileError` if the file cannot be read.
     """
 
     def meta(self) -> dict[str, Any]:
-        """Return the facts of the session as a whole, by name: `started_at`, `status`, `launcher`, …"""
+        """
+        Return the facts of the session as a whole: name → value, such as `started_at`,
+        `status`, `launcher`.
+        """
         return {key: json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
     def cluster(self) -> list[Node]:
@@ -210,7 +223,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return [from_row(row) for row in self._dicts("SELECT * FROM rank_process ORDER BY id")]
 
     def run_id(self) -> str | None:
-        """Return the id of the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
+        """Return the id of the run that `ranks`, `rows` and so on cover; None while no rank has reported."""
         if self.run is not None:
             return self.run
         runs = self._all(
@@ -229,7 +242,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return list_runs(self.processes(), self.meta(), labels)
 
     def for_run(self, run: str | None) -> SessionFile:
-        """Return a reader of another run, over the same connection: it needs no `close`."""
+        """Return a reader of another run over the same connection. It needs no `close`."""
         return SessionFile(self.path, self._connection, run=run)
 
     def ranks(self) -> dict[int, RankProcess]:
@@ -241,13 +254,13 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         self, since: int = 0, last: int | None = None, most: int | None = None
     ) -> tuple[list[RankRows], int]:
         """
-        Return the rows that came after cursor `since`, as one `RankRows` for each rank that has any, and the
-        new cursor.
+        Return the rows after cursor `since`, as one `RankRows` for each rank that has any, and the new
+        cursor.
 
         Args:
-            since: cursor of an earlier call; if negative, so many batches before the end.
-            last: how many of its newest rows each rank has at most; None: all.
-            most: how many batches are looked at, at most: call again until the cursor stays. None: all.
+            since: cursor of an earlier call; if negative, number of batches before the end.
+            last: largest number of rows of each rank, the newest ones; None: all.
+            most: largest number of batches to read. Call again until the cursor stays the same. None: all.
         """
         top = self._top("chunk")
         since = max(0, top + since) if since < 0 else since
@@ -266,7 +279,10 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return rank_rows, top
 
     def chunks(self) -> Iterator[tuple[Any, ...]]:
-        """Yield (process, first row, keys, flags, rows, host rows, leads) of each batch, as they came."""
+        """
+        Yield (process, first row, keys, flags, rows, host rows, leads) of each batch, in
+        order of arrival.
+        """
         yield from self._iterate(
             "SELECT process, first_row, keys, flags, rows, host_rows, leads FROM chunk ORDER BY id"
         )
@@ -280,7 +296,10 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         )
 
     def folded_counts(self) -> dict[int, int]:
-        """Return how many rows of a rank process (id) are kept as sums only; without those that have none."""
+        """
+        Return the number of rows that are kept as sums only: process id → count. Processes without such rows
+        are left out.
+        """
         return dict(self._all("SELECT process, sum(n) FROM rollup GROUP BY process"))
 
     def table(self, name: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -305,8 +324,8 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     def spans(self, first: int = 0, last: int = 1 << 62, process: int | None = None) -> list[dict[str, Any]]:
         """
         Return the spans over the steps `first` to `last`, summed for each process, name and stage, the
-        longest first. `process` is the id of the only process to read; None: all of the run. Of a stored sum
-        that reaches beyond these steps, the share of its steps that lies inside counts.
+        longest first. `process` is the id of the only process to read; None: all of the run. A stored sum
+        that extends beyond these steps counts by the share of its steps that lies inside.
         """
         inside = "max(0, min(d.last_step, ?2) - max(d.first_step, ?1) + 1.0)"
         share = f"{inside} / (d.last_step - d.first_step + 1)"
@@ -335,8 +354,8 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         self, since: int = 0, *, brief: bool = False, most: int | None = None
     ) -> tuple[list[EventRow], int]:
         """
-        Return the newest `most` events of the run and of nodes (None: all), the oldest first, and the new
-        cursor. `brief` leaves out those that are files (stacks, flight recorders).
+        Return the newest `most` events (None: all) of the run and of nodes, the oldest first, and the new
+        cursor. `brief` leaves out events whose message is a file (stacks, flight recorders).
         """
         top = self._top("event")
         if top <= since:
@@ -351,11 +370,14 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return [EventRow(**{**row, "data": json.loads(row["data"])}) for row in rows], top
 
     def run_events(self) -> list[tuple[Any, ...]]:
-        """Return (run, kind, t_ns, message) of all events that are of a run, not of a rank or a node."""
+        """Return (run, kind, t_ns, message) of all events that belong to a run, not to a rank or a node."""
         return self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
 
     def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return each change of the run's live verdict after a cursor, with `t_ns`, and the new cursor."""
+        """
+        Return each change of the run's live verdict after cursor `since`, with `t_ns`,
+        and the new cursor.
+        """
         top = self._top("verdict")
         if top <= since:
             return [], since
@@ -369,22 +391,25 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
         return ledger(self.processes(), self.run_id(), folded)
 
     def baseline(self) -> Baseline | None:
-        """Return the baseline that the run was judged by while it ran; None if it had none."""
+        """Return the baseline that the running run was judged by; None if it had none."""
         kept = self.meta().get("baselines", {}).get(self.run_id())
         return None if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def kept(self) -> bytes | None:
-        """Return what reports make of the run's folded rows (`history_reader.pack`); None if it has none."""
+        """
+        Return the stored reduction of the run's compacted rows (`history_reader.pack`); None if there is
+        none.
+        """
         bodies = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
         return bytes(bodies[0][0]) if bodies else None
 
     def folded(self) -> dict[int, Folded]:
-        """Return the rows that are kept as sums only (`retention`), by id of the rank process."""
+        """Return the rows that are kept as sums only (`retention`): process id → sums."""
         sums = self._iterate("SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY process, id")
         return {process: _folded(of_process) for process, of_process in groupby(sums, key=itemgetter(0))}
 
     def copy_to(self, path: Path) -> None:
-        """Copy the file as of this moment into the empty file `path`."""
+        """Copy the file in its current state into the empty file `path`."""
         try:
             with contextlib.closing(sqlite3.connect(path)) as target:
                 self._connection.backup(target)
@@ -395,7 +420,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     def _columns(
         self, processes: list[RankProcess], since: int, top: int, last: int | None
     ) -> dict[int, Columns]:
-        """Return the rows of some processes in the chunks from `since` (left out) to `top`, by process."""
+        """Return the rows of some processes in the chunks after `since` up to `top`: process id → columns."""
         # One pass over all ranks: an index by process would cost more with every row that is written.
         query = (
             "SELECT process, keys, flags, rows, host_rows, leads FROM chunk "
@@ -422,7 +447,7 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
 
 
 class Folded(NamedTuple):
-    """Rows of a rank process that were added up: m sums of rows that follow each other, the oldest first."""
+    """Compacted rows of a rank process: m sums of consecutive rows, the oldest first."""
 
     counts: np.ndarray[Any, Any]
     """Number of rows in each sum: (m,) int64."""
@@ -449,8 +474,8 @@ Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any,
 
 def columns_of(chunks: Iterable[Sequence[bytes | None]]) -> Columns:
     """
-    Return the rows of chunks, one after the other: keys (n,) int64, flags (n,) uint8 and times in ns, (n, 6)
-    int64, with the columns of the host (`analysis.row_table`) where a chunk has these.
+    Return the rows of chunks, concatenated: keys (n,) int64, flags (n,) uint8 and times in ns, (n, 6) int64.
+    If a chunk has columns of the host, the times include these (`analysis.row_table`).
     """
     keys, flags, *rest = zip(*((column or b"" for column in chunk) for chunk in chunks), strict=True)
     rows = from_wire([*zip(*rest, strict=True)])

@@ -1,4 +1,4 @@
-"""The rows of steps one by one, a part at a time: what Python makes tables of."""
+"""The single rows of steps, in parts. Python makes tables from them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _SCANNED = 1 << 15
-"""Batches that one answer looks at, at most: what a writer may wait for where the file has no WAL."""
+"""
+Largest number of batches that one answer reads. A writer may have to wait for this read if the file has no
+WAL.
+"""
 MOST = 200_000
-"""Rows of one answer, about, unless it is asked for fewer."""
+"""Approximate number of rows of one answer, unless fewer are asked for."""
 
 
 class StepRows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A part of the rows of steps, in order of arrival: n rows of the processes that stand for ranks."""
+    """A part of the rows of steps, in order of arrival: n rows of the current process of each rank."""
 
     rank: Array
     """Global rank of each row: (n,) int64."""
@@ -32,15 +35,18 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     segment: Array
     """Number of the exchange of gradients inside the step, from 0 on: (n,) int64."""
     flags: Array
-    """Why a row is less than whole, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
+    """Why a row is incomplete, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
     stages_ns: Array
     """Time in each stage, in the order of `traceml_ray.stages.STAGES`: (n, 6) int64 ns."""
     host_ns: Array | None
-    """The same on the host's clock: (n, 6) float64 ns, NaN: not known; None: no row has a device clock."""
+    """
+    Time in each stage on the host's clock: (n, 6) float64 ns, NaN: not known; None: no row has a device
+    clock.
+    """
     cursor: int
-    """Cursor to ask for the next part with."""
+    """Cursor to ask for the next part."""
     end: bool
-    """Whether nothing more is stored."""
+    """Whether this is the last part."""
     folded: int
     """Number of older rows of these ranks that are kept as sums only."""
 
@@ -54,8 +60,8 @@ def read_step_rows(
     most: int = MOST,
 ) -> StepRows:
     """
-    Return the rows of steps `first` to `last` of some ranks that came after cursor `since`: about `most`, or
-    those of so many batches. Raises `SessionFileError`.
+    Return the rows of steps `first` to `last` of some ranks after cursor `since`: about `most` rows, or those
+    of `_SCANNED` batches. Raises `SessionFileError`.
     """
     processes, chosen = file.ranks(), None if ranks is None else {*ranks}
     wanted = {process.id: rank for rank, process in processes.items() if chosen is None or rank in chosen}
@@ -81,7 +87,7 @@ def read_step_rows(
 
 
 def _overlaps(keys: bytes, first: int, last: int | None) -> bool:
-    """Return whether a batch has steps that are asked for."""
+    """Return whether a batch has any of the requested steps."""
     (begin,), (end,) = unpack_from("<q", keys), unpack_from("<q", keys, len(keys) - 8)
     return (end >> SEGMENT_BITS) >= first and (last is None or (begin >> SEGMENT_BITS) <= last)
 
@@ -104,7 +110,10 @@ def _columns(chunks: list[tuple[int, tuple[bytes, ...]]], first: int, last: int 
 
 
 def _host_ns(host: list[bytes], lengths: list[int]) -> Array:
-    """Return the times on the host's clock of batches with so many rows each: (n, 6); NaN: not known."""
+    """
+    Return the times on the host's clock of batches, whose row counts are `lengths`: (n,
+    6); NaN: not known.
+    """
     host_ns = np.full((sum(lengths), N_STAGES), np.nan)
     for rows, end, n in zip(host, accumulate(lengths), lengths, strict=True):
         if rows:

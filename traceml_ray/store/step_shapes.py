@@ -1,4 +1,4 @@
-"""The shapes of what only faces ask of a session; of what a person gets, they are in `results`."""
+"""The structs of answers that only pages and commands ask for. Those that a person gets are in `results`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A named span of one rank, in a step that it was summed up over with others."""
+    """A named span of one rank. Its time is the mean over several steps that were summed up together."""
 
     rank: int
     """Global rank of the process that the span was measured in."""
@@ -26,15 +26,15 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     """Mean time of the span in a step, over the steps `from_step` to `to_step` (ms)."""
     from_step: int
-    """First step of the sum that the mean is of."""
+    """First step that the mean covers."""
     to_step: int
-    """Last step of the sum that the mean is of."""
+    """Last step that the mean covers."""
 
 
 class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
-    One step of all ranks that have it, in ms since each rank left the exchange before. Ranks leave it
-    together, so this is one clock for all of them; the clocks of nodes are not compared.
+    One step of all ranks that have it, in ms since each rank left the previous exchange. Ranks leave an
+    exchange together, so all ranks share this clock; the clocks of nodes are not compared.
     """
 
     step: int
@@ -50,13 +50,13 @@ class OneStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stages: Array
     """Time of each row in each stage: (n, 6) ms."""
     took_ms: float | None
-    """Time of the rank that needed longest (ms); None if no rank has the step."""
+    """Time of the slowest rank (ms); None if no rank has the step."""
     arrived: Array
-    """When each of `ranks` came to its last exchange: (R,) ms; NaN if backward and waiting are one stage."""
+    """When each of `ranks` reached its last exchange: (R,) ms; NaN if backward and waiting are one stage."""
     late: Array
-    """How long after the median rank each of `ranks` came to its last exchange: (R,) ms; NaN: not known."""
+    """How long after the median rank each of `ranks` reached its last exchange: (R,) ms; NaN: not known."""
     device: list[int]
-    """Ranks whose rows are on the clock of their device, not of their host."""
+    """Ranks whose rows are timed by their device's clock, not by their host's."""
     spans: list[StepSpan]
     """Spans of the step, the longest first; in a large job, only of the ranks that came last."""
 
@@ -71,15 +71,15 @@ class SpanTimes(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     """Mean time of the span in a step of this rank (ms)."""
     median_ms: float | None
-    """Median of the same over all ranks (ms); None in a large job, where only one rank is read."""
+    """Median over all ranks of this time (ms); None in a large job, where only one rank is read."""
     times_per_step: float
     """Mean number of times that the span was entered in a step."""
     bytes: float | None
-    """Mean size of what was moved each time (bytes); None if the span moves nothing that is counted."""
+    """Mean size of the data moved each time (bytes); None if the span has no counted transfer."""
 
 
 class VerdictChange(VerdictInfo, frozen=True, kw_only=True):
-    """A change of the live verdict on a run: what it was from then on."""
+    """A change of the live verdict on a run. Its fields are the new verdict."""
 
     t_ns: int
     """When it was judged (ns since the epoch, on the aggregator's clock)."""
@@ -101,9 +101,9 @@ class DeathInfo(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool
     """Whether `t_ns` is known to within two seconds."""
     step: int | None
-    """Last step that it closed, as last reported; it may have died in a later one."""
+    """Last step that the process completed, as last reported. It may have died in a later step."""
     stage: str | None
-    """Stage that it was in, as last reported."""
+    """Stage that the process was in, as last reported."""
     how: str
     """What happened in words: its exception, "killed by SIGKILL", "its node was lost"."""
     message: str
@@ -111,4 +111,7 @@ class DeathInfo(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str | None
     """Last calls before the exception, as Python prints them."""
     first: bool
-    """Whether no earlier death explains it. Several ranks are first if clocks cannot tell which one was."""
+    """
+    Whether no earlier death explains this one. Several ranks are first if the clocks cannot tell which died
+    first.
+    """

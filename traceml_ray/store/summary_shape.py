@@ -1,4 +1,4 @@
-"""The shape of a summary (`summary.json`, `traceml_ray/summary/1`); units as in `results`."""
+"""The struct of a summary (`summary.json`, `traceml_ray/summary/1`). Units are as in `results`."""
 
 from __future__ import annotations
 
@@ -446,11 +446,11 @@ def plain(summary: Summary) -> dict[str, Any]:
 
 def to_builtins(answer: Any) -> Any:
     """
-    Return any answer of traceml-ray in plain dicts, lists, numbers and strings, as `json.dumps` takes them.
+    Return any answer of traceml-ray as plain dicts, lists, numbers and strings, ready for `json.dumps`.
 
-    It takes anything that a method of `Session`, `analyze`, `compare` or `profile` returns, and parts of it.
-    Objects become dicts of their fields, arrays lists, and keys that are numbers text. NaN, which JSON has
-    not, becomes None: both mean that it is not known.
+    `answer` is anything that a method of `Session`, `analyze`, `compare` or `profile` returns, or a part of
+    it. Objects become dicts of their fields, arrays become lists, and numeric keys become text. NaN does not
+    exist in JSON and becomes None: both mean that the value is not known.
 
     Raises TypeError for anything else.
     """

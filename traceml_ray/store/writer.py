@@ -1,8 +1,8 @@
 """
-Writes the session file: what arrives is gathered in memory and written in one transaction.
+Writes the session file. Incoming data is collected in memory and written in one transaction.
 
-Rows and the relay watermarks that confirm them are in the same transaction, so a process killed
-at any moment leaves a file in which every confirmed message is whole and no other one has begun.
+Rows are in the same transaction as the relay watermarks that confirm them. A process killed at any moment
+leaves a file in which every confirmed message is complete, and no other message is present in part.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _APPENDED = (
 )
 _REPLACED_LISTS = tuple(kind.table for kind in KINDS.values() if kind.keep != "all")
 OF_NODES = {"clock", *(kind.table for kind in KINDS.values() if kind.scope == "node")}
-"""What of these comes after the end of the session is left out."""
+"""Tables of nodes. Their entries that arrive after the end of the session are left out."""
 
 
 @dataclass
 class Pending:
-    """What the next transaction will write."""
+    """The data of the next transaction."""
 
     inserts: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: {t: [] for t in _APPENDED})
     processes: dict[int, RankProcess] = field(default_factory=dict)
@@ -61,12 +61,12 @@ class Pending:
 
     @property
     def is_of_ranks(self) -> bool:
-        """Whether there is anything but samples and addresses of nodes."""
+        """Whether there is any data besides samples and addresses of nodes."""
         inserts = any(rows for table, rows in self.inserts.items() if table not in OF_NODES)
         return bool(inserts or self.processes or self.progressed or any(self.replaced.values()))
 
     def follow(self, later: Pending) -> None:
-        """Add what arrived while the disk refused this."""
+        """Append data that arrived while the disk refused this data."""
         for table, rows in self.inserts.items():
             rows.extend(later.inserts[table])
         self.processes |= later.processes
@@ -80,16 +80,19 @@ class Pending:
 
 
 def row_bytes(chunk: tuple[Any, ...]) -> int:
-    """Return the bytes of the rows in an entry of table `chunk`."""
+    """Return the size of the rows in an entry of table `chunk` (bytes)."""
     _, _, _, keys, flags, rows, host_rows, leads = chunk
     size = len(keys) + len(flags) + len(rows)
     return size + len(host_rows) + len(leads or b"") if host_rows else size
 
 
 MAX_PENDING_BYTES = 256 << 20
-"""Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
+"""
+Largest size of rows kept in memory while the disk refuses them. Beyond it, the oldest rows are dropped and
+counted.
+"""
 MAX_PENDING_ITEMS = 100_000
-"""Samples, spans, events and verdicts kept the same way, of each kind."""
+"""Largest number of samples, spans, events and verdicts kept in the same way, of each kind."""
 _PROCESSES = f"REPLACE INTO rank_process({', '.join(COLUMNS)}) VALUES ?"
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
@@ -102,12 +105,13 @@ _REPLACED = {
 
 class SessionWriter:
     """
-    The one writer of a session file: a writer that claimed it before can write no more (see `fence`).
-    `processes` and `taken` hold everything that arrived, also what is not committed yet; `committed` the
+    The only writer of a session file. An earlier writer cannot write any more once this one has claimed the
+    file (see `fence`). `processes` and `taken` include data that is not committed yet; `committed` holds the
     relay watermarks that are on disk.
 
-    A file at rest (`at_rest`) is one plain file that holds the end of its session: nothing is written to it
-    until `go_on`. Meanwhile samples of nodes are left out, and counted in `lost`; all else stays pending.
+    A file at rest (`at_rest`) is one plain file that includes the end of its session. Nothing is written to
+    it until `go_on`. Meanwhile samples of nodes are dropped and counted in `lost`; everything else stays
+    pending.
 
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
@@ -140,9 +144,12 @@ class SessionWriter:
         )
         self.committed = dict(self.taken)
         self.epoch = 0
-        """Changes when more than `PROGRESS` changes of a rank process, a node's name, or the runs."""
+        """
+        Number that changes when a rank process changes in more than `PROGRESS`, or a node's name or the runs
+        change.
+        """
         self.lost: Counter[str] = Counter()
-        """Records dropped, except rows, by place; the aggregator counts and clears it."""
+        """Number of dropped records except rows, by place. The aggregator counts and clears it."""
         self._by_id = {process.id: process for process in self.processes.values()}
         self._pending = Pending()
         folded = self.meta.get("folded", {})
@@ -150,7 +157,7 @@ class SessionWriter:
         self._retention = Retention(self._connection, path, max_bytes, folded, thresholds)
 
     def process(self, name: str, now: int) -> RankProcess:
-        """Return the rank process of that name, made when it is new, and mark it as changed."""
+        """Return the rank process `name`, created if it is new, and mark it as changed."""
         process = self.processes.get(name)
         if process is None:
             process = RankProcess(len(self.processes) + 1, name, first_seen_ns=now, last_seen_ns=now)
@@ -160,11 +167,11 @@ class SessionWriter:
         return process
 
     def progressed(self, process: RankProcess) -> None:
-        """Mark a rank process as changed in nothing but `PROGRESS`."""
+        """Mark a rank process as changed in `PROGRESS` only."""
         self._pending.progressed[process.id] = process
 
     def node(self, node_id: str, hostname: str, address: str) -> Node:
-        """Return the node of that id, made when it is new, and mark it as changed."""
+        """Return the node `node_id`, created if it is new, and mark it as changed."""
         node = self.nodes.get(node_id)
         if node is None or (node.hostname, node.address) != (hostname, address):
             node = self.nodes.setdefault(node_id, Node(node_id, hostname, address))
@@ -174,7 +181,7 @@ class SessionWriter:
         return node
 
     def set_meta(self, **values: Any) -> None:
-        """Set values of the session as a whole (anything JSON holds)."""
+        """Set facts of the session as a whole. A value is anything that JSON can hold."""
         for key, value in values.items():
             if key not in self.meta or self.meta[key] != value:
                 self.meta[key] = value
@@ -182,7 +189,7 @@ class SessionWriter:
                 self.epoch += key == "runs"
 
     def acknowledge(self, batch: wire.RelayBatch, now: int) -> None:
-        """Note the message as taken, and the state of its node."""
+        """Note that the message was received, and the state of its node."""
         node = batch.node
         self.taken[batch.incarnation] = batch.seq
         self._pending.relays[batch.incarnation] = batch.seq
@@ -199,7 +206,7 @@ class SessionWriter:
         host_rows: bytes = b"",
         leads: bytes = b"",
     ) -> None:
-        """Add rows to `process`, columns as on the wire."""
+        """Add rows to `process`. The columns are as on the wire."""
         n = len(flags)
         chunk = process.id, first_row, n, keys, flags, rows, host_rows or None, leads or None
         self._pending.inserts["chunk"].append(chunk)
@@ -215,7 +222,7 @@ class SessionWriter:
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
     def add_clock(self, node_id: str, t_ns: int, offset_ns: int, bound_ns: int) -> None:
-        """Add what was measured of a node's clock, see `analysis.node_clock`."""
+        """Add a measurement of a node's clock, see `analysis.node_clock`."""
         self._add("clock", (node_id, t_ns, offset_ns, bound_ns))
 
     def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
@@ -224,8 +231,8 @@ class SessionWriter:
 
     def add_record(self, kind: Kind[R], owner: int | str, record: R) -> None:
         """
-        Add a record of a rank process (by number), or a node (by id); where only some are kept, in place of
-        an older one.
+        Add a record of a rank process (by number) or a node (by id). A kind that keeps only some records
+        replaces an older one.
         """
         row = kind.row(owner, record)
         if kind.keep == "all" or not isinstance(owner, int):
@@ -246,7 +253,7 @@ class SessionWriter:
         self._add("event", (process.id if process else None, node_id, *values, json.dumps(data), run))
 
     def add_verdict(self, t_ns: int, body: bytes, run: str) -> None:
-        """Add a verdict (JSON) on a run that differs from the one before."""
+        """Add a verdict (JSON) on a run that differs from the previous one."""
         self._add("verdict", (t_ns, body.decode(), run))
 
     def _add(self, table: str, row: tuple[Any, ...]) -> None:
@@ -259,7 +266,10 @@ class SessionWriter:
             self._cut(table)
 
     def _cut(self, table: str) -> None:
-        """Drop the oldest that are pending for `table` down to nine tenths of the bound, and count them."""
+        """
+        Drop the oldest pending entries of `table` until nine tenths of the bound are
+        left, and count them.
+        """
         rows = self._pending.inserts[table]
         excess = len(rows) - self.max_pending_items * 9 // 10
         del rows[:excess]
@@ -267,10 +277,10 @@ class SessionWriter:
 
     def commit(self) -> None:
         """
-        Write everything that is pending in one transaction; nothing in a file at rest. Called without `lock`.
+        Write all pending data in one transaction. Writes nothing to a file at rest. Call it without `lock`.
 
-        Raises `sqlite3.Error` or OSError when the disk refuses, `Fenced` when another writer has the session;
-        what was pending stays pending then.
+        Raises `sqlite3.Error` or OSError if the disk refuses, `Fenced` if another writer has the session. The
+        pending data then stays pending.
         """
         with self._database:
             with self.lock:
@@ -296,10 +306,10 @@ class SessionWriter:
 
     def fold(self) -> None:
         """
-        Make room for new rows where the file has reached its bound. Called without `lock`.
+        Compact old rows if the file has reached its size limit. Call it without `lock`.
 
-        Raises `sqlite3.Error` when the disk refuses; nothing is lost then. Raises what kept the statistics
-        of a run from being kept, once; its rows are folded without.
+        Raises `sqlite3.Error` if the disk refuses; nothing is lost then. If the statistics of a run cannot be
+        kept, raises that error once; the rows are then compacted without the statistics.
         """
         with self._database:
             if self.at_rest:
@@ -326,30 +336,36 @@ class SessionWriter:
 
     @property
     def fenced(self) -> bool:
-        """Whether another writer has the session: nothing is written here any more."""
+        """Whether another writer has taken over the session, so that this one writes nothing any more."""
         return self._fence.broken
 
     def put(self, files: Mapping[Path, bytes]) -> None:
-        """Write files into the session's folder, each whole. Raises OSError, `sqlite3.Error`, `Fenced`."""
+        """
+        Write files into the session's folder, each completely or not at all. Raises OSError, `sqlite3.Error`,
+        `Fenced`.
+        """
         with self._database:
             write_files(files, self._transaction(changes=False))
 
     def reader(self) -> SessionFile:
-        """Return a reader of what is committed, with a connection of its own."""
+        """Return a reader of the committed data, with its own connection."""
         return SessionFile(self.path)
 
     @property
     def is_behind(self) -> bool:
-        """Whether something is pending that belongs into the file, which is at rest."""
+        """Whether the file is at rest, and pending data belongs into it."""
         return self.at_rest and self._pending.is_of_ranks
 
     def go_on(self) -> None:
-        """Write to a file at rest again; the end of the session follows once more."""
+        """Write to a file at rest again. The end of the session will be written again later."""
         with self.lock:
             self.at_rest = False
 
     def checkpoint(self) -> None:
-        """Bring the file to rest: one plain file, beside an empty `-wal` while a view has it open."""
+        """
+        Bring the file to rest: one plain file. An empty `-wal` stays beside it while a reader has the file
+        open.
+        """
         with self._database:
             with self.lock:
                 self.at_rest = True
@@ -362,14 +378,14 @@ class SessionWriter:
             self._connection.execute("PRAGMA busy_timeout = 5000")
 
     def close(self) -> None:
-        """Settle and close the file."""
+        """Bring the file to rest and close it."""
         if not self.fenced:
             self.checkpoint()
         with self._database:
             self._connection.close()
 
     def _changes(self, work: Pending) -> list[tuple[str, list[Any]]]:
-        """Return the statements that write `work`, with their values."""
+        """Return the statements that write `work`, each with its values."""
         progress = [process for id_, process in work.progressed.items() if id_ not in work.processes]
         return [
             *((insert(table), rows) for table, rows in work.inserts.items()),
@@ -388,7 +404,10 @@ class SessionWriter:
 
     @contextlib.contextmanager
     def _transaction(self, changes: bool = True) -> Iterator[None]:
-        """Keep other writers out; `changes`: of the file, else only of files beside it."""
+        """
+        Keep other writers out during the block. `changes`: the block writes to the session file; else only to
+        files beside it.
+        """
         with transaction(self._connection):
             if changes:
                 self._fence.count()
@@ -398,7 +417,10 @@ class SessionWriter:
         self._fence.committed()
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest pending rows down to nine tenths of the bound, counted for their rank process."""
+        """
+        Drop the oldest pending rows until nine tenths of the bound are left. They are counted for their rank
+        process.
+        """
         chunks = self._pending.inserts["chunk"]
         count = 0
         while count < len(chunks) and self._pending.row_bytes > 0.9 * self.max_pending_bytes:
