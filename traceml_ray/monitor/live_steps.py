@@ -1,6 +1,6 @@
 """
-The runs of a session that go on: which processes are their ranks and on whose clock each of these is, their
-step history, fed with the rows that arrive, and the newest samples and spans in memory.
+The live runs of a session: which processes are their ranks, and which clock each process uses. Also their
+step history, fed with arriving rows, and the newest samples and spans in memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _NODES = 4096
 
 
 class Recent:
-    """Memory is bounded, however many rank processes and nodes there are."""
+    """
+    The newest spans, sizes, tokens and samples. Memory is bounded, however many rank processes and nodes
+    exist.
+    """
 
     def __init__(self) -> None:
         self._spans: dict[int, deque[wire.SpanSum]] = {}
@@ -57,7 +60,7 @@ class Recent:
         self._nodes: dict[str, Samples] = {}
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Add a span; the newest 32 to 512 of a rank process are kept."""
+        """Add a span. The newest 32 to 512 spans of a rank process are kept."""
         if process not in self._spans:
             self._spans[process] = deque(maxlen=min(512, max(32, _SPANS // (len(self._spans) + 1))))
         self._spans[process].append(span)
@@ -67,17 +70,17 @@ class Recent:
         return list(self._spans.get(process, ()))
 
     def add_sizes(self, process: int, sizes: StepSizes) -> None:
-        """Add sizes of batches; the newest 8 to 64 of a rank process are kept."""
+        """Add batch sizes. The newest 8 to 64 of a rank process are kept."""
         if process not in self._sizes:
             self._sizes[process] = deque(maxlen=min(64, max(8, _SIZES // (len(self._sizes) + 1))))
         self._sizes[process].append(sizes)
 
     def sizes(self, process: int) -> list[StepSizes]:
-        """Return the newest sizes of batches of a rank process, oldest first."""
+        """Return the newest batch sizes of a rank process, oldest first."""
         return list(self._sizes.get(process, ()))
 
     def add_tokens(self, process: int, tokens: RouterTokens) -> None:
-        """Add the tokens of a router of a rank process, in place of those before."""
+        """Replace the tokens of one router of a rank process."""
         self._routers.setdefault(process, {})[tokens.number] = tokens
 
     def tokens(self, process: int) -> list[RouterTokens]:
@@ -85,7 +88,10 @@ class Recent:
         return list(self._routers.get(process, {}).values())
 
     def add_sample(self, node: str, sample: NodeSample) -> None:
-        """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
+        """
+        Add a sample of the node with id `node`, see `Samples`. Beyond 4,096 nodes, the first node is
+        forgotten.
+        """
         if node not in self._nodes:
             self._nodes[node] = Samples()
             if len(self._nodes) > _NODES:
@@ -93,12 +99,12 @@ class Recent:
         self._nodes[node].add(sample)
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
-        """Return what was sampled on those of `nodes` that are known, see `analysis.anomalies.Between`."""
+        """Return the samples of those of `nodes` that are known, see `analysis.anomalies.Between`."""
         known = {node: self._nodes[node] for node in nodes if node in self._nodes}
         return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 
     def keep(self, processes: set[int]) -> None:
-        """Forget all other rank processes."""
+        """Forget all rank processes except `processes`."""
         known: tuple[dict[int, Any], ...] = (self._spans, self._sizes, self._routers)
         for of_process in known:
             for process in of_process.keys() - processes:
@@ -106,9 +112,9 @@ class Recent:
 
 
 MAX_LIVE = 16
-"""Runs judged at the same time, the newest; no rows of other runs are kept in memory."""
+"""Largest number of runs judged at the same time: the newest. Rows of other runs are not kept in memory."""
 MAX_UNKNOWN = 256
-"""Rank processes of unknown rank, the newest, whose rows are kept in memory."""
+"""Largest number of rank processes of unknown rank, the newest, whose rows are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +123,13 @@ class LiveRanks:
 
     epoch: int = -1
     """
-    Version of the writer's processes that this was made from, see `SessionWriter.epoch`; -1: make it again
+    Version of the writer's processes that this was made from, see `SessionWriter.epoch`. -1: make it again
     each time.
     """
     runs: dict[str, list[RankProcess]] = field(default_factory=dict)
     ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
     which: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Key of the generation that `ranks` are from, see `rank_processes.Generation`."""
+    """Key of the generation that `ranks` belong to, by run; see `rank_processes.Generation`."""
     labels: dict[int, str] = field(default_factory=dict)
     """Display names of the rank processes' nodes."""
     unknown: list[int] = field(default_factory=list)
@@ -132,7 +138,7 @@ class LiveRanks:
 
 @dataclass(frozen=True)
 class RunNow:
-    """A run that goes on, as it is profiled."""
+    """A live run, as profiling needs it."""
 
     run: str
     name: str
@@ -148,7 +154,7 @@ class RunNow:
 
     @property
     def world(self) -> int:
-        """How many ranks it has, as far as they have said."""
+        """Number of ranks of the run, as far as they have reported it."""
         return world_size(dict(self.ranks), None)
 
 
@@ -156,8 +162,8 @@ class RunNow:
 class LiveRuns:
     """
     Args:
-        writer: of the session; its lock is held briefly.
-        recent: keeps what belongs to the ranks of these runs, and nothing else.
+        writer: writes the session file; its lock is held briefly.
+        recent: keeps only what belongs to the ranks of these runs.
     """
 
     writer: SessionWriter
@@ -168,7 +174,7 @@ class LiveRuns:
         """Result of the last `refresh`."""
 
     def processes(self) -> dict[str, list[RankProcess]]:
-        """Return the rank processes of the runs that are judged. Called with the writer's lock."""
+        """Return the rank processes of the runs to judge, by run. Called with the writer's lock."""
         facts = self.writer.meta.get("runs", {})
         runs = by_run(self.writer.processes.values())
         going = [run for run in runs if "ended_at" not in facts.get(run, {})]
@@ -190,7 +196,7 @@ class LiveRuns:
             process.id for processes_of_run in ranks.values() for process in processes_of_run.values()
         }.union(unknown)
         self.recent.keep(kept)
-        # Where a rank has had several processes, time alone may decide which of them is the one.
+        # If a rank has had several processes, time alone may decide which of them is current.
         epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
         which = {run: one.key for run, one in latest.items()}
         return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
@@ -201,10 +207,10 @@ class LiveRuns:
         step_s: Callable[[Iterable[RankProcess]], float | None],
     ) -> list[RunNow]:
         """
-        Return the runs that have ranks, the newest last.
+        Return the runs that have ranks; the newest is last.
 
         Args:
-            verdict: returns that on a run as it stands.
+            verdict: returns the current verdict on a run.
             step_s: returns how long the newest steps of rank processes took.
         """
         known, clocks = self.known, self.clocks()
@@ -218,7 +224,7 @@ class LiveRuns:
         return running
 
     def clocks(self) -> dict[str, tuple[int, int]]:
-        """Return offset and bound of each node's clock that are known."""
+        """Return offset and bound of each node's clock, in ns, by node id. Only has clocks that are known."""
         with self.writer.lock:
             return {
                 name: (node.clock_offset_ns, node.clock_bound_ns)
@@ -229,21 +235,21 @@ class LiveRuns:
 
 class StepsLock:
     """
-    Held by one thread at a time. A feeder that waits gets it next, however many readers wait: the feeder's
+    A lock for one thread at a time. A waiting feeder gets it next, however many readers wait: the feeder's
     thread has to commit, while an answer may come later.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reader = threading.Lock()
-        """Lock held by the one reader that waits for `lock` or has it."""
+        """Lock held by the one reader that waits for `lock` or holds it."""
         self._state = threading.Condition()
         self._feeders = 0
-        """Number of feeders that wait for the lock or have it."""
+        """Number of feeders that wait for the lock or hold it."""
 
     @contextmanager
     def feeding(self) -> Iterator[None]:
-        """Hold the lock to change the histories, or in the thread that does."""
+        """Hold the lock to change the histories, or to read them in the thread that changes them."""
         with self._state:
             self._feeders += 1
         try:
@@ -266,27 +272,28 @@ class StepsLock:
 
 MAX_ARRIVED = 1 << 21
 """
-Largest number of rows that wait for `feed` (120 MB; with device clocks 230 MB). More come only while its
-thread is held up.
+Largest number of rows that wait for `feed` (120 MB; with device clocks 230 MB). Rows only accumulate to this
+number while the thread that calls `feed` is delayed.
 """
 MAX_UNKNOWN_ROWS = 4096
-"""Newest rows kept of a process of unknown rank."""
+"""Number of newest rows kept of a process of unknown rank."""
 _NEWEST, _SOME = 32, 64
-"""Rows that say how long a step takes just now, and ranks: all take as long."""
+"""Numbers of rows and of ranks from which the present step time is estimated. All ranks take equally long."""
 OLDER_ROWS = 1 << 16
-"""Rows read at a time of those that were stored before a restart."""
+"""Number of older rows read at a time, from those stored before a restart."""
 Rows = wire.Columns
 
 
 @dataclass(eq=False)
 class LiveSteps:
     """
-    `append` and `drain` may be called by any thread with the writer's lock, all else by one thread.
+    The step histories of the live runs. Any thread may call `append` and `drain` with the writer's lock. All
+    other methods are called by one thread.
 
     Args:
-        limits: of the session.
+        limits: the session's limits.
         open_file: opens the session file once more, for one run.
-        errors: where what goes wrong is counted.
+        errors: counts what fails.
     """
 
     limits: Thresholds
@@ -295,12 +302,12 @@ class LiveSteps:
 
     def __post_init__(self) -> None:
         self.lock = StepsLock()
-        """Lock held while a history is changed, or read by another thread."""
+        """Lock held while a history is changed, or is read by another thread."""
         self._arrived: list[tuple[int, Rows]] = []
         self._rows = 0
         self._runs: dict[str, LiveRun] = {}
         self._owners: dict[int, tuple[LiveRun, int]] = {}
-        """Run and rank that each rank process belongs to."""
+        """Run and rank of each rank process."""
         self._unknown: dict[int, list[Rows]] = {}
 
     def append(self, process: int, rows: Rows) -> None:
@@ -315,7 +322,7 @@ class LiveSteps:
             self.errors.count("rows: stored, but not judged, no room", dropped)
 
     def drain(self) -> list[tuple[int, Rows]]:
-        """Return the rows that have arrived since the last time."""
+        """Return the rows that have arrived since the last call."""
         arrived, self._arrived, self._rows = self._arrived, [], 0
         return arrived
 
@@ -331,9 +338,9 @@ class LiveSteps:
 
         Args:
             arrived: what `drain` returned.
-            runs: the rank process of each rank of each live run; of others nothing is kept.
+            runs: the rank process of each rank of each live run. Rows of other runs are not kept.
             labels: of the rank processes' nodes.
-            unknown: rank processes of unknown rank whose rows are kept until it is known.
+            unknown: rank processes whose rows are kept until their rank is known.
         """
         with self.lock.feeding():
             for run in self._runs.keys() - runs.keys():
@@ -356,11 +363,11 @@ class LiveSteps:
                 self._advance(self._runs[run])
 
     def get(self, run: str) -> LiveRun | None:
-        """Return a live run; another thread reads its history with `lock.reading()`."""
+        """Return a live run. Another thread must read its history inside `lock.reading()`."""
         return self._runs.get(run)
 
     def rows_of(self, process: int, last: int) -> tuple[Int64, UInt8, Int64]:
-        """Return the newest rows of a rank process: keys (n,), flags (n,), rows ns (n, 6)."""
+        """Return the newest `last` rows of a rank process: keys (n,), flags (n,), row times in ns (n, 6)."""
         if process not in self._owners:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
         owner, rank = self._owners[process]
@@ -368,7 +375,10 @@ class LiveSteps:
         return keys, flags, row[:, :N_STAGES]
 
     def step_s(self, processes: Iterable[RankProcess]) -> float | None:
-        """Return how long the newest steps of these took, of the shortest, s; None: there are none so far."""
+        """
+        Return the shortest time that the newest steps of `processes` took, in s. None: there are no steps
+        yet.
+        """
         with self.lock.feeding():
             newest = [self.rows_of(process.id, _NEWEST) for process in islice(processes, _SOME)]
         took = [
@@ -381,7 +391,7 @@ class LiveSteps:
     def resume(
         self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], rows: list[RankRows]
     ) -> None:
-        """Begin with rows that had arrived before a restart, the newest; those before them follow."""
+        """Begin with the newest rows that had arrived before a restart. The rows before them follow later."""
         self._follow(run, ranks, labels)
         self._runs[run].history.add_rows(rows)
         self._look_back(run)
@@ -400,7 +410,7 @@ class LiveSteps:
     def _advance(self, live_run: LiveRun) -> None:
         try:
             live_run.advance()
-        except Exception as error:  # of one run: it goes on with the rows that follow
+        except Exception as error:  # only this run is affected: it goes on with the rows that follow
             live_run.forget()
             self.errors.swallow("steps", error)
         try:
@@ -411,8 +421,8 @@ class LiveSteps:
 
     def _follow(self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """
-        Update which processes are the ranks of a run. If a rank has another process than
-        before, begin anew.
+        Update which processes are the ranks of a run. If a rank has a different process than before, begin
+        the history anew.
         """
         before = self._runs.get(run)
         if before is not None and before.ranks is ranks:
@@ -445,17 +455,17 @@ class LiveSteps:
 
 
 class LiveRun:
-    """The history of one run, and the processes it is of."""
+    """The history of one run, and the processes that it describes."""
 
     def __init__(self, limits: Thresholds) -> None:
         self.history = StepHistory(limits)
         self.whole = True
         """Whether all stored rows have been read."""
         self.older: HistoryReader | None = None
-        """Reads the rows that were stored before this history began."""
+        """Reads the rows that were stored before this history began. None: nothing is left to read."""
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
-        """Number of ranks of the job, as far as they have reported it."""
+        """Number of ranks of the job, as far as the ranks have reported it."""
         self.training = 0
         """Number of the job's ranks that may take steps."""
         self.processes: dict[int, int] = {}
@@ -464,7 +474,7 @@ class LiveRun:
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 
     def register_ranks(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
-        """Note node, group, strategy and role of the ranks."""
+        """Record node, group, strategy and role of the ranks."""
         self.ranks, self.world = ranks, world_size(ranks, None)
         self.training = training(ranks, self.world)
         who = {rank: RankMeta(labels[s.id], s.group, s.strategy, s.role) for rank, s in ranks.items()}
@@ -474,7 +484,7 @@ class LiveRun:
             self.history.register_ranks(who)
 
     def rows_of(self, processes: dict[int, int]) -> list[RankRows]:
-        """Return the newest rows of those ranks that are the same processes in `processes`."""
+        """Return the newest rows of the ranks whose processes are the same in `processes`."""
         same = [rank for rank, process in self.processes.items() if processes.get(rank) == process]
         lines = {rank: self.history.table.line(rank, 1 << 20) for rank in same}
         who = self.history.who
@@ -484,7 +494,7 @@ class LiveRun:
         ]
 
     def put(self, ranks_rows: list[tuple[int, Rows]]) -> None:
-        """Add rows of ranks that have the same keys."""
+        """Add rows of ranks, all with the same keys."""
         ranks_rows.sort(key=lambda rank_row: rank_row[0])
         keys = np.frombuffer(ranks_rows[0][1][0], "<i8")
         flags = np.frombuffer(b"".join(rows[1] for _, rows in ranks_rows), np.uint8).reshape(
@@ -495,7 +505,7 @@ class LiveRun:
         self.history.put([rank for rank, _ in ranks_rows], keys, flags, stages)
 
     def read_older(self) -> None:
-        """Read on in older rows; once all are read, go on from there."""
+        """Read more of the older rows. Once all are read, go on from there."""
         if self.older is None:
             return
         self.older.read(OLDER_ROWS)
@@ -512,13 +522,13 @@ class LiveRun:
         self.history.register_ranks(who)
 
     def close(self) -> None:
-        """Read no more older rows."""
+        """Stop reading older rows."""
         older, self.older, self.whole = self.older, None, True
         if older is not None:
             older.session.close()
 
     def advance(self) -> None:
-        """Reduce the steps that are complete."""
+        """Reduce the steps that all ranks have completed."""
         pending = pending_ranks(self.ranks, self.training, self._patience_ns, self.history.reported())
         self.history.advance(pending.reporting, pending.missing_count, self.training)
 

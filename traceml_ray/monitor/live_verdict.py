@@ -1,8 +1,8 @@
 """
-The live judge: the present verdict of every run, each run by itself; anomalies of the nodes that it names,
-for as long as it names them.
+The live judge: it gives the current verdict on every run, and judges each run separately. It also looks for
+anomalies of the nodes that a verdict names, for as long as it names them.
 
-What a restarted aggregator goes on judging with, baselines and episodes, is kept in the session's file.
+Baselines and episodes are stored in the session file, so that a restarted aggregator can go on judging.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ from traceml_ray.wire.codec import ready
 KEY = "judging"
 """Key of the episodes in the session's `meta`."""
 SAVE_EVERY_NS = 10_000_000_000
-"""How often open episodes are written; one that begins or ends is written at once."""
+"""Interval at which open episodes are written. An episode that begins or ends is written at once."""
 MAX_HISTORIES = 16
 FORM = 5
-"""Version of the packed form. It is raised when one of the classes below changes (as in `history_reader`)."""
+"""Version of the packed form. Raise it when one of the classes below changes (as in `history_reader`)."""
 PACKER = Packer(
     FORM,
     16 << 20,
@@ -96,9 +96,9 @@ PACKER = Packer(
 @dataclass(eq=False)
 class SavedState:
     """
-    Of the newest runs: the baseline, the episodes so far, their cost, and how long the run has been judged.
+    Saved state of the newest runs: baseline, episodes and their cost so far, and how long the run was judged.
 
-    What cannot be read is counted in `errors`: a baseline that the settings name, or kept episodes.
+    A baseline named in the settings, or saved episodes, that cannot be read are counted in `errors`.
     """
 
     writer: SessionWriter
@@ -108,17 +108,17 @@ class SavedState:
 
     def __post_init__(self) -> None:
         self._kept: dict[str, tuple[object, int]] = {}
-        """The episodes saved last, and the time, by run."""
+        """The last saved episodes and the time of saving, by run."""
 
     def baseline(self, run: str) -> Baseline | None:
-        """Return the one kept for `run`, else the one given. Reads a file the first time."""
+        """Return the baseline kept for `run`, else the configured one. Reads a file the first time."""
         kept = self._kept_of(run, "baselines")
         return self._given if kept is None else msgspec.convert(kept, ready(Baseline))
 
     def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> dict[int, int]:
         """
-        Restore the stored episodes of the generation with that key into `judge`, if they can be used. Return
-        when they began (ns since the epoch), by first step.
+        Restore the stored episodes of the generation with key `which` into `judge`, if they can be used.
+        Return when each episode began (ns since the epoch), by its first step.
         """
         kept = self._kept_of(run, KEY)
         if kept is None or kept.get("which") != [*which]:
@@ -132,8 +132,8 @@ class SavedState:
 
     def keep(self, run: str, which: tuple[int, int], judge: RunJudge, began: Mapping[int, int]) -> None:
         """
-        Keep the baseline of `run`, and its episodes with when they `began` (as `resume` returns it) when that
-        is due or something new is found.
+        Save the baseline of `run` and its episodes, if saving is due or there is a new finding. `began` has
+        the time at which each episode began, as `resume` returns it.
         """
         baseline = None if judge.baseline is None else msgspec.to_builtins(judge.baseline)
         self._keep(run, "baselines", baseline, MAX_RUNS)
@@ -174,7 +174,10 @@ _ROWS = 1024
 
 @dataclass(eq=False)
 class NodeEvidence:
-    """Of one run. What was usual before the present ranks were named counts as usual while they are named."""
+    """
+    Evidence from the nodes of one run. What was usual before the present ranks were named counts as usual
+    while they are named.
+    """
 
     writer: SessionWriter
     recent: Recent
@@ -191,10 +194,11 @@ class NodeEvidence:
 
     def add(self, verdict: Verdict, ranks: dict[int, RankProcess], labels: dict[int, str]) -> Verdict:
         """
-        Return `verdict` with its `machine`, examined again after a second; of a death, only once.
+        Return `verdict` with its `machine` filled in. It is examined again after a second; for a death, only
+        once.
 
         Args:
-            verdict: on the run.
+            verdict: the verdict on the run.
             ranks: the process of each of its ranks.
             labels: names of the rank processes' nodes.
         """
@@ -226,8 +230,8 @@ class NodeEvidence:
 
     def began_ns(self, rank: int | None, step: int, ranks: dict[int, RankProcess]) -> int | None:
         """
-        Return when `rank` (None: all) came to `step`, ns since the epoch; None where its rows are not known
-        from there on.
+        Return when `rank` (None: all ranks) reached `step`, in ns since the epoch. None: its rows from that
+        step on are not known.
         """
         process = ranks.get(min(ranks, default=-1) if rank is None else rank)
         if process is None or process.last_rows_ns is None:
@@ -240,7 +244,10 @@ class NodeEvidence:
         return None if when is None else when[0]
 
     def _trained_ns(self, ranks: dict[int, RankProcess]) -> int:
-        """Return since when the run is beyond its warm-up, by its first rows, which are dropped later."""
+        """
+        Return the time at which the run passed its warm-up. It uses the first rows, which are
+        dropped later.
+        """
         process = ranks[min(ranks)] if ranks else None
         if process is None or process.last_rows_ns is None:
             return self.clock()
@@ -255,35 +262,35 @@ class NodeEvidence:
     def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
         machines = {}
         for node in nodes:
-            with self.writer.lock:  # node by node: a message never waits until all of them are copied
+            with self.writer.lock:  # lock per node: a message never waits until all nodes are copied
                 machines.update(self.recent.machines([node], first_ns, last_ns))
         return machines
 
 
 MAX_WINDOWS = 32
-"""Largest number of windows judged at a time: all new ones if steps are short, fewer with many ranks."""
+"""Largest number of windows judged at a time. Short steps: all new windows. Many ranks: fewer windows."""
 MAX_ROWS = 100_000
-"""Rows in the windows before the newest."""
+"""Largest number of rows in the windows before the newest."""
 MAX_EPISODES = 50
-"""Largest number of episodes of a run in an answer."""
+"""Largest number of episodes of a run in one answer."""
 MAX_FATAL = 4
-"""Largest number of events of a kind on the death of one process. It dies once."""
+"""Largest number of events of one kind on the death of one process. A process dies once."""
 
 
 @dataclass(eq=False)
 class LiveJudge:
     """
-    Judges from what is in memory; changes of a verdict are stored with their run.
+    Judges runs from data in memory. Changes of a verdict are stored with their run.
 
     Args:
-        writer: of the session; its lock is held briefly.
+        writer: writes the session file; its lock is held briefly.
         recent: the newest spans of every rank process and samples of every node.
         steps: the histories of the live runs.
-        signals: what is judged beside the steps.
+        signals: the signals that are judged in addition to steps.
         settings: of the session.
         clock: wall clock in ns.
-        errors: where a run that cannot be judged is counted.
-        bundling: takes deaths and hangs.
+        errors: counts runs that cannot be judged.
+        bundling: receives deaths and hangs.
     """
 
     writer: SessionWriter
@@ -299,10 +306,10 @@ class LiveJudge:
         self.commands: list[wire.Command] = []
         """Commands for the ranks, sent with every reply to a relay."""
         self.brief: dict[str, dict[str, codec.Value]] = {}
-        """Verdict of each live run for the log of its rank 0, sent with every reply to a relay."""
+        """Short verdict on each live run for the log of its rank 0, sent with every reply to a relay."""
         self._limits = self.settings.thresholds
         self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
-        """Number of steps of each rank that are judged at a time, with few ranks."""
+        """Number of steps of each rank that are judged at a time when there are few ranks."""
         self.live_runs = LiveRuns(self.writer, self.recent)
         self._runs: dict[str, _LiveRun] = {}
         self._saved = SavedState(self.writer, self.settings, self.clock, self.errors)
@@ -311,25 +318,25 @@ class LiveJudge:
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
-        """Return the present verdict on `run` (None: the newest); None while there is none."""
+        """Return the current verdict on `run` (None: the newest run). None: there is no verdict yet."""
         live_run = self._runs.get(run or self.newest() or "")
         return live_run.verdict if live_run else None
 
     def answer(self, run: str | None = None) -> LiveVerdict | None:
-        """Return `verdict` as it is answered, with the episodes of the run, the costliest first."""
+        """Return the current verdict as an answer, with the episodes of the run, the costliest first."""
         live_run = self._runs.get(run or self.newest() or "")
         if live_run is None or live_run.verdict is None:
             return None
         return live_verdict(live_run.verdict, *live_run.history)
 
     def newest(self) -> str | None:
-        """Return the newest run that has rows, else the newest at all."""
+        """Return the newest run that has rows. If no run has rows, return the newest run."""
         with self.writer.lock:
             return newest(self.writer.processes.values(), self.writer.meta)
 
     def note(self, event: EventRow) -> None:
         """
-        Take an event of a rank process, if it is about a death or answers a command. Called with the writer's
+        Keep an event of a rank process if it is about a death or answers a command. Called with the writer's
         lock.
         """
         if event.kind in FATAL:
@@ -340,7 +347,10 @@ class LiveJudge:
             self._hang_watch.note(event)
 
     def resume(self, run: str, file: SessionFile, processes: Collection[int]) -> None:
-        """Take what is stored of a run that goes on, after a restart: events on deaths, and for signals."""
+        """
+        After a restart, restore the stored events of a live run: events on deaths, and events for
+        signals.
+        """
         events = [event for event in file.events()[0] if event.process in processes]
         for event in events:
             self.note(event)
@@ -351,7 +361,7 @@ class LiveJudge:
                 self.errors.swallow(signal.name, error)
 
     def _forget_deaths(self, known: LiveRanks) -> None:
-        """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
+        """Keep events on deaths only in the last generation of each run, and of processes of unknown rank."""
         if not self._fatal_seen:
             return
         last = {s.id for processes in known.runs.values() for s in generations(processes)[-1]}.union(
@@ -361,7 +371,7 @@ class LiveJudge:
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
     def feed(self) -> LiveRanks:
-        """Add the rows that have arrived to the histories of the live runs. An error is counted."""
+        """Add arrived rows to the histories of the live runs. An error is counted."""
         with self.writer.lock:
             known = self.live_runs.refresh()
             self._forget_deaths(known)
@@ -373,7 +383,7 @@ class LiveJudge:
         return known
 
     def judge(self) -> None:
-        """Judge the last steps that every live rank of each run reported. An error is counted."""
+        """Judge the last steps that all live ranks of each run have reported. An error is counted."""
         known = self.feed()
         for signal in self.signals:
             try:
@@ -415,7 +425,7 @@ class LiveJudge:
             all_deaths = deaths([], self._fatal, processes) if died else []
         first = culprits(all_deaths)[0] if all_deaths else None
         if first and not (first.consequence and first.when.t_ns > deadline):
-            # The cause of a failed collective may only become known a moment later.
+            # The cause of a failed collective may become known only a moment later.
             dead = headline(
                 all_deaths,
                 lambda death: labels.get(death.process.id) if death.process else None,
@@ -448,7 +458,7 @@ class LiveJudge:
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _judge_signal(self, signal: LiveSignal, known: LiveRanks) -> None:
-        """Judge a signal for a moment; what needs action is an event."""
+        """Judge a signal within a short time budget. What needs action becomes an event."""
         for run in signal.judge({run: self._ranks_of(run, known) for run in known.runs}):
             events = signal.events(run, self.clock())
             with self.writer.lock:
@@ -457,8 +467,8 @@ class LiveJudge:
 
     def judged_now(self, asked: OfRun[Any]) -> Any:
         """
-        Return what a signal has found in a live run (None: the newest) as of now; None where it is not judged
-        live, or the run is not live.
+        Return the present findings of a signal in a live run (None: the newest). Returns None if the signal
+        is not judged live, or the run is not live.
         """
         run, known = asked.run or self.newest() or "", self.live_runs.known
         signal = next((signal for signal in self.signals if signal.question is type(asked)), None)
@@ -467,11 +477,11 @@ class LiveJudge:
         return signal.fresh(run, self._ranks_of(run, known))
 
     def running(self) -> list[RunNow]:
-        """Return the runs that are judged, the newest last, as they are profiled."""
+        """Return the judged runs as profiling needs them; the newest is last."""
         return self.live_runs.running(self.verdict, self.steps.step_s)
 
     def peer(self, run: str, verdict: Verdict) -> int | None:
-        """Return the rank that those of a verdict on a run are compared with: the median of the others."""
+        """Return the rank with which the ranks of a verdict are compared: the median of the other ranks."""
         run_steps, ranks = self.steps.get(run), sorted(self.live_runs.known.ranks.get(run, {}))
         if run_steps is None:
             return None
@@ -490,20 +500,20 @@ class LiveJudge:
         )
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
-        """From here on judge the processes of another attempt, or restart, with the run's baseline."""
+        """Start judging the processes of another attempt or restart, with the run's baseline."""
         before = self._saved.baseline(run)
         if before is not None and state.which is not None:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge, state.reason = RunJudge(self._limits, baseline=before), None
-        # Before the first one here an aggregator may have run.
+        # An earlier aggregator may already have run before the first generation that this one judges.
         state.began = {} if state.which is not None else self._saved.resume(run, which, state.judge)
         state.which = which
 
     def _rates(
         self, processes: dict[int, RankProcess], ranks: Sequence[int], first: int, last: int
     ) -> dict[int, SpanRates]:
-        """Return how long the spans of some ranks took, see `analysis.reasons.Find`."""
+        """Return the rates of the spans of some ranks, see `analysis.reasons.Find`."""
         with self.writer.lock:
             sums_of_rank = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
         return {rank: span_rates(sums, first, last) for rank, sums in sums_of_rank.items() if sums}
@@ -511,7 +521,10 @@ class LiveJudge:
     def _with_reason(
         self, state: _LiveRun, verdict: Verdict, window: Window, processes: dict[int, RankProcess]
     ) -> Verdict:
-        """Return `verdict`, and what it names `also`, with their reasons, if any; an error is counted."""
+        """
+        Return `verdict`, and the verdicts in its `also`, with their reasons if known. An error is
+        counted.
+        """
         if any(map(has_reason, verdict.also)):
             also = tuple(self._with_reason(state, one, window, processes) for one in verdict.also)
             verdict = msgspec.structs.replace(verdict, also=also)
@@ -537,7 +550,7 @@ class LiveJudge:
         state = self._runs[run]
         verdict, has_cause = self._with_cause(run, verdict)
         state.verdict = verdict
-        # Which of two stages is the larger may change in every window.
+        # Which of two stages is larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
         beside = frozenset((one.label, frozenset(one.stages), one.ranks) for one in verdict.also)
         about = has_cause, _reason(verdict), beside
@@ -548,7 +561,7 @@ class LiveJudge:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
 
     def _with_cause(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
-        """Return a verdict on a death with what signals know of its cause, and whether there is anything."""
+        """Return a verdict on a death with what signals know of its cause, and whether they know anything."""
         if verdict.label not in DEATHS:
             return verdict, False
         latest = {signal.name: signal.latest(run) for signal in self.signals}
@@ -557,7 +570,7 @@ class LiveJudge:
         return with_cause, with_cause is not verdict
 
     def _severe(self, run: str, verdict: Verdict) -> Conclusion | None:
-        """Return what was found for sure by a signal, where that is more severe than the `verdict`."""
+        """Return the certain finding of a signal if it is more severe than `verdict`."""
         worst = {signal.name: signal.worst(run) for signal in self.signals}
         answers = {name: answer for name, answer in worst.items() if answer is not None}
         if not answers:
@@ -573,21 +586,21 @@ class _LiveRun:
         self.judge = RunJudge(limits)
         self.evidence = evidence
         self.reason: Reason | None = None
-        """The last that was found for an imbalance."""
+        """The last reason that was found for an imbalance."""
         self.which: tuple[int, int] | None = None
-        """Key of the generation that is judged, see `rank_processes.Generation`."""
+        """Key of the generation being judged, see `rank_processes.Generation`."""
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None
         self.history: tuple[list[TimedEpisode], Brief] = [], Brief()
-        """Episodes of the run, and findings that were not named; read by other threads."""
+        """Episodes of the run, and findings that were not named. Read by other threads."""
         self.began: dict[int, int] = {}
         """When each episode began (ns since the epoch), by its first step."""
 
     def dated(self, now_ns: int, ranks: dict[int, RankProcess]) -> list[TimedEpisode]:
         """
-        Return the episodes, the costliest first, with when they began: dated once named, by the rows as the
-        summary does, and kept.
+        Return the episodes, the costliest first, with the time at which each began. The time is determined
+        once, when the episode is named, from the rows as in the summary, and kept.
         """
         episodes = self.judge.episodes
         shown = episodes.episodes[:MAX_EPISODES]
@@ -605,7 +618,7 @@ class _LiveRun:
 
 
 def _reports(process: RankProcess, deadline: int) -> bool:
-    """Whether the rank has reported since `deadline`, or has ended as it should."""
+    """Whether the rank has reported since `deadline`, or has ended normally."""
     return process.final or (not process.ended and process.last_seen_ns >= deadline)
 
 
@@ -615,8 +628,8 @@ def _reason(verdict: Verdict) -> str | None:
 
 def _brief(verdict: Verdict, severe: Conclusion | None) -> dict[str, codec.Value]:
     """
-    Return what a rank's own log can use: a rank that is only watched is not named there. `first` is what is
-    more severe than the verdict, with the reason in `first_why`.
+    Return the part of a verdict that a rank's own log can use. A rank that is only watched is not named
+    there. `first` is the finding that is more severe than the verdict, and `first_why` its reason.
     """
     named = verdict.meaning.kind != "watching"
     values = {name: getattr(verdict, name) if named else None for name in ("stage", "rank", "cost_pct")}

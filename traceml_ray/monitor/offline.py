@@ -1,12 +1,12 @@
 """
-Ends a session whose aggregator does not: from its file and from spool files, here (`finish_offline`) or in a
-process of its own (`OfflineEnd`), which can be left alone when the disk hangs.
+Ends a session that its aggregator does not end, from the session file and spool files. This happens in this
+process (`finish_offline`), or in a separate process (`OfflineEnd`) that can be left alone if the disk hangs.
 
-A call to a disk that hangs does not return, and a process with such a call may not even end. So whoever has
-to end in time (a launcher) touches the disk of a session whose aggregator does not answer in another process:
-`python -m traceml_ray.monitor.offline`. Its stdin receives one JSON `OfflineRequest`, a line, and one JSON
-string with the reason when the session may be taken over. Its stdout has READY, and at the end one JSON
-`Reply`.
+A call to a disk that hangs does not return, and a process with such a call may never end. A launcher has to
+end in time, so it touches the disk of a session whose aggregator does not answer only in another process:
+`python -m traceml_ray.monitor.offline`. The stdin of that process receives one line with a JSON
+`OfflineRequest`, and one JSON string with the reason once the session may be taken over. Its stdout has
+READY, and at the end one JSON `Reply`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from traceml_ray.wire.codec import ready
 
 _READY = b"ready"
 _LOOK_S = 0.02
-"""Between two looks at whether the process gets on."""
+"""Interval between two checks whether the process makes progress, in s."""
 
 
 def finish_offline(
@@ -45,12 +45,13 @@ def finish_offline(
     why: str = "",
 ) -> Path | None:
     """
-    End a session whose aggregator does not answer, from its file and what agents and relays left in `spool`;
-    that aggregator, should it go on later, writes nothing any more. `info` as for `AggregatorCore`; `why` it
-    is ended in this way becomes an event.
+    End a session whose aggregator does not answer, from its file and from what agents and relays left in
+    `spool`. If that aggregator continues later, it writes nothing any more. `info` is as for
+    `AggregatorCore`. `why`, the reason for this way of ending, becomes an event.
 
-    A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
-    Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
+    A damaged session file is set aside, and the session is made from `spool` alone. Then the path of the
+    damaged file is returned. Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be
+    read or written.
     """
     from traceml_ray.monitor.aggregator import AggregatorCore  # these import numpy
     from traceml_ray.store.fence import take_over
@@ -84,27 +85,27 @@ class OfflineRequest(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """How it went."""
+    """The result of an `OfflineRequest`."""
 
     error: str = ""
     aside: str = ""
-    """Name of the session file that was damaged, and set aside."""
+    """Name of the damaged session file that was set aside."""
 
 
 class DiskHangsError(OSError):
-    """The disk that a session is on does not answer; the message is for a person."""
+    """The disk of a session does not answer. The message is written for people."""
 
 
 class OfflineEnd:
     """
-    The process, which gets ready at once.
+    Runs `finish_offline` in a separate process, which starts at once.
 
     Args:
         request: what to end.
-        environ: of the process.
-        cwd: of the process; not on the disk of the session.
+        environ: environment of the process.
+        cwd: working directory of the process; not on the disk of the session.
 
-    Raises OSError when there can be no process.
+    Raises OSError when the process cannot be started.
     """
 
     def __init__(self, request: OfflineRequest, environ: Mapping[str, str], cwd: Path) -> None:
@@ -122,10 +123,11 @@ class OfflineEnd:
 
     def finish(self, why: str = "") -> Reply:
         """
-        Have the session ended, once no other process writes it; `why` in this way becomes an event.
+        Tell the process to end the session. Call this once no other process writes it. `why`, the reason for
+        this way of ending, becomes an event.
 
-        Raises `DiskHangsError` when the process has to wait for the disk for longer than `DISK_S`, or takes
-        longer than `REPORT_S` in all.
+        Raises `DiskHangsError` when the process waits for the disk for longer than `DISK_S`, or takes longer
+        than `REPORT_S` in total.
         """
         try:
             self._wait_for_line()
@@ -152,7 +154,10 @@ class OfflineEnd:
             self._process.stdin.flush()
 
     def _wait_for_line(self) -> bytes:
-        """Return the next line of the process as long as it gets on, an empty one when it has ended."""
+        """
+        Return the next line of the process, waiting as long as it makes progress. b"" once it has
+        ended.
+        """
         assert self._process.stdout is not None
         before, since = None, time.monotonic()
         deadline = since + REPORT_S
@@ -166,7 +171,10 @@ class OfflineEnd:
 
 
 def _progress(pid: int) -> tuple[Any, ...] | None:
-    """Return what changes while a process gets on; None where it waits for a CPU core, or is not seen."""
+    """
+    Return values that change while a process makes progress. None: it waits for a CPU core or
+    cannot be seen.
+    """
     try:
         process = psutil.Process(pid)
         with process.oneshot():

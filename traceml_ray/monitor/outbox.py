@@ -1,10 +1,10 @@
 """
-What a relay holds until the aggregator confirms that it is on disk, and its way there: packets go out in
-order, and again until they are known to be stored.
+The queue of a relay. It holds data until the aggregator confirms that the data is on disk. Packets are sent
+in order, and sent again until they are known to be stored.
 
-Rank batches wait here unnumbered; only when they are packed into a message do they get a sequence
-number, and from then on they are never dropped. So an overflow, which drops the oldest of what
-waits, makes no gap in the numbers and counts each lost row exactly once.
+Rank batches wait here without a number. They get a sequence number when they are packed into a message, and
+from then on they are never dropped. An overflow drops the oldest waiting batches, so it makes no gap in the
+numbers and counts each lost row exactly once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class _Held:
 
 @dataclass(slots=True)
 class _Packet:
-    """A message for the aggregator, and the newest batch of each rank process in it."""
+    """
+    A message for the aggregator, and the number of the newest batch of each rank process in the
+    message.
+    """
 
     seq: int
     data: bytes
@@ -56,7 +59,7 @@ class Outbox:
     A queue bounded by `limit` bytes: waiting → packed → stored.
 
     Args:
-        limit: bytes of rank batches and packed messages together.
+        limit: largest total size of rank batches and packed messages, in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -66,7 +69,7 @@ class Outbox:
         self._packed: deque[_Packet] = deque()
         self._packed_bytes = 0
         self._unsent = 0
-        """Number of packets at the end of `_packed` that must be sent (again)."""
+        """Number of packets at the end of `_packed` that must be sent, or sent again."""
         self._last_seq = 0
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
@@ -74,9 +77,12 @@ class Outbox:
         self.lost: Counter[str] = Counter()
         """Number of records dropped with the rows, by kind."""
         self._to_report: dict[str, None] = {}
-        """Rank processes whose dropped rows no packet counts yet."""
+        """Rank processes whose dropped rows are not counted in any packet yet."""
         self.stored: dict[str, int] = {}
-        """The newest stored batch of each rank process, from -1 on; removed by who forgets the process."""
+        """
+        Number of the newest stored batch of each rank process; -1: none. The caller removes forgotten
+        processes.
+        """
 
     def add(self, process_id: str, seq: int, rows: int, data: bytes) -> None:
         """Add a rank batch with its number of rows. Drops the oldest waiting batches if there is no room."""
@@ -96,7 +102,7 @@ class Outbox:
 
     @property
     def drops_to_report(self) -> bool:
-        """Whether rows were dropped that no packet counts yet."""
+        """Whether dropped rows are not counted in any packet yet."""
         return bool(self._to_report)
 
     @property
@@ -111,7 +117,7 @@ class Outbox:
 
     @property
     def next_seq(self) -> int:
-        """The number the next packet will get, from 1 without gaps."""
+        """The number of the next packet. Numbers begin at 1 and have no gaps."""
         return self._last_seq + 1
 
     def select(self) -> list[bytes]:
@@ -128,14 +134,17 @@ class Outbox:
         return taken
 
     def pop_dropped(self, most: int) -> dict[str, int]:
-        """Return, for at most `most` rank processes, the dropped rows that were not reported yet."""
+        """Return and clear the unreported dropped rows of at most `most` rank processes."""
         processes = [*self._to_report][:most]
         for process in processes:
             del self._to_report[process]
         return {process: self.dropped[process] for process in processes}
 
     def pack(self, data: bytes) -> None:
-        """Keep the message made under `next_seq` from the selected batches until it is confirmed."""
+        """
+        Keep a message until it is confirmed. It was made from the selected batches, with number
+        `next_seq`.
+        """
         self._last_seq += 1
         self._packed.append(_Packet(self._last_seq, data, self._taken))
         self._taken = {}
@@ -147,15 +156,15 @@ class Outbox:
         return self._packed[-self._unsent] if self._unsent else None
 
     def is_last(self, packet: _Packet) -> bool:
-        """Whether nothing comes after `packet`."""
+        """Whether `packet` is the last one and no batch waits after it."""
         return packet.seq == self._last_seq and not self._waiting
 
     def sent(self) -> None:
-        """The packet returned by `to_send` is on its way."""
+        """Record that the packet returned by `to_send` was sent."""
         self._unsent -= 1
 
     def rewind(self) -> None:
-        """Send all unconfirmed packets again, in order: they may be lost."""
+        """Mark all unconfirmed packets to be sent again, in order: they may be lost."""
         self._unsent = len(self._packed)
 
     def confirm(self, stored_seq: int) -> bool:
@@ -169,7 +178,7 @@ class Outbox:
         return len(self._packed) < before
 
     def salvage(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (unconfirmed messages, waiting rank batches), to be kept in another place."""
+        """Return (unconfirmed messages, waiting rank batches), so that they can be saved elsewhere."""
         return [packet.data for packet in self._packed], [held.data for held in self._waiting]
 
     def _pop(self) -> _Held:
@@ -180,8 +189,8 @@ class Outbox:
 
 def _besides_rows(data: bytes) -> Counter[str]:
     """
-    Return the amount of everything but rows in a rank batch, by the name under which it is counted when
-    dropped.
+    Return the number of records other than rows in a rank batch, by the name under which dropped ones are
+    counted.
     """
     try:
         batch = decode(data, RankBatch)
@@ -201,7 +210,7 @@ def _besides_rows(data: bytes) -> Counter[str]:
 
 
 def _amount(name: str, records: list[msgspec.Raw]) -> int:
-    """Return how much is lost with records of a kind; one that cannot be read counts as one."""
+    """Return how much is lost with records of one kind. A record that cannot be read counts as one."""
     kind, amount = KINDS.get(name), 0
     for raw in records:
         try:
@@ -224,29 +233,37 @@ LISTEN_EVERY_S = 10.0
 
 class Transport(BulkTransport, Protocol):
     """
-    Calls to the aggregator; another thread makes those of `BulkTransport`. None blocks or raises; replies
-    come later, in order.
+    Calls to the aggregator. Another thread makes the calls of `BulkTransport`. No call blocks or raises.
+    Replies arrive later, in order.
     """
 
     def ingest(self, data: bytes, commit: bool) -> bool:
-        """Hand over a RelayBatch (`commit`: store it at once); reply: RelayReply. False: not now."""
+        """
+        Send a `RelayBatch`; `commit`: store it at once. The reply is a `RelayReply`. False: it cannot be sent
+        now.
+        """
 
     def finish(self, data: bytes) -> bool:
-        """Hand over Finish; reply: Finished. False: not now."""
+        """Send a `Finish`; the reply is a `Finished`. False: it cannot be sent now."""
 
     def poll(self) -> list[bytes | Exception]:
-        """Return the replies so far. After an exception, nothing sent before it will be replied to."""
+        """
+        Return the replies that have arrived. After an exception, nothing sent before it will be
+        answered.
+        """
 
 
 @dataclass(eq=False)
 class AggregatorLink:
     """
+    Sends the packets of an outbox to the aggregator and processes its replies.
+
     Args:
         transport: calls the aggregator.
         outbox: packets to send.
         errors: counts calls that failed.
         on_reply: called with each RelayReply.
-        heard: monotonic seconds, now.
+        heard: the current time, in monotonic seconds.
     """
 
     transport: Transport
@@ -254,7 +271,7 @@ class AggregatorLink:
     errors: Errors
     on_reply: Callable[[wire.RelayReply], None]
     heard: float
-    """When the last reply came."""
+    """Time at which the last reply arrived, in monotonic seconds."""
     wall: Callable[[], int] = time.time_ns
     """The node's clock, ns since the epoch."""
     alive_at: float | None = None
@@ -263,9 +280,9 @@ class AggregatorLink:
     end_state: wire.Finished = WAITING
     """The aggregator's last reply about the end."""
     tick_s: float = wire.TICK_S
-    """Time to collect before the next packet, in s."""
+    """Interval between packets, in which data is collected, in s."""
     hurry: bool = False
-    """Whether the last packet is to be stored at once."""
+    """Whether the last packet must be stored at once."""
     _answer: tuple[int, int] | None = None
     _listens_until: float = -1.0
     _next_listen: float = -1.0
@@ -280,7 +297,7 @@ class AggregatorLink:
 
     def patience(self, now: float) -> float:
         """
-        Return the time until replies should be polled again, in s. A reply that is read as it arrives shows
+        Return the time until replies should be polled again, in s. A reply read as soon as it arrives shows
         how far off the clock is.
         """
         return LOOK_S if now < self._listens_until else wire.TICK_S
@@ -306,7 +323,7 @@ class AggregatorLink:
             self._progress = now
 
     def send(self, now: float) -> bool:
-        """Send what the aggregator takes now; return whether that was anything."""
+        """Send what the aggregator accepts now. Return whether anything was sent."""
         sent = False
         while packet := self.outbox.to_send():
             if not self.transport.ingest(packet.data, self.hurry and self.outbox.is_last(packet)):
@@ -318,7 +335,10 @@ class AggregatorLink:
         return sent
 
     def finish(self, message: wire.Finish) -> bool:
-        """Ask how far the end is; the reply becomes `end_state`. False: not now."""
+        """
+        Ask about the progress of the end. The reply becomes `end_state`. False: the question cannot be sent
+        now.
+        """
         return self.transport.finish(codec.encode(message))
 
     def _time(self, reply: wire.RelayReply) -> None:

@@ -1,11 +1,11 @@
 """
-Reads the ends of the files that ranks' stdout and stderr go to: Ray's log of a worker, torchrun's with
-`--redirects`, Slurm's of a task.
+Reads the ends of the files to which ranks write stdout and stderr: Ray's log of a worker, torchrun's log with
+`--redirects`, Slurm's log of a task.
 
-It costs the training process nothing, and has what the agent cannot see: what C writes, and the last words of
-a process that crashed. Only a file of the rank's own is read. Into one that its parent or another rank has as
-well, all write at once; a terminal or a pipe cannot be read without taking from who reads it. There the agent
-sees what Python writes (`signals.output.tap`).
+This costs the training process nothing, and shows output that the agent cannot see: what C code writes, and
+the last words of a crashed process. Only a file that belongs to one rank is read. If its parent or another
+rank has the same file, all of them write into it. A terminal or a pipe cannot be read without taking data
+from its reader. In those cases the agent records what Python writes (`signals.output.tap`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_BYTES = 1 << 14
 """Approximate number of bytes handed over at a time."""
 _STREAMS = 1, 2
 _OF_RAY = re.compile(r"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
-"""Line by which Ray marks in a worker's log what the worker works for."""
+"""A line with which Ray marks, in a worker's log, the job or actor that the worker serves."""
 _Key = tuple[int, int]
 """Identity of a file: device and inode."""
 
@@ -51,7 +51,7 @@ class _File:
     )
 
     def read(self) -> str:
-        """Return what is new, the end of it where that is much."""
+        """Return the new output. If there is much, return only its end."""
         size = os.fstat(self.fd).st_size
         if size < self.offset:  # it was emptied
             self.offset = 0
@@ -74,13 +74,13 @@ class _Process:
 
 class OutputFiles:
     """
-    Of the ranks of one node. `poll` reads, in a thread of its own where `start` was called: a file system
-    that hangs holds up nothing. All else may be called by any thread.
+    Reads the output files of the ranks of one node. After `start`, a separate thread calls `poll`, so a file
+    system that hangs delays nothing else. Any thread may call the other methods.
 
     Args:
-        most: how many lines of a stream are kept; 0: nothing is read.
+        most: number of lines kept per stream; 0: nothing is read.
         wall: the node's clock, ns since the epoch.
-        interval: seconds between two looks.
+        interval: seconds between two polls.
     """
 
     def __init__(self, most: int, wall: Callable[[], int] = time.time_ns, interval: float = 1.0) -> None:
@@ -100,14 +100,17 @@ class OutputFiles:
             self._thread.start()
 
     def follow(self, process_id: str, pid: int) -> None:
-        """Read the output of a rank process from now on: it may be over before the next look would come."""
+        """
+        Read the output of a rank process from now on. The first read is soon: the process may end before a
+        poll.
+        """
         if self._most:
             with self._lock:
                 self._processes.setdefault(process_id, _Process(pid))
             self.poll_soon()
 
     def ended(self, process_id: str) -> None:
-        """Read the output of a rank process once more: it is over."""
+        """Read the output of a rank process once more because the process has ended."""
         with self._lock:
             if (process := self._processes.get(process_id)) is not None:
                 process.ended = True
@@ -118,7 +121,7 @@ class OutputFiles:
         self._wake.set()
 
     def read_once_more(self, timeout_s: float) -> None:
-        """Read all files once more now. A read that takes longer is not waited for."""
+        """Read all files once more now. Wait at most `timeout_s` seconds for the read."""
         if self._thread is None:
             self.poll()
             return
@@ -127,7 +130,7 @@ class OutputFiles:
         self._looked.wait(timeout_s)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._closed = True
         self._wake.set()
         if self._thread is None:
@@ -135,20 +138,20 @@ class OutputFiles:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is output that was not drained yet."""
+        """Whether there is output that has not been drained yet."""
         with self._lock:
             files = [file for process in self._processes.values() for file in process.files.values()]
             return any(file.lines.waiting for file in files)
 
     def drain(self) -> dict[str, list[Output]]:
-        """Return new output by rank process. If there is much, the rest is returned next time."""
+        """Return new output by rank process. If there is much, the rest is returned by the next call."""
         new_output: dict[str, list[Output]] = {}
         size, t_ns = 0, self._wall()
         with self._lock:
             for name, process in [*self._processes.items()]:
                 if size > _MOST_BYTES:
                     break
-                self._processes[name] = self._processes.pop(name)  # the next time it is the others' turn
+                self._processes[name] = self._processes.pop(name)  # the others are next
                 outputs = [file.lines.drain(t_ns) for file in process.files.values()]
                 if new := [output for output in outputs if output is not None]:
                     new_output[name] = new
@@ -185,7 +188,7 @@ class OutputFiles:
         self._drop_all()
 
     def _open(self, processes: list[tuple[str, _Process]]) -> None:
-        """Open the files of streams that go to others than before; close those that several write into."""
+        """Open files of streams that have changed; close files that several processes write into."""
         used: dict[_Key, set[int]] = {}
         files_of_name = {
             name: dict(_regular(process.pid)) for name, process in processes if not process.ended
@@ -215,7 +218,7 @@ class OutputFiles:
                             process.files[number] = opened
 
     def _opened(self, pid: int, number: int) -> _File:
-        """Open the file of a stream: all of it is read, but for what was there before the process."""
+        """Open the file of a stream. Everything in it is read, except what was there before the process."""
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(fd)
         old = status.st_mtime < _began(pid)
@@ -234,7 +237,7 @@ class OutputFiles:
                 self._drop(process, number)
 
     def _forget(self, name: str, process: _Process) -> None:
-        """Forget a process that has ended, once all that was read of it is taken."""
+        """Forget a process that has ended, once all output read from it has been drained."""
         with self._lock:
             left = any(file.lines.waiting for file in process.files.values())
             if not left:
@@ -244,7 +247,7 @@ class OutputFiles:
 
 
 def _regular(pid: int) -> Iterator[tuple[int, _Key]]:
-    """Yield each stream of a process that goes to a regular file, and which one."""
+    """Yield each stream of a process that goes to a regular file, and the identity of the file."""
     for number in _STREAMS:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/fd/{number}").stat()
@@ -260,7 +263,7 @@ def _of_parent(pid: int) -> list[_Key]:
 
 
 def _began(pid: int) -> float:
-    """Return when a process began, in seconds since the epoch; 0 where that is not known."""
+    """Return when a process began, in seconds since the epoch. 0: unknown."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:

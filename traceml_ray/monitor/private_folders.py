@@ -1,6 +1,6 @@
 """
-Private folders under /tmp for sockets and what could not be delivered, and the removal of dead ones; the
-batches that agents, and relays before, left in one.
+Private folders under /tmp for sockets and undelivered data, and the removal of folders of dead processes.
+Also reads the batches that agents and earlier relays left in such a folder.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _ROWS_S = 86_400.0
 
 def lock_private(folder: Path) -> int:
     """
-    Make `folder` for this user alone, and lock it for as long as this process lives; return the lock.
+    Make `folder` private to this user, and lock it for as long as this process lives. Return the lock.
 
-    Raises OSError when that cannot be, or when another process holds it.
+    Raises OSError when this is impossible, or when another process holds the lock.
     """
     make_private(folder)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -49,14 +49,20 @@ def lock_private(folder: Path) -> int:
 
 
 def make_private(folder: Path) -> None:
-    """Make `folder` for this user alone. Raises OSError when what is there is not so, or nothing can be."""
+    """
+    Make `folder` private to this user. Raises OSError if an existing one is not private, or it cannot be
+    made.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder):
         raise OSError(f"{folder} is not a folder that only this user can enter: make it 0700, or remove it")
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` is there (not a link to one) and only this user, its owner, can enter it."""
+    """
+    Return whether `folder` exists, is not a link, belongs to this user, and only this user can
+    enter it.
+    """
     try:
         status = folder.lstat()
     except OSError:
@@ -77,8 +83,8 @@ def remove_if_empty(folder: Path) -> None:
 
 def remove(folder: Path, within_s: float = 1.0) -> None:
     """
-    Remove a folder of ours with all that is in it. A process that has just been killed may still write a
-    file, and the removal then fails half-way: it is repeated for `within_s` seconds.
+    Remove a folder of ours with all its contents. A process that was just killed may still write a file, so
+    that the removal fails half-way. It is therefore repeated for `within_s` seconds.
     """
     end = time.monotonic() + within_s
     shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +94,7 @@ def remove(folder: Path, within_s: float = 1.0) -> None:
 
 
 def remove_stale(where: Path = PLACE) -> None:
-    """Remove the folders of processes that were killed: their lock is free. Young rows are kept."""
+    """Remove the folders of killed processes, whose locks are free. Recent undelivered rows are kept."""
     for lock in where.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             folder, now = lock.parent, time.time()
@@ -105,13 +111,13 @@ def remove_stale(where: Path = PLACE) -> None:
 
 
 Batches = list[tuple[wire.RankBatch, bytes]]
-"""Each as decoded, and as it was sent."""
+"""Rank batches: each as decoded, and as it was sent."""
 
 
 def spooled(folder: Path, errors: Errors, seen: set[Path]) -> Iterator[tuple[Path, Batches]]:
     """
-    Yield each spool file of `folder` that is not among `seen`, in order of names, with its batches; all that
-    were looked at are added to `seen`. A file or batch that cannot be read is counted at `spool`.
+    Yield each spool file of `folder` that is not in `seen`, in order of names, with its batches. Every file
+    examined is added to `seen`. A file or batch that cannot be read is counted at `spool`.
     """
     for path in sorted(set(folder.glob(f"*{SUFFIX}")) - seen):
         seen.add(path)

@@ -1,7 +1,7 @@
 """
-The files of a profile while it is made: written in the background, since a disk may hang.
+The files of a profile while it is being made. They are written in the background, since a disk may hang.
 
-Work on files that may take long, by a thread of its own: no row, verdict or question waits for a disk.
+A separate thread does all file work that may take long: no row, verdict or question waits for a disk.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from traceml_ray.wire.messages import TracePart
 
 class Background:
     """
-    Does jobs one after another, in their order, in a thread that there is while jobs wait.
+    Runs jobs one after another, in their order. Its thread exists only while jobs wait.
 
     Args:
-        place: counts what jobs raise, and names the thread.
-        errors: the aggregator's, by place.
+        place: name under which errors of jobs are counted, and name of the thread.
+        errors: the aggregator's error counts, by place.
     """
 
     def __init__(self, place: str, errors: Errors) -> None:
@@ -36,7 +36,7 @@ class Background:
         self._running = False
 
     def add(self, job: Callable[[], object]) -> None:
-        """Have a job done."""
+        """Add a job."""
         with self._changed:
             if not self._running:
                 threading.Thread(target=self._run, name=f"traceml-{self._place}", daemon=True).start()
@@ -44,7 +44,7 @@ class Background:
             self._jobs.append(job)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long until all jobs are done; return whether they are."""
+        """Wait at most `seconds` seconds until all jobs are done; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, seconds)
 
@@ -67,23 +67,23 @@ _PLACE = "profile"
 
 @dataclass(eq=False)
 class _TraceFile:
-    """How far the file of a trace is."""
+    """State of the file of a trace."""
 
     written: int = 0
-    """Bytes of it on the disk."""
+    """Number of bytes of the file that are on disk."""
     waiting: int = 0
-    """Bytes of the part that waits for the disk."""
+    """Number of bytes of the part that waits for the disk."""
     failure: str = ""
-    """Why it cannot be written."""
+    """Why the file cannot be written. "": no failure so far."""
 
 
 class ProfileFiles:
     """
-    One per session. Nothing here waits for the disk but `wait`, and the first call of all.
+    The files of the profiles of one session. Only `wait` and the very first call wait for the disk.
 
     Args:
         folder: of the session.
-        errors: the aggregator's, by place.
+        errors: the aggregator's error counts, by place.
     """
 
     def __init__(self, folder: Path, errors: Errors) -> None:
@@ -92,39 +92,39 @@ class ProfileFiles:
         self._ids = profiles.names_of(folder)
         self._lock = threading.Lock()  # of the manifest and of `_traces`; held for moments only
         self._manifest: tuple[str, bytes] | None = None
-        """The newest that is to be written, with the id of its profile."""
+        """The newest manifest to write, with the id of its profile."""
         self._traces: dict[tuple[str, int, str], _TraceFile] = {}
         """Trace files by (id of the profile, number of its command, name of the file)."""
         self.left = profiles.under_way(folder)
-        """The profile that an aggregator before this one, which was killed, has left; None: none."""
+        """The unfinished profile that an earlier, killed aggregator has left. None: there is none."""
         profiles.clear_unfinished(folder, None if self.left is None else self.left.id)
 
     def new_id(self, t_ns: int) -> str:
-        """Return an id for a profile that was asked for at `t_ns`, ns since the epoch."""
+        """Return an id for a profile that was requested at `t_ns`, in ns since the epoch."""
         self._ids.append(free_name(stamp(t_ns), self._ids))
         return self._ids[-1]
 
     def do(self, job: Callable[[], object]) -> None:
-        """Have a job done when what waits is written; what it raises is counted."""
+        """Run a job after the pending writes. An error that it raises is counted."""
         self._background.add(job)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long until all is written; return whether it is."""
+        """Wait at most `seconds` seconds until everything is written; return whether it is."""
         return self._background.wait(seconds)
 
     def clear(self) -> None:
-        """Have what was written of the profile that is made removed."""
+        """Remove what was written of the profile that is being made."""
         self.do(self._clear)
 
     def show(self, profile: Profile) -> None:
-        """Have others see how far a profile is."""
+        """Write the manifest, so that others can see the progress of a profile."""
         with self._lock:
             waits, self._manifest = self._manifest is not None, (profile.id, profiles.encoded(profile))
         if not waits:
             self.do(self._write_manifest)
 
     def go_on(self, profile: str, number: int, name: str) -> int:
-        """Go on with a file that an aggregator before this one has begun; return how much of it is there."""
+        """Continue a file that an earlier aggregator has begun. Return the number of bytes it has."""
         path = profiles.unfinished(self._folder, profile) / name
         there = path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
         self._traces[profile, number, name] = _TraceFile(there)
@@ -132,8 +132,8 @@ class ProfileFiles:
 
     def add_part(self, name: str, part: TracePart) -> bool:
         """
-        Have a part of the file `name` written; False where it does not go on where the file ends, or the part
-        before it waits for the disk: then it has to come again.
+        Write a part of the file `name` in the background. Return False if the part does not begin where the
+        file ends, or if the previous part still waits for the disk. Then the part must be sent again.
         """
         with self._lock:
             trace = self._traces.setdefault((part.profile, part.number, name), _TraceFile())
@@ -145,8 +145,8 @@ class ProfileFiles:
 
     def there(self, profile: str, number: int, name: str) -> tuple[int, int, str]:
         """
-        Return how much of a file is written and how much waits for the disk, in bytes, and why it cannot be
-        written ("": it can, so far).
+        Return how much of a file is written, how much waits for the disk (both in bytes), and why it cannot
+        be written ("": no failure so far).
         """
         with self._lock:
             trace = self._traces.get((profile, number, name), _TraceFile())
@@ -155,7 +155,10 @@ class ProfileFiles:
     # -- in the background ---------------------------------------------------------------------------
 
     def note_lost_traces(self, profile: Profile) -> None:
-        """Note of the ranks of a profile that is over which traces could not be written. A job calls it."""
+        """
+        For each rank of a finished profile, record that its trace could not be written. Called by
+        a job.
+        """
         for rank in profile.captured:
             _, _, failure = self.there(profile.id, profile.number, str(rank.file))
             if failure:
@@ -187,7 +190,7 @@ class ProfileFiles:
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data`: a disk that fills up takes a part of it first. Raises OSError."""
+    """Write all of `data`. A disk that fills up accepts only a part of it first. Raises OSError."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written

@@ -1,6 +1,6 @@
 """
-What a session measures beside steps: profiles, on request and by itself where a verdict lasts; layers, on
-request. What goes wrong is counted.
+What a session measures in addition to steps. Profiles are made on request, or automatically if a verdict
+lasts; layers are measured on request. Errors are counted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import TracePart, TraceReply
 
 SEND_S = 30.0
-"""How long a command is part of all replies, in s: by then every relay has asked."""
+"""Time for which a command is part of all replies, in s. By then every relay has asked."""
 WAIT_S = 120.0
-"""A request that came before its run waits so long for it."""
+"""Time for which a request that came before its run waits for it, in s."""
 MAX_WAITING = 8
 
 
 class LayerRequests:
     """
-    One per session; any thread may call it.
+    Requests to measure layers in one session. Any thread may call it.
 
     Args:
-        errors: the aggregator's, by place.
+        errors: the aggregator's error counts, by place.
         runs: the runs that go on.
         ticks: monotonic seconds.
     """
@@ -62,7 +62,7 @@ class LayerRequests:
         """Commands for the ranks, sent with every reply to a relay."""
 
     def ask(self, request: wire.LayersRequest, asked: str) -> str | None:
-        """Take the request of a person, by its id; return why nothing will be measured, None otherwise."""
+        """Accept a person's request by its id `asked`. Return why nothing will be measured, else None."""
         with self._lock:
             if len(self._waiting) + len(self._sent) >= MAX_WAITING:
                 self._errors.count("layers: too many requests wait")
@@ -72,8 +72,8 @@ class LayerRequests:
 
     def tick(self) -> None:
         """
-        Have the ranks of a run told what is new, and no longer what all have heard; once a second. An error
-        is counted.
+        Send new commands to the ranks of a run, and stop sending those that all ranks have received. Called
+        once a second. An error is counted.
         """
         try:
             if self._waiting or self._sent:
@@ -100,20 +100,20 @@ class LayerRequests:
 
 
 STEPS = 3
-"""Number of steps of each such profile."""
+"""Number of steps of each automatic profile."""
 MOST_S = 10.0
 """
-Longest time that may be recorded, in s: what is recorded takes memory. If the steps take longer, fewer are
-recorded; none if one step is longer.
+Longest time to record, in s: recorded data takes memory. If the steps take longer, fewer are recorded; if one
+step is longer, none is recorded.
 """
 
 Peer = Callable[[Verdict], int | None]
-"""Returns the rank that those of a verdict are compared with."""
+"""A function that returns the rank with which the ranks of a verdict are compared."""
 
 
 class AutoProfile:
     """
-    One per session.
+    Decides which profiles of one session are made automatically.
 
     Args:
         settings: of the session.
@@ -129,11 +129,11 @@ class AutoProfile:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything may be profiled without being asked."""
+        """Whether any profile may be made without a request."""
         return self._most > 0
 
     def check(self, run: str, verdict: Verdict | None, peer: Peer) -> Wanted | None:
-        """Return what is to be profiled because of the present verdict on `run`; None: nothing."""
+        """Return the profile to make because of the current verdict on `run`. None: no profile."""
         if verdict is None or not _lasts(verdict) or self._times[run] >= self._most:
             return None
         now, what = self._ticks(), (run, verdict.label, verdict.stage, verdict.ranks, verdict.from_step)
@@ -159,7 +159,7 @@ class AutoProfile:
 
 
 def _lasts(verdict: Verdict) -> bool:
-    """Whether its cause is something that ranks do in most of their steps."""
+    """Whether the cause of the verdict is something that ranks do in most of their steps."""
     named = verdict.rank is not None or verdict.label == "group_wide"
     return named and verdict.meaning.kind == "finding" and bool(verdict.chronic)
 
@@ -173,31 +173,31 @@ def _why(verdict: Verdict, median: int | None) -> str:
 
 
 REQUESTED = "it was requested."
-"""`Profile.why` where a person has asked."""
+"""`Profile.why` if a person has requested the profile."""
 WAITING = "profiles_waiting"
-"""The value of the session (table `meta`) that has what was asked for and has not begun."""
+"""Name of the session value (table `meta`) that holds the requests that have not begun."""
 EVENT = "profile"
-"""The event that a profile is over."""
+"""Kind of the event that reports a profile as over."""
 EXPLAIN = "traceml_ray.traces.explain"
 FILES_S, EXPLAIN_S = 1.0, 0.5
-"""How long the end of a session waits for the files of a profile, and for its explanation."""
+"""Times for which the end of a session waits for the files of a profile, and for its explanation, in s."""
 _NAMED = 4
-"""Ranks without a trace whose reasons are in it."""
+"""Number of ranks without a trace whose reasons the event contains."""
 
 
 class Profiling:
     """
-    One per session.
+    Makes the profiles of one session.
 
     Args:
         settings: of the session.
-        writer: of the session file; its lock is held briefly.
-        errors: the aggregator's, by place.
+        writer: writes the session file; its lock is held briefly.
+        errors: the aggregator's error counts, by place.
         clock: wall clock in ns.
         ticks: monotonic ns.
         runs: the runs that go on.
-        peer: returns the rank that those of a verdict on a run are compared with.
-        commit: writes what is pending.
+        peer: returns the rank with which the ranks of a verdict on a run are compared.
+        commit: writes pending rows.
     """
 
     def __init__(
@@ -225,17 +225,17 @@ class Profiling:
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self._explaining: subprocess.Popen[bytes] | None = None
         self.commands: list[wire.Command] = self._captures.commands()
-        """For the ranks, sent with every reply to a relay."""
+        """Commands for the ranks, sent with every reply to a relay."""
 
     def ask(self, request: wire.ProfileRequest, asked: str) -> str | None:
         """
-        Take the request of a person, by its id; return why there will be no profile, None while that is not
-        so.
+        Accept a person's request by its id `asked`. Return why there will be no profile, or None if it has
+        not failed.
         """
         return self._captures.ask(Wanted(request, REQUESTED, (asked,)))
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Return what persons have asked for and has not begun, as it is stored under `WAITING`."""
+        """Return the requests by people that have not begun, in the form stored under `WAITING`."""
         return [
             {"requests": [*wanted.requests], **msgspec.structs.asdict(wanted.request)}
             for wanted in self._captures.waiting()
@@ -243,7 +243,10 @@ class Profiling:
         ]
 
     def _ask_again(self, waiting: list[dict[str, Any]]) -> None:
-        """Take what waited when an aggregator before this one was killed, but for what has begun since."""
+        """
+        Repeat the requests that waited when an earlier aggregator was killed, except those that have begun
+        since.
+        """
         begun = set() if self._files.left is None else set(self._files.left.requests)
         for entry in waiting:
             try:
@@ -255,7 +258,7 @@ class Profiling:
                 self._errors.note("profile that waited", error)
 
     def ingest(self, process: RankProcess, batch: wire.RankBatch) -> None:
-        """Take what a rank says of its capture. An error is counted."""
+        """Process what a rank reports about its capture. An error is counted."""
         if batch.capture is None:
             return
         try:
@@ -264,11 +267,11 @@ class Profiling:
             self._errors.note("trace", error)
 
     def accept_part(self, part: TracePart) -> TraceReply:
-        """Take a part of a trace; the reply says where its relay is to go on."""
+        """Accept a part of a trace. The reply tells its relay where to continue."""
         return self._captures.accept_part(part)
 
     def tick(self) -> None:
-        """Go on with what is to be captured; once a second. An error is counted."""
+        """Advance the captures; called once a second. An error is counted."""
         try:
             runs = self._runs() if self._auto.is_on or self._captures.busy else []
             aimed = [self._auto.check(run.run, run.verdict, partial(self._peer, run.run)) for run in runs]
@@ -283,7 +286,10 @@ class Profiling:
             self._errors.swallow("profile", error)
 
     def stop(self) -> None:
-        """End what is under way: the session is over. A disk that hangs is waited for `FILES_S` at most."""
+        """
+        End the present captures because the session is over. Wait at most `FILES_S` for a disk
+        that hangs.
+        """
         try:
             over = self._captures.stop("the session was over before its trace was there")
             self.commands = []
@@ -299,8 +305,8 @@ class Profiling:
 
     def _finish(self, profile: Profile) -> None:
         """
-        Have a profile appear in its folder, and say so; a failure is counted, and nothing is left. In the
-        background.
+        Publish a profile in its folder and report it as an event, in the background. A failure is counted,
+        and nothing is left behind.
         """
         there = False
         self._files.note_lost_traces(profile)
@@ -319,7 +325,7 @@ class Profiling:
             self._writer.add_event(_event(profile, there, self._clock()), run=profile.run)
 
     def _appear(self, profile: Profile) -> None:
-        """Give a profile its name; without its traces where there is no room for it with them."""
+        """Give a profile its final name. If its traces do not fit on the disk, publish it without them."""
         try:
             profiles.finish(self._folder, profile)
         except OSError as error:
@@ -329,7 +335,10 @@ class Profiling:
             profiles.finish(self._folder, profile)
 
     def _explain(self, path: Path) -> None:
-        """Have another process say what the suspect does more of, and note it in the profile's manifest."""
+        """
+        Start a process that explains what the suspect does more of and records that in the profile's
+        manifest.
+        """
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._explaining = subprocess.Popen(
             [sys.executable, "-m", EXPLAIN, str(path)],
@@ -340,14 +349,14 @@ class Profiling:
         )
 
     def _reap(self) -> None:
-        """Count an explanation that failed."""
+        """Count an explanation process that failed."""
         explaining = self._explaining
         if explaining is not None and explaining.poll() is not None:
             self._errors.count("profile: not explained", int(explaining.returncode != 0))
             self._explaining = None
 
     def _add_rows(self, profile: Profile) -> None:
-        """Put the rows of the steps that were recorded beside them."""
+        """Store the rows of the recorded steps next to the traces."""
         self._commit()
         with SessionFile(self._writer.path, run=profile.run) as file:
             wanted = {step.step for rank in profile.captured for step in rank.steps}
@@ -380,7 +389,7 @@ def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
 
 
 def _rows_of(file: SessionFile, processes: set[int], step: int) -> dict[int, list[int]]:
-    """Return the time (ns) in each stage of a step, by rank process; its segments together."""
+    """Return the time (ns) in each stage of one step, by rank process. Segments of a stage are added up."""
     sums = {}
     for process, chunks in file.step_chunks(processes, step).items():
         keys, _, rows = columns_of(chunks)

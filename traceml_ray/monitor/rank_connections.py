@@ -1,6 +1,6 @@
 """
-The processes of this node that talk to the relay: a Unix SEQPACKET socket, who is behind it, and what the
-kernel, and py-spy where it is installed, know of another process.
+The processes of this node that talk to the relay: a Unix SEQPACKET socket and the processes behind it. Also
+what the kernel, and py-spy if it is installed, know about another process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def state(pid: int) -> str | None:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return how a process ended that its parent has not waited for yet; a signal is negative."""
+    """Return the exit code of a process whose parent has not waited for it yet. A signal is negative."""
     fields = _stat(pid)
     if not fields or fields[0] != "Z":
         return None
@@ -49,7 +49,10 @@ def exit_code(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on (the name before it may hold anything)."""
+    """
+    Return the fields of /proc/<pid>/stat from the state on. The name before it may contain any
+    characters.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -73,7 +76,7 @@ def memory_events(pid: int, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
 
 
 def oom_kills(file: Path | None) -> int | None:
-    """Return how many processes the kernel has killed there because memory ran out."""
+    """Return the number of processes that the kernel has killed in that cgroup because memory ran out."""
     if file is not None:
         with contextlib.suppress(OSError, ValueError):
             lines = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
@@ -82,7 +85,10 @@ def oom_kills(file: Path | None) -> int | None:
 
 
 def spy(pid: int) -> str:
-    """Return the process's stacks as py-spy sees them, "" without it; takes up to `SPY_S` seconds."""
+    """
+    Return the process's stacks as py-spy sees them; "" if py-spy is not installed. Takes up to `SPY_S`
+    seconds.
+    """
     program = shutil.which("py-spy")
     if program is None:
         return ""
@@ -90,29 +96,29 @@ def spy(pid: int) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
         text = done.stdout[:SPY_BYTES].decode("utf-8", "replace")
-        return re.sub(r"^Process .*\n", "", text)  # its arguments: what a script is given may be secret
+        return re.sub(r"^Process .*\n", "", text)  # its arguments: those of a script may be secret
     return ""
 
 
 MAX_PATH_BYTES = 90
 _AT_ONCE = 64
-"""Packets of a process that are read before it is another's turn."""
+"""Number of packets read from one process before it is another's turn."""
 _PEERCRED = struct.Struct("3i")
 
 
 @dataclass(eq=False)
 class RankConnection:
-    """One process: connected (`sock`), or one that calls and is only watched."""
+    """One process. It is connected (`sock`), or it calls through Ray and is only watched."""
 
     pid: int
     sock: socket.socket | None = None
     pidfd: int | None = None
     gone: bool = False
-    """`on_gone` has been called with it."""
+    """Whether `on_gone` has been called with this process."""
     processes: set[str] = field(default_factory=set)
 
     def send(self, data: bytes) -> bool:
-        """Send one packet, without waiting; False when it could not be sent."""
+        """Send one packet without waiting. Return False when it could not be sent."""
         try:
             return self.sock is not None and self.sock.send(data) > 0
         except OSError:
@@ -122,11 +128,11 @@ class RankConnection:
 @dataclass(eq=False)
 class RankConnections:
     """
-    Listens on `path`, whose folder is private to this user; not thread-safe but for `select`.
+    Listens on `path`, whose folder is private to this user. Not thread-safe, except `select`.
 
     Args:
-        path: of the socket; what a dead relay left there is replaced.
-        max_packet: longest packet in bytes; a longer one is cut by the kernel.
+        path: path of the socket. A socket that a dead relay left there is replaced.
+        max_packet: longest packet, in bytes. The kernel cuts a longer one.
         on_packet: called with the peer, the packet, and whether it was cut.
         on_gone: called once with each peer whose process has ended, all its packets read; where
             processes cannot be watched, when its connection is closed.
@@ -154,17 +160,18 @@ class RankConnections:
 
     @property
     def in_use(self) -> bool:
-        """Whether a process that sent rank batches is known to live; one that cannot be watched counts only
-        while it is connected.
+        """
+        Whether a process that sent rank batches is known to be alive. A process that cannot be watched counts
+        only while it is connected.
         """
         return self.ranks_connected or any(peer.pidfd is not None for peer in self._callers.values())
 
     def select(self, timeout: float) -> list[Callable[[], None]]:
-        """Wait at most `timeout` seconds and return what there is to do, to be called one by one."""
+        """Wait at most `timeout` seconds. Return the tasks that are due, to be called one by one."""
         return [key.data for key, _ in self._selector.select(timeout)]
 
     def caller(self, pid: int) -> RankConnection:
-        """Return the peer, watched from its first call on, of a process that does not connect."""
+        """Return the peer for a process that does not connect. It is watched from its first call on."""
         peer = self._callers.get(pid)
         if peer is None:
             peer = self._callers[pid] = RankConnection(pid)
@@ -212,7 +219,7 @@ class RankConnections:
         self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._process_gone(peer))
 
     def _read(self, peer: RankConnection, most: int = sys.maxsize) -> None:
-        """Read what a process has sent, at most so many packets."""
+        """Read what a process has sent, at most `most` packets."""
         for _ in range(most):
             if peer.sock is None:
                 return
@@ -221,7 +228,7 @@ class RankConnections:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # It ended without reading our last reply; Linux reports that before its packets.
+                # It ended without reading our last reply. Linux reports that before its packets.
                 continue
             except OSError:
                 data, flags = b"", 0

@@ -1,4 +1,4 @@
-"""What a relay takes from the rank processes of its node, what it answers them, and how they ended."""
+"""What a relay accepts from the rank processes of its node, how it answers them, and how they ended."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from traceml_ray.wire.codec import Count, Name, Part, ready
 from traceml_ray.wire.spool import SUFFIX
 
 MAX_PROCESSES = 4096
-"""Processes of this node that report at the same time; the messages of one more are refused."""
+"""
+Largest number of processes of this node that report at the same time. Messages of further ones
+are refused.
+"""
 
 
 class _BatchHeader(Part, frozen=True):
-    """The first fields of a RankBatch: they say whose it is, even where the rest cannot be read."""
+    """The first fields of a RankBatch. They identify its sender even if the rest cannot be read."""
 
     tag: Literal["rank"]
     v: Count
@@ -48,7 +51,7 @@ class _RankProcess:
     pid: int | None = None
     heard: float = 0.0
     reported: bool = False
-    """A batch came since `begin_round`."""
+    """Whether a batch has arrived since `begin_round`."""
     memory_events: Path | None = None
     oom_kills: int | None = None
     """Number of out-of-memory kills in the process's cgroup when its first batch arrived."""
@@ -57,17 +60,19 @@ class _RankProcess:
 @dataclass(eq=False)
 class RankIntake:
     """
-    Used with the relay's lock held; a process is inspected in a thread of its own, which takes that lock.
+    Accepts the batches of rank processes. Used with the relay's lock held. Each process is inspected in a
+    separate thread, which takes that lock.
 
     Args:
         node: this machine.
-        outbox: where batches go.
-        output: reads what the processes print into files.
+        outbox: receives the batches.
+        output: reads the files into which the processes print.
         traces: sends the traces that they leave in files.
         errors: counts refused messages.
         watch: returns the watched process of a pid that calls instead of connecting.
         spool: folder where agents leave what they could not deliver.
-        silent_s: after so long without a batch, a rank is inspected from outside when its stacks are wanted.
+        silent_s: seconds without a batch after which a rank is inspected from outside when its stacks are
+            wanted.
         lock: the relay's.
         clock: monotonic seconds.
     """
@@ -85,17 +90,17 @@ class RankIntake:
 
     def __post_init__(self) -> None:
         self.heard = self.clock()
-        """When the last batch came."""
+        """Time at which the last batch arrived, in monotonic seconds."""
         self.lost: list[str] = []
-        """Rank processes whose process ended without a final batch, to be sent."""
+        """Rank processes that ended without a final batch; still to be sent."""
         self.events: list[wire.Event] = []
-        """Events of the node and its processes, to be sent."""
+        """Events of the node and its processes; still to be sent."""
         self.requests: list[wire.MeasureRequest] = []
-        """What persons on this node ask for, to be sent."""
+        """Requests of people on this node; still to be sent."""
         self.verdicts: dict[str, dict[str, codec.Value]] = {}
         """Verdict on each run, for the log of its rank 0."""
         self._commands: list[wire.Command] = []
-        """Sent with every reply to a rank, for as long as the aggregator repeats them."""
+        """Commands sent with every reply to a rank, for as long as the aggregator repeats them."""
         self._obeyed: set[codec.Value] = set()
         self._processes: dict[str, _RankProcess] = {}
         self._v1 = v1.Senders(f"v1-{self.node.hostname}")
@@ -104,10 +109,10 @@ class RankIntake:
         self, data: bytes, place: str, peer: RankConnection | None = None, fresh: bool = True
     ) -> bytes:
         """
-        Take a RankBatch, or a message of version 1, which may hold several; return RankReply bytes.
+        Accept a RankBatch, or a message of version 1, which may hold several batches. Return RankReply bytes.
 
-        Each refusal is counted at `place`. The reply tells the sender of a batch that it was refused; raises
-        `codec.WireError` where nothing is accepted and the sender cannot be read, and LookupError for a rank
+        Each refusal is counted at `place`, and the reply tells the sender that its batch was refused. Raises
+        `codec.WireError` if nothing is accepted and the sender cannot be read. Raises LookupError for a rank
         process that is not known here and does not begin `fresh`.
         """
         reply: bytes | None = None
@@ -134,9 +139,9 @@ class RankIntake:
 
     def accept(self, batch: wire.RankBatch, data: bytes, pid: int = 0) -> bytes:
         """
-        Take a batch, encoded in `data`, of a process (0: not known); return RankReply bytes.
+        Accept a batch, encoded in `data`, of process `pid` (0: not known). Return RankReply bytes.
 
-        Raises `codec.WireError` where there are too many rank processes.
+        Raises `codec.WireError` if there are too many rank processes.
         """
         if batch.process_id not in self._processes and not self._has_room():
             raise codec.WireError("too_many_processes")
@@ -153,7 +158,7 @@ class RankIntake:
             if batch.capture is not None:
                 self.traces.offer(batch.process_id, batch.capture)
             if batch.final:
-                self.output.poll_soon()  # its last words are there, and soon nobody waits for them
+                self.output.poll_soon()  # its last output is there, and soon nobody waits for it
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
@@ -161,7 +166,7 @@ class RankIntake:
         return codec.encode(reply)
 
     def _refusal(self, data: bytes, why: codec.WireError) -> bytes | None:
-        """Return the reply to a batch that is refused; None where it cannot be read whose batch it is."""
+        """Return the reply to a refused batch. None: the sender of the batch cannot be read."""
         try:
             header = _header_decoder.decode(data)
         except codec.UNREADABLE:
@@ -174,12 +179,12 @@ class RankIntake:
         )
 
     def begin_round(self) -> None:
-        """Begin to collect the next packet."""
+        """Begin a new round, for the next packet."""
         for process in self._processes.values():
             process.reported = False
 
     def round_is_complete(self) -> bool:
-        """Whether each rank that goes on has sent a batch since `begin_round`; False without any."""
+        """Whether each active rank has sent a batch since `begin_round`. False if there are no ranks."""
         silent = self.clock() - self.silent_s
         return bool(self._processes) and all(
             process.reported or process.final or process.heard < silent
@@ -187,7 +192,7 @@ class RankIntake:
         )
 
     def gone(self, peer: RankConnection) -> None:
-        """Forget the rank processes of a process that has ended; those without a final batch are lost."""
+        """Forget the rank processes of an ended process. Those without a final batch are reported as lost."""
         self._v1.forget(peer.pid)
         for name in peer.processes:
             self.output.ended(name)
@@ -201,7 +206,7 @@ class RankIntake:
             self._forget(name)
 
     def handle_commands(self, commands: list[wire.Command]) -> None:
-        """Pass commands on to the ranks; inspect from outside those that have fallen silent."""
+        """Pass commands on to the ranks. Ranks that have fallen silent are inspected from outside."""
         self._commands = commands
         silent = self.clock() - self.silent_s
         for command in commands:
@@ -215,7 +220,7 @@ class RankIntake:
                     threading.Thread(target=self._inspect, args=args, name="traceml-spy", daemon=True).start()
 
     def _inspect(self, process_id: str, pid: int, number: str, dump: bool) -> None:
-        """Add an event on the state of a process, with its stacks for a `dump`; may take seconds."""
+        """Add an event with the state of a process, and with its stacks for a `dump`. May take seconds."""
         data: dict[str, codec.Value] = {
             "dump": number,
             "process_id": process_id,
@@ -236,7 +241,7 @@ class RankIntake:
             return [error]
 
     def _has_room(self) -> bool:
-        """Whether one more rank process may begin; those that sent their final batch make room."""
+        """Whether one more rank process may begin. Processes that sent their final batch make room."""
         if len(self._processes) >= MAX_PROCESSES:
             for name in [name for name, process in self._processes.items() if process.final]:
                 self._forget(name)
@@ -249,7 +254,10 @@ class RankIntake:
 
 
 def _process_ended(name: str, pid: int, process: _RankProcess) -> wire.Event:
-    """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
+    """
+    Return a `process_ended` event, with `exit_code` if the process is still a zombie, and the
+    kernel's kills.
+    """
     code, before = rank_connections.exit_code(pid), process.oom_kills
     kills = rank_connections.oom_kills(process.memory_events)
     data: dict[str, codec.Value] = {"process_id": name, "exit_code": code}

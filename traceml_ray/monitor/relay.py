@@ -1,11 +1,11 @@
 """
-The relay of one node, free of Ray: takes the rank batches of its node (`rank_intake`) and forwards them to
-the aggregator (`outbox`) until they are known to be stored.
+The relay of one node, without Ray. It accepts the rank batches of its node (`rank_intake`) and forwards them
+to the aggregator (`outbox`) until they are known to be stored.
 
-One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
-over the same socket that the ranks use; of a job of several nodes, each launcher does. The relay has stored
-what it holds, or leaves it in a file, and passes on what the aggregator, which owns the end, replies. What
-agents have left in files it takes from there.
+One thread calls `poll` repeatedly; nothing in that loop blocks. At the end of a run the launcher sends
+`Finish` over the socket that the ranks also use. In a job of several nodes, each launcher does so. The relay
+then has its data stored by the aggregator, or leaves it in a file. It passes on the replies of the
+aggregator, which owns the end. The relay also reads what agents have left in files.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from traceml_ray.wire.spool import SUFFIX, write_spool
 @dataclass(eq=False)
 class RelaySpool:
     """
-    Used with the relay's lock held, except `salvage`.
+    Reads and writes the spool files of a relay. Used with the relay's lock held, except `salvage`.
 
     Args:
-        folder: where the files are; None: there are none.
-        outbox: has what is not known to be stored.
-        intake: takes batches.
+        folder: folder of the files. None: there are no files.
+        outbox: holds what is not known to be stored.
+        intake: receives the batches.
         errors: counts what cannot be read.
         lock: the relay's.
     """
@@ -61,11 +61,14 @@ class RelaySpool:
     errors: Errors
     lock: threading.RLock
     _taken: list[Path] = field(default_factory=list)
-    """Files that can go once what was in them is stored."""
+    """Files that can be removed once their contents are stored."""
     _seen: set[Path] = field(default_factory=set)
 
     def collect(self, all_stored: Callable[[], bool]) -> None:
-        """Take what agents have left since; remove the files before, once all is stored."""
+        """
+        Read the files that agents have left since the last call. Remove earlier files once everything is
+        stored.
+        """
         if self._taken and all_stored():
             remove(self._taken)
             self._seen.difference_update(self._taken)
@@ -73,11 +76,11 @@ class RelaySpool:
         self._taken += self._read(self._seen)
 
     def read(self) -> list[Path]:
-        """Take what agents left; return the files that can go once it is stored."""
+        """Read what agents left. Return the files that can be removed once their contents are stored."""
         return self._read(set())
 
     def _read(self, seen: set[Path]) -> list[Path]:
-        """Take what is in files not `seen`; return these."""
+        """Read the files that are not in `seen`. Return these files."""
         read = []
         for path, batches in spooled(self.folder, self.errors, seen) if self.folder else ():
             for batch, frame in batches:
@@ -89,7 +92,10 @@ class RelaySpool:
         return read
 
     def salvage(self) -> list[Path]:
-        """Leave what is not known to be stored; return the files. Any thread may. Raises OSError."""
+        """
+        Write what is not known to be stored into files; return them. Any thread may call this. Raises
+        OSError.
+        """
         if self.folder is None:
             return []
         with self.lock:
@@ -106,24 +112,26 @@ class RelaySpool:
 
 
 BUSY_S = 0.01
-"""How often the loop runs while there is a backlog, or an end to bring about."""
+"""Interval of the loop while there is a backlog or an end is being processed, in s."""
 LAST_LOOK_S = 0.2
-"""How long the end waits for the last look into the files that ranks print into."""
+"""Time for which the end waits for the last read of the files into which ranks print, in s."""
 SPOOL_S = 1.0
-"""How often a relay without a launcher looks for spool files."""
+"""Interval at which a relay without a launcher looks for spool files, in s."""
 _MOST = codec.MAX_ITEMS // 2
-"""Events, lost rank processes or counts of dropped rows in one packet."""
+"""Largest number of events, lost rank processes or counts of dropped rows in one packet."""
 _EVENT_BYTES = 256 * 1024
 """Largest size of the events in one packet, in bytes: stacks of many processes may exceed a packet."""
 
 
 class RelayCore:
     """
+    The relay of one node.
+
     Args:
-        path: of the socket to listen on (see `RankConnections`).
+        path: path of the socket to listen on (see `RankConnections`).
         node: this machine.
         spool: folder where agents leave what they could not deliver.
-        on_stop: called from the relay's thread when it has ended itself.
+        on_stop: called from the relay's thread when the relay has ended itself.
         clock: monotonic seconds.
         wall: the node's clock, ns since the epoch.
 
@@ -149,7 +157,10 @@ class RelayCore:
         self._sampler = sampler
         self._idle_ttl = settings.idle_ttl
         self._has_own_folder = spool == path.parent
-        """No launcher ends the run: processes of Ray come and go."""
+        """
+        Whether the spool is in the relay's own folder. Then no launcher ends the run: Ray processes come and
+        go.
+        """
         self._on_stop = on_stop
         self._clock, self._wall = clock, wall
         self._lock = threading.RLock()
@@ -176,16 +187,16 @@ class RelayCore:
         about: dict[str, codec.Value] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
         self._reported = 0
-        """Errors that the newest packet counts."""
+        """Number of errors that the newest packet reports."""
         self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
         self._ender: RankConnection | None = None
-        """The launcher that waits for the end."""
+        """The launcher that waits for the end of the run."""
         self._next_sign = 0.0
         self._next_tick = self._next_spool = clock()
 
     def start(self) -> None:
-        """Run in a thread of its own until the relay ends itself or is closed."""
+        """Run in a new thread until the relay ends itself or is closed."""
         threading.Thread(target=self._run, name="traceml-relay", daemon=True).start()
         self._output.start()
 
@@ -201,7 +212,7 @@ class RelayCore:
         self._on_stop()
 
     def poll(self, timeout: float = 0.0) -> None:
-        """Read what is there, waiting at most `timeout` seconds for it, and do what is due."""
+        """Read what has arrived, waiting at most `timeout` seconds for it, and do what is due."""
         ready = self._connections.select(max(0.0, timeout))
         with self._lock:
             for act in ready:
@@ -220,29 +231,29 @@ class RelayCore:
                     self._spool.collect(self._all_stored)
 
     def _is_idle(self, now: float) -> bool:
-        """Whether nothing has come for long, and no watched process that reported still lives."""
+        """Whether nothing has arrived for long and no watched process that reported is still alive."""
         quiet_s = now - max(self._intake.heard, self._link.heard)
         return quiet_s > self._idle_ttl and not self._connections.in_use
 
     def _is_complete(self) -> bool:
-        """Whether a packet need not wait any longer, where packets wait for all ranks."""
+        """Whether a packet need not wait any longer, if packets wait for all ranks."""
         return self._link.tick_s > wire.TICK_S and self._intake.round_is_complete()
 
     def accept(self, data: bytes, fresh: bool = True) -> bytes:
         """
-        Take one RankBatch, or a message of version 1, from a process of this node that calls and does not
-        connect.
+        Accept one RankBatch, or a message of version 1, from a process of this node that calls this method
+        instead of connecting.
 
-        Returns RankReply bytes; raises `codec.WireError` for a message that is not accepted, and LookupError
-        for one of a rank process that is not known here and does not begin `fresh`: Ray has restarted this
-        relay, its caller has not noticed, and is to send again what may be lost.
+        Returns RankReply bytes. Raises `codec.WireError` for a message that is not accepted. Raises
+        LookupError for a message of a rank process that is not known here and does not begin `fresh`: Ray has
+        restarted this relay without the caller's noticing, and the caller must resend what may be lost.
         """
         with self._lock:
             return self._intake.receive(data, "batch of a caller", fresh=fresh)
 
     def flush(self, timeout_s: float) -> bool:
         """
-        Have everything that is here, and in the spool, stored now. Called from another thread.
+        Have everything that the relay and the spool hold stored now. Called from another thread.
 
         Returns whether the aggregator has confirmed all of it within `timeout_s`.
         """
@@ -265,8 +276,8 @@ class RelayCore:
 
     def end(self, timeout_s: float) -> None:
         """
-        Hand over what is held, or leave it in the folder where nothing takes it. Then close, unless a
-        launcher waits for the end. Called from another thread.
+        Hand over all held data. If the aggregator does not accept it, leave it in the folder. Then close,
+        unless a launcher waits for the end. Called from another thread.
         """
         if not self._flush(timeout_s, leaving=True):
             self._spool.salvage()
@@ -274,7 +285,7 @@ class RelayCore:
             self.close()
 
     def close(self) -> None:
-        """Stop listening, close every connection, and take the socket away; safe to call twice."""
+        """Stop listening, close every connection, and remove the socket. Safe to call twice."""
         with self._lock:
             self.stopped = True
             if self._closed:
@@ -285,7 +296,7 @@ class RelayCore:
             self._output.close()
             self._traces.close()
             if self._has_own_folder:
-                private_folders.remove_if_empty(self._path.parent)  # unless there are rows in it
+                private_folders.remove_if_empty(self._path.parent)  # unless the folder holds rows
 
     def _packet(self, peer: RankConnection, data: bytes, cut: bool) -> None:
         try:
@@ -309,7 +320,7 @@ class RelayCore:
             self._errors.count("reply not sent")
 
     def _hand_on(self, asked: wire.ControlRequest) -> None:
-        """Have the aggregator know what a person asks for."""
+        """Pass a person's request on to the aggregator."""
         if asked.measure is None:
             self._add_events([wire.Event("bundle_request", time.time_ns(), data={"request": asked.request})])
         elif len(self._intake.requests) < _MOST:
@@ -322,7 +333,7 @@ class RelayCore:
         self._intake.verdicts = reply.verdicts
 
     def _tick(self, now: float) -> bool:
-        """Send what there is; return whether more is waiting that may go soon."""
+        """Send what is pending. Return whether more is waiting that can be sent soon."""
         self._link.resend(now)
         moved = self._link.send(now)
         sample = self._sampler.latest()
@@ -337,13 +348,13 @@ class RelayCore:
         return moved and (self._outbox.waiting or not self._outbox.may_pack)
 
     def _add_events(self, events: list[wire.Event]) -> None:
-        """Have events of the node sent; the end of a flood is only counted."""
+        """Queue events of the node for sending. If there are too many, the last ones are only counted."""
         room = max(0, _MOST - len(self._intake.events))
         self._intake.events += events[:room]
         self._errors.count("event: no room", len(events[room:]))
 
     def _has_content(self) -> bool:
-        """Whether there is anything to pack but a sample."""
+        """Whether there is anything to pack except a sample."""
         outbox, intake = self._outbox, self._intake
         content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or intake.requests
         printed = self._output.waiting
@@ -393,16 +404,16 @@ class RelayCore:
 
     def _hand_over(self, leaving: bool) -> list[Path]:
         """
-        Take what is in the spool, and send what is unconfirmed again, so that the last of it asks for a
-        commit. Return the files that can go once all is stored. A relay that is `leaving` may be ended
-        before, or not be heard in time: what it holds is in files first.
+        Read the spool, and send unconfirmed packets again so that the last one asks for a commit. Return the
+        files that can be removed once everything is stored. A relay that is `leaving` may be ended before
+        that, or its data may arrive too late, so it first writes what it holds into files.
         """
         files = self._spool.read()
         if leaving:
             self._output.read_once_more(LAST_LOOK_S)
             try:
                 files += self._spool.salvage()
-            except OSError as error:  # no room: it may be stored all the same
+            except OSError as error:  # no room: it may still be stored by the aggregator
                 self._errors.note("spool", error)
         self._link.hurry = True
         self._outbox.rewind()
@@ -416,7 +427,7 @@ class RelayCore:
         self._ending = self._steps(msgspec.structs.replace(message, node_id=self._node.node_id))
 
     def _end(self) -> None:
-        """Go on with the end; the launcher gets a sign of life, and at last the reply."""
+        """Continue the end of the run. The launcher gets signs of life, and finally the reply."""
         assert self._ending is not None
         assert self._ender is not None
         try:
@@ -436,7 +447,10 @@ class RelayCore:
         self.stopped = True
 
     def _steps(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
-        """Let the ranks end, read their spool files, have it all stored, ask until the session is ended."""
+        """
+        The steps of an end: let ranks end, read their spool files, have all stored, ask until the session has
+        ended.
+        """
         link, started = self._link, self._clock()
         while self._connections.ranks_connected and self._clock() < started + DRAIN_S:
             yield
@@ -461,6 +475,6 @@ class RelayCore:
 
 
 def _count_within(events: list[wire.Event], most_bytes: int) -> int:
-    """Return how many of the first `events` take at most so many bytes; one at least."""
+    """Return how many of the first `events` fit into `most_bytes` bytes; at least one."""
     sizes = itertools.accumulate(map(codec.size_of, events))
     return max(1, sum(size <= most_bytes for size in sizes))

@@ -1,10 +1,10 @@
 """
-What the aggregator takes from relays: into the file's writer, the step history, and whatever else uses it;
-and what their messages tell of the clocks of their nodes.
+Passes what relays send to the file writer, the step history and the other users of it. It also measures the
+clocks of nodes from these messages.
 
-Each message is taken once, by its number, and so is each batch of a rank in it. Processes of Ray that have
-no rank are numbered as they arrive; that a run goes on with another attempt is a restart or a resize, with
-its cost.
+Each message is accepted once, by its number, and so is each rank batch that it contains. Ray processes
+without a rank are numbered as they arrive. If a run continues with another attempt, that is recorded as a
+restart or a resize, with its cost.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from traceml_ray.wire.codec import Part
 
 class Groups:
     """
-    One group for each run; `processes` are those numbered before the aggregator was restarted. Nodes, and the
-    ranks of a node, are numbered in the order of their arrival, too. Once all processes of a group have
-    ended, the next one begins another group, from rank 0.
+    Numbers Ray processes without a rank: one group for each run. `processes` are those numbered before the
+    aggregator was restarted. Nodes, and the ranks within a node, are also numbered in order of arrival. Once
+    all processes of a group have ended, the next process begins another group, from rank 0.
     """
 
     def __init__(self, processes: Iterable[RankProcess]) -> None:
@@ -53,8 +53,8 @@ class Groups:
 
     def number(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
         """
-        Return `identity` with the rank of this process: the one it has, else that of an actor of the same
-        name that has ended, else the next. `identity.node_id` is known where it can be.
+        Return `identity` with the rank of this process. That is the rank it has, else the rank of an ended
+        actor of the same name, else the next free rank. `identity.node_id` must be set if it can be known.
         """
         group, before = self._groups.get(identity.job_id), process.identity
         if before is not None and (before.source, before.job_id) != (NUMBERED, identity.job_id):
@@ -64,7 +64,10 @@ class Groups:
         return group.add_next(process, identity) if before is None else group.numbered(identity, before)
 
     def grown(self) -> Iterable[tuple[RankProcess, RankIdentity]]:
-        """Yield the rank processes whose identity is out of date since their group grew, and the new one."""
+        """
+        Yield the rank processes whose identity is out of date since their group grew, with the
+        new identity.
+        """
         for group in self._groups.values():
             yield from group.grown()
 
@@ -75,16 +78,16 @@ class _Group:
         self._processes: list[RankProcess] = []
         self._actors: dict[str, RankProcess] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
-        """Number of each node, and how many ranks it has had."""
+        """Number of each node, and how many ranks the node has had."""
         self._changed = False
 
     @property
     def over(self) -> bool:
-        """Whether all have ended."""
+        """Whether all processes of the group have ended."""
         return all(process.ended for process in self._processes)
 
     def add(self, process: RankProcess, identity: RankIdentity) -> None:
-        """Take in a rank process that is numbered; `identity` is, or will be, that of the rank process."""
+        """Add a rank process that is numbered. `identity` is, or will be, the identity of that process."""
         self._size = max(self._size, identity.global_rank + 1)
         node, ranks = self._nodes.get(identity.node_id or identity.hostname, (identity.node_rank, 0))
         self._nodes[identity.node_id or identity.hostname] = node, max(ranks, identity.local_rank + 1)
@@ -94,7 +97,7 @@ class _Group:
         self._changed = True
 
     def add_next(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
-        """Take in a rank process that has no number yet; return its identity."""
+        """Add a rank process without a number; return its identity with a number."""
         key = identity.node_id or identity.hostname
         node, local = self._nodes.get(key, (len(self._nodes), 0))
         rank = self._size
@@ -118,7 +121,7 @@ class _Group:
                     yield process, now
 
     def numbered(self, identity: RankIdentity, numbers: RankIdentity) -> RankIdentity:
-        """Return `identity` with the ranks of `numbers`, and the sizes that the group has now."""
+        """Return `identity` with the ranks of `numbers` and the present sizes of the group."""
         _, here = self._nodes.get(identity.node_id or identity.hostname, (0, 0))
         return msgspec.structs.replace(
             identity,
@@ -141,7 +144,7 @@ class _Now:
 
 
 class AttemptTracker:
-    """`processes` are those known before, where the aggregator was restarted."""
+    """Finds restarts and resizes. `processes` are those known before the aggregator was restarted."""
 
     def __init__(self, processes: Iterable[RankProcess]) -> None:
         self._runs: dict[str, _Now] = {}
@@ -189,9 +192,9 @@ def _event(before: _Now, after: _Now) -> wire.Event:
 STORE_S = 60.0
 """Time between two stored measurements of a node if nothing has changed, in s."""
 _FINE_NS = 1_000_000
-"""A bound that is smaller need not be improved in the file before that."""
+"""Clock bounds below this need not be improved in the file before `STORE_S` has passed, in ns."""
 _ON_ITS_OWN_CLOCK = "xid"
-"""Events that are compared with samples of their node by their time."""
+"""Kind of events that are compared with samples of their node by time."""
 _R = TypeVar("_R", bound=Part)
 
 
@@ -215,7 +218,7 @@ class NodeClocks:
 
     def measure(self, batch: wire.RelayBatch, now_ns: int) -> None:
         """
-        Measure a node's clock by a message that arrived at `now_ns`, and record the result for
+        Measure a node's clock from a message that arrived at `now_ns`, and record the result for
         the node.
         """
         node_id = batch.node.node_id
@@ -228,11 +231,17 @@ class NodeClocks:
             self._writer.add_clock(node_id, now_ns - offset, offset, bound)
 
     def on_ours(self, event: wire.Event, node_id: str | None) -> wire.Event:
-        """Return an event of a node with its time on the aggregator's clock, if that is known to differ."""
+        """
+        Return an event of a node with its time converted to the aggregator's clock, if the offset
+        is known.
+        """
         return event if event.kind == _ON_ITS_OWN_CLOCK else self._moved(event, "t_ns", node_id)
 
     def record_on_ours(self, kind: Kind[_R], record: _R, node_id: str | None) -> _R:
-        """Return a record with its `node_time` on the aggregator's clock, likewise."""
+        """
+        Return a record with its `node_time` converted to the aggregator's clock, if the offset is
+        known.
+        """
         return record if kind.node_time is None else self._moved(record, kind.node_time, node_id)
 
     def _moved(self, sent: _R, name: str, node_id: str | None) -> _R:
@@ -244,8 +253,8 @@ class NodeClocks:
 
     def _is_due(self, node_id: str, now_ns: int, offset_ns: int, bound_ns: int) -> bool:
         """
-        Whether the present measurement must be stored: it is better, it has changed, or some
-        time has passed.
+        Whether the present measurement must be stored because it is better, it has changed, or `STORE_S` has
+        passed.
         """
         known = self._stored.get(node_id)
         if known is None or abs(now_ns - known.at_ns) >= STORE_S * 1e9:
@@ -256,47 +265,48 @@ class NodeClocks:
 
 
 MAX_PROCESSES = 1 << 17
-"""Processes of one session; what more of them send is counted, not taken."""
+"""Largest number of processes of one session. Data of further processes is counted, not stored."""
 
 
 Records = list[tuple[Kind[Any], Any]]
-"""Each with its kind."""
+"""Records, each with its kind."""
 
 
 class ReceivedOfRank(NamedTuple):
-    """A batch of a rank, decoded."""
+    """A decoded batch of a rank."""
 
     batch: wire.RankBatch
     records: Records
 
 
 class Received(NamedTuple):
-    """A message of a relay, decoded."""
+    """A decoded message of a relay."""
 
     batch: wire.RelayBatch
     ranks: list[ReceivedOfRank]
     records: Records
-    """Records of the node."""
+    """Records about the node."""
     of_ranks: dict[str, Records]
-    """Records that the relay itself has read of each rank process."""
+    """Records about each rank process that the relay itself has read."""
 
 
 @dataclass(eq=False)
 class RelayIntake:
     """
-    One per session; all but `decode` is called with the writer's lock.
+    Takes in the messages of relays; one per session. All methods except `decode` are called with the writer's
+    lock.
 
     Args:
         writer: of the session file.
         recent: keeps the newest spans and samples of nodes.
         steps: the histories of the live runs.
-        signals: what is judged beside the steps; takes records and spans.
-        judge: takes events of rank processes.
-        bundling: takes events,
-        profiling: and these with what ranks say of their captures.
-        layers: takes requests.
+        signals: the signals judged in addition to steps; receives records and spans.
+        judge: receives events of rank processes.
+        bundling: receives events.
+        profiling: receives batches with what ranks report about their captures.
+        layers: receives requests.
         clock: wall clock in ns.
-        errors: the aggregator's, by place.
+        errors: the aggregator's error counts, by place.
     """
 
     writer: SessionWriter
@@ -320,12 +330,12 @@ class RelayIntake:
             EXPERTS.name: self.recent.add_tokens,
             NODE.name: self.recent.add_sample,
         }
-        """Functions that take records of a kind while the session runs, with the owner of each record."""
+        """Functions that receive records of a kind while the session runs, with the owner of each record."""
         self._refused: dict[str, int] = {}
-        """First message after a gap, by relay incarnation."""
+        """Number of the first message after a gap, by relay incarnation."""
 
     def decode(self, batch: wire.RelayBatch) -> Received:
-        """Return what is in the message of a relay; what cannot be read of it is counted."""
+        """Return the contents of a relay's message. What cannot be read is counted."""
         ranks = []
         for data in batch.batches:
             try:
@@ -336,11 +346,14 @@ class RelayIntake:
         return Received(batch, ranks, self._records(batch.records, "node"), of_ranks)
 
     def of_rank(self, batch: wire.RankBatch) -> ReceivedOfRank:
-        """Return a batch with its records; the only way to one, however the batch came here."""
+        """Decode a rank batch and its records. Every batch must be decoded here, however it arrived."""
         return ReceivedOfRank(batch, self._records(batch.records, "process"))
 
     def _records(self, records: wire.Records, owner: str) -> Records:
-        """Return the records of a message; what cannot be read, or is of another version, is counted."""
+        """
+        Return the records of a message. Records that cannot be read, or have another version, are
+        counted.
+        """
         decoded: Records = []
         for name, encoded in records.items():
             kind = KINDS.get(name)
@@ -355,7 +368,7 @@ class RelayIntake:
         return decoded
 
     def accept(self, received: Received, now: int) -> None:
-        """Take a message with the batches in it, if it is the next of its relay."""
+        """Accept a message with its batches, if it is the next message of its relay."""
         batch = received.batch
         if not self._is_next(batch.incarnation, batch.seq):
             return
@@ -386,7 +399,7 @@ class RelayIntake:
         self._store_records(node_id, received.records, node_id)
 
     def _store_records(self, owner: int | str, records: Records, node_id: str | None) -> None:
-        """Take the records of a rank process (by number), or a node (by id), in order."""
+        """Store the records of a rank process (by number), or of a node (by id), in order."""
         for kind, record in records:
             record = self._clocks.record_on_ours(kind, record, node_id)
             self.writer.add_record(kind, owner, record)
@@ -394,7 +407,10 @@ class RelayIntake:
                 use(owner, record)
 
     def _is_next(self, incarnation: str, seq: int) -> bool:
-        """Whether this message is the next of its relay; a gap is let pass when it comes a second time."""
+        """
+        Whether this message is the next of its relay. A message after a gap is accepted when it
+        comes again.
+        """
         due = self.writer.taken.get(incarnation, 0) + 1
         if seq > due and self._refused.get(incarnation) != seq:
             self._refused.setdefault(incarnation, seq)
@@ -404,7 +420,7 @@ class RelayIntake:
         return seq >= due
 
     def accept_rank(self, received: ReceivedOfRank, node_id: str | None) -> None:
-        """Take a batch of a rank, once; None: its node is not known."""
+        """Accept a batch of a rank once. `node_id` None: its node is not known."""
         batch, now, writer = received.batch, self.clock(), self.writer
         process = writer.processes.get(batch.process_id) or self._process(batch.process_id, now)
         if process is None or batch.seq <= process.last_batch:
@@ -434,7 +450,7 @@ class RelayIntake:
         self.profiling.ingest(process, batch)
 
     def _begin_requests(self, requests: list[wire.MeasureRequest]) -> None:
-        """Take what persons ask for; what cannot be done is counted."""
+        """Begin what people have requested. Requests that cannot be served are counted."""
         for asked in requests:
             if asked.profile is not None:
                 self.profiling.ask(asked.profile, asked.id)
@@ -442,15 +458,15 @@ class RelayIntake:
                 self.layers.ask(asked.layers, asked.id)
 
     def _process(self, name: str, now: int) -> RankProcess | None:
-        """Return the rank process of that name, made when it is new; None when there are too many."""
+        """Return the rank process called `name`; create it if it is new. None: there are too many."""
         if name not in self.writer.processes and len(self.writer.processes) >= MAX_PROCESSES:
             self.errors.count("too_many_processes")
             return None
         return self.writer.process(name, now)
 
     def add_event(self, event: wire.Event, process: RankProcess | None, node_id: str | None) -> None:
-        """Take an event of a rank process or node."""
-        if event.kind != "standing":  # of use for the judge only
+        """Accept an event of a rank process or node."""
+        if event.kind != "standing":  # only the judge uses it
             self.writer.add_event(event, process, node_id)
         self.bundling.add_event(event, process)
         if process is not None:
@@ -458,7 +474,7 @@ class RelayIntake:
             self.judge.note(EventRow(id=0, run=None, **where, **msgspec.structs.asdict(event)))
 
     def _store_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
-        """Add the rows that are new: an agent sends what its relay may have lost a second time."""
+        """Add the rows that are new. An agent resends rows that its relay may have lost."""
         n = len(batch.flags)
         skip = max(0, process.next_row - batch.first_row)
         if skip >= n:
@@ -471,7 +487,7 @@ class RelayIntake:
         process.last_rows_ns = now
 
     def _identify(self, process: RankProcess, identity: RankIdentity, node_id: str | None) -> None:
-        """Note which rank a process is, on which node; processes of Ray without a rank are numbered."""
+        """Record the rank and the node of a process. Ray processes without a rank are numbered."""
         before = process.identity
         if identity.node_id is None:
             known = node_id or (before.node_id if before else None)
@@ -482,6 +498,6 @@ class RelayIntake:
             process.identity = identity
 
     def resize_groups(self) -> None:
-        """Bring the sizes that numbered processes were given up to date."""
+        """Update the group sizes that numbered processes were given."""
         for process, identity in self._groups.grown():
             self.writer.process(process.process_id, 0).identity = identity
